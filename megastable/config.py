@@ -1,0 +1,260 @@
+"""The configuration of a run: one tree of pydantic models, handed on in parts.
+
+    python -m megastable.config launch/recipes/quickstart.yaml model.layers=12 parallel.tensor=2
+
+prints the resolved tree and the DeepSpeed JSON that follows from it. Reading recipes and overrides is in
+`recipe.py`; the DeepSpeed side is in `deepspeed_config.py`. An unknown key, an impossible combination or a
+combination that DeepSpeed is known to get wrong is a `ConfigError` that names the key.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+from pydantic import field_validator, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Part(BaseModel):
+    """A part of the tree: frozen, and without room for keys that nobody reads."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(Part):
+    """The GPT. Sizes are whole-model sizes, whatever the layout."""
+
+    layers: PositiveInt = 12
+    hidden: PositiveInt = 768
+    heads: PositiveInt = 12
+    kv_heads: PositiveInt | None = None  # grouped-query attention; None = heads
+    head_dim: PositiveInt | None = None  # None = hidden / heads
+    ffn: PositiveInt | None = None  # width of the SwiGLU; None = 8/3 hidden, rounded up to 128
+    sequence_length: PositiveInt = 2048
+    vocab_size: PositiveInt | None = None  # None = the tokenizer's
+    vocab_multiple: PositiveInt = 128  # the embedding is padded to a multiple of it, the same in every layout
+    rope_theta: PositiveFloat = 10_000.0
+    norm_eps: PositiveFloat = 1e-5
+    qk_norm: bool = True
+    tied: bool = False
+    init_std: PositiveFloat = 0.02
+    z_loss: NonNegativeFloat = 1e-4  # weight of mean(logsumexp(logits)^2)
+    attention: Literal["reference", "sdpa"] = "sdpa"
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def ffn_width(self) -> int:
+        return self.ffn or -(-8 * self.hidden // 3 // 128) * 128
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding; `vocab_size` must be known."""
+        assert self.vocab_size is not None, "the vocabulary size is taken from the corpus first"
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelConfig:
+        if self.heads % self.key_value_heads:
+            raise ValueError(
+                f"kv_heads={self.kv_heads} does not divide heads={self.heads}: every key/value head serves the "
+                "same number of query heads"
+            )
+        if self.head_dim is None and self.hidden % self.heads:
+            raise ValueError(
+                f"heads={self.heads} does not divide hidden={self.hidden}: set head_dim or change one"
+            )
+        if self.head_width % 2:
+            raise ValueError(f"head_dim={self.head_width} is odd: rotary embeddings need pairs")
+        return self
+
+
+class CorpusConfig(Part):
+    """One corpus of the blend: a folder that `tools/prepare_data.py` made."""
+
+    path: Path
+    weight: PositiveFloat = 1.0
+
+
+class DataConfig(Part):
+    corpora: list[CorpusConfig] = Field(default_factory=list)
+    skip: list[tuple[NonNegativeInt, NonNegativeInt]] = Field(default_factory=list)  # [first, end) positions
+    keep_documents_apart: bool = False  # attention stays inside documents, positions restart at each
+    prefetch: PositiveInt = 2  # steps made ready in the background
+    accept_changed_manifest: bool = False  # go on although the corpus is not the one the checkpoint knew
+
+    @field_validator("skip")
+    @classmethod
+    def _forward(cls, ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        for first, end in ranges:
+            if end <= first:
+                raise ValueError(
+                    f"range [{first}, {end}) is empty or reversed: write [first, end), end not included"
+                )
+        return ranges
+
+
+class OptimizerConfig(Part):
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101); weight decay is not applied to norms."""
+
+    lr: PositiveFloat = 3e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    clip: NonNegativeFloat = 1.0  # global gradient norm; 0 = never
+
+
+class ScheduleConfig(Part):
+    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    warmup_steps: NonNegativeInt = 100
+    decay_steps: PositiveInt | None = None  # wsd: length of the final decay; None = a tenth of the run
+    total_steps: PositiveInt | None = None  # where the decay ends; None = train.steps
+    floor: Fraction = 0.1  # of the peak rate
+
+
+class TrainConfig(Part):
+    steps: PositiveInt = 1000
+    global_batch: PositiveInt = 64  # samples per step over all ranks
+    micro_batch: PositiveInt = 1  # samples per rank and pass
+    eval_interval: NonNegativeInt = 200  # steps; 0 = only at the end
+    eval_samples: NonNegativeInt = 256  # of the validation split, always the same ones; 0 = never
+
+
+class ParallelConfig(Part):
+    """Data parallelism takes what tensor and pipeline leave of the world."""
+
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    sequence: bool = False  # Megatron sequence parallelism over the tensor group (arXiv:2205.05198)
+    zero: Literal[0, 1, 2, 3] = 1
+    recompute: Literal["none", "selective", "full"] = "none"  # activation checkpointing
+
+
+class PrecisionConfig(Part):
+    kind: Literal["bf16", "fp32", "fp16"] = "bf16"
+    initial_scale_power: PositiveInt = 16  # fp16: the loss scale starts at 2^this
+    scale_window: PositiveInt = 1000  # fp16: steps without overflow before the scale doubles
+
+
+class CheckpointConfig(Part):
+    interval: NonNegativeInt = 500  # steps; 0 = only at the end and on a signal
+    keep: PositiveInt = 3  # newest ones
+    at_end: bool = True
+    on_failure: Literal["continue", "stop"] = "continue"  # when a checkpoint cannot be written
+
+
+class LoggingConfig(Part):
+    tensorboard: bool = True
+    interval: PositiveInt = 1  # steps between lines where there is no terminal
+    norms_interval: NonNegativeInt = 50  # steps between parameter and Adam norms; 0 = never
+    flush_steps: PositiveInt = 50  # steps in one file of step records
+    peak_tflops: PositiveFloat | None = None  # per device, for MFU; None = known or measured
+
+
+class StabilityConfig(Part):
+    max_discards: PositiveInt = 20  # updates refused in a row before the run stops as unstable
+
+
+class RunSection(Part):
+    dir: Path | None = None  # None = a new folder below runs/; given and there = resumed
+    seed: NonNegativeInt = 1234
+    timeout: PositiveInt = 1800  # seconds before a collective counts as hung
+
+
+class RunConfig(Part):
+    """The whole tree."""
+
+    run: RunSection = RunSection()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    stability: StabilityConfig = StabilityConfig()
+    deepspeed: str = "ds_configs/zero{zero}.json"  # {zero} becomes parallel.zero
+
+    @model_validator(mode="after")
+    def _possible(self) -> RunConfig:
+        for problem in _impossible(self):
+            raise ValueError(problem)
+        return self
+
+
+def _impossible(c: RunConfig) -> list[str]:
+    """What cannot be, or what DeepSpeed 0.19.8 gets wrong; each with its key and its remedy."""
+    m, p, bad = c.model, c.parallel, []
+    for key, size in (("heads", m.heads), ("kv_heads", m.key_value_heads), ("ffn", m.ffn_width)):
+        if size % p.tensor:
+            bad.append(f"parallel.tensor={p.tensor} does not divide model.{key}={size}: change one of them")
+    if m.vocab_multiple % p.tensor:
+        bad.append(
+            f"parallel.tensor={p.tensor} does not divide model.vocab_multiple={m.vocab_multiple}: the padded "
+            "vocabulary is shared out by it; set vocab_multiple to a multiple of parallel.tensor"
+        )
+    if p.pipeline > m.layers:
+        bad.append(
+            f"parallel.pipeline={p.pipeline} needs at least one block a stage, and model.layers={m.layers}: "
+            "use fewer stages"
+        )
+    if p.sequence and p.tensor == 1:
+        bad.append(
+            "parallel.sequence shares the sequence out over the tensor group: set parallel.tensor above 1"
+        )
+    if p.sequence and m.sequence_length % p.tensor:
+        bad.append(
+            f"parallel.sequence: parallel.tensor={p.tensor} does not divide model.sequence_length={m.sequence_length}"
+        )
+    if p.pipeline > 1 and p.zero > 1:
+        bad.append(
+            f"parallel.zero={p.zero} with parallel.pipeline={p.pipeline}: DeepSpeed's pipeline keeps whole gradients; "
+            "use parallel.zero=1 or parallel.pipeline=1"
+        )
+    if p.zero == 0 and c.precision.kind == "fp32":
+        bad.append(
+            "parallel.zero=0 with precision.kind=fp32: DeepSpeed then has no gradient norm and no check for "
+            "non-finite numbers; use parallel.zero=1"
+        )
+    if p.zero == 0 and c.precision.kind == "bf16":
+        bad.append(
+            "parallel.zero=0 with precision.kind=bf16: DeepSpeed then accumulates gradients in bf16 and gets their "
+            "norm wrong under tensor parallelism; use parallel.zero=1 (on one data-parallel rank it costs nothing)"
+        )
+    if p.zero == 0 and p.tensor * p.pipeline > 1:
+        bad.append(
+            "parallel.zero=0 with tensor or pipeline parallelism: the gradient norm is wrong; use parallel.zero=1"
+        )
+    if c.train.global_batch % c.train.micro_batch:
+        bad.append(
+            f"train.micro_batch={c.train.micro_batch} does not divide train.global_batch={c.train.global_batch}: "
+            "change one of them"
+        )
+    if c.optimizer.betas[0] >= 1 or c.optimizer.betas[1] >= 1:
+        bad.append(f"optimizer.betas={list(c.optimizer.betas)}: both must be below 1")
+    return bad
+
+
+if __name__ == "__main__":
+    from megastable.recipe import main
+
+    main()

@@ -1,0 +1,318 @@
+"""What a corpus consists of: `manifest.json` beside its shards, and the token stream that it describes.
+
+A split ("train", "validation") is a list of token ranges of shards. Ranges begin and end at document
+boundaries and never overlap, so no document is in two splits. Everything that decides which token comes where
+is part of the fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import OrderedDict
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from threading import Lock
+from typing import Literal, NamedTuple, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from megastable.data.shard_format import DType, ShardInfo, Tokens, file_sizes, sync_directory
+from megastable.data.shards import Shard
+from megastable.errors import DataError
+
+FILE = "manifest.json"
+OPEN_SHARDS = 256  # per stream: one descriptor each, well below the usual limit of 1024
+
+
+class TokenizerInfo(BaseModel):
+    """The tokenizer of a corpus: its file (relative to the corpus directory), its hash, its vocabulary."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    file: str
+    kind: Literal["sentencepiece", "huggingface"]
+    xxh3: str
+    vocab_size: int = Field(gt=0)
+    eod: int = Field(ge=0)  # id of the end-of-document token
+
+    @model_validator(mode="after")
+    def _eod_is_a_token(self) -> Self:
+        if self.eod >= self.vocab_size:
+            raise ValueError(f"eod {self.eod} is outside of the vocabulary 0..{self.vocab_size - 1}")
+        return self
+
+
+class Segment(BaseModel):
+    """Tokens [first_token, first_token + tokens) of a shard, whole documents only."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    shard: str
+    first_token: int = Field(ge=0)
+    tokens: int = Field(gt=0)
+    documents: int = Field(gt=0)
+
+    @property
+    def end(self) -> int:
+        return self.first_token + self.tokens
+
+
+class Manifest(BaseModel):
+    """A corpus. `text_bytes` is the size of the UTF-8 text before tokenization, None when nobody knows."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = 1
+    name: str = Field(min_length=1)
+    tokenizer: TokenizerInfo
+    dtype: DType
+    shards: list[ShardInfo]
+    splits: dict[str, list[Segment]]
+    text_bytes: int | None = None
+    source: str = ""
+    created: datetime = Field(default_factory=lambda: datetime.now(UTC))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        shards = {shard.name: shard for shard in self.shards}
+        if len(shards) != len(self.shards):
+            raise ValueError("two shards have the same name")
+        if foreign := [shard.name for shard in self.shards if shard.dtype != self.dtype]:
+            raise ValueError(f"shard {foreign[0]} is not {self.dtype} like the corpus")
+        if not any(self.splits.values()):
+            raise ValueError("the corpus is empty: no split has any tokens")
+        placed = [(split, segment) for split, segments in self.splits.items() for segment in segments]
+        for split, segment in placed:
+            if segment.shard not in shards:
+                raise ValueError(f"split {split} names the shard {segment.shard}, which is not listed")
+            if segment.end > shards[segment.shard].tokens:
+                raise ValueError(f"split {split} goes beyond the end of shard {segment.shard}")
+        placed.sort(key=lambda item: (item[1].shard, item[1].first_token))
+        for (one, a), (other, b) in pairwise(placed):
+            if a.shard == b.shard and b.first_token < a.end:
+                raise ValueError(
+                    f"splits {one} and {other} overlap at token {b.first_token} of shard {a.shard}"
+                )
+        return self
+
+    @classmethod
+    def load(cls, directory: Path) -> Manifest:
+        """Read DIRECTORY/manifest.json. Raises DataError when it is missing, broken or contradicts itself."""
+        path = directory / FILE
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise DataError(
+                f"{path} is not there: {directory} is not a prepared corpus, "
+                "make one with tools/prepare_data.py"
+            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{path} is not JSON ({error}): restore it or prepare the corpus again"
+            ) from error
+        if isinstance(content, dict) and content.get("format") != 1:
+            raise DataError(f"{path} has format {content.get('format')!r}, this megastable reads format 1")
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            raise DataError(f"{path}: {_first_problem(error)}") from error
+
+    def save(self, directory: Path) -> None:
+        """Write DIRECTORY/manifest.json atomically. Raises DataError when the disk refuses."""
+        path = directory / FILE
+        temporary = path.with_name(f"{FILE}.tmp")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(self.model_dump_json(indent=1) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            sync_directory(directory)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise DataError(f"{path} could not be written: {error}") from error
+
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of all that decides which token comes where: not of dates, source or text size."""
+        content = self.model_dump(mode="json", exclude={"text_bytes", "source", "created"})
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def tokens(self, split: str) -> int:
+        """Number of tokens of a split; 0 when the corpus has no such split."""
+        return sum(segment.tokens for segment in self.splits.get(split, ()))
+
+
+class Place(NamedTuple):
+    """Where a token of a stream lies: shard, document of that shard, token offset in that shard."""
+
+    shard: str
+    document: int
+    token: int
+
+
+class Stream:
+    """The tokens of one split, one after another, over all its segments.
+
+    Opening costs two `stat` calls per shard; shards are opened when first read, at most `OPEN_SHARDS` at a
+    time. Safe to use from several threads. Raises DataError when the split is missing or a file is not the
+    one that the manifest describes.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest, split: str) -> None:
+        self.directory, self.manifest, self.split = directory, manifest, split
+        self.segments = manifest.splits.get(split, [])
+        if not self.segments:
+            raise DataError(
+                f"{directory / FILE} has no split {split!r}: it has {', '.join(manifest.splits) or 'none'}"
+            )
+        self._infos = {shard.name: shard for shard in manifest.shards}
+        for name in {segment.shard for segment in self.segments}:
+            _check_sizes(directory, self._infos[name])
+        # Segment i holds the tokens [edges[i], edges[i + 1]) of the stream.
+        self._edges = np.cumsum([0, *(segment.tokens for segment in self.segments)], dtype=np.int64)
+        self.tokens = int(self._edges[-1])
+        self._shards: OrderedDict[str, Shard] = OrderedDict()
+        self._lock = Lock()
+        self._checked: set[int] = set()
+
+    def read(self, first: int, count: int) -> Tokens:
+        """Tokens [first, first + count) of the stream: int64 [count], across shards.
+
+        Raises IndexError outside of the stream; DataError as `Shard.read` does.
+        """
+        parts = [shard.read(at, length) for shard, at, length, _ in self._pieces(first, count)]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
+
+    def document_starts(self, first: int, count: int) -> Tokens:
+        """Ascending stream offsets in [first, first + count) at which a document begins: int64 [n]."""
+        parts = [
+            shard.document_starts(at, length) - at + offset
+            for shard, at, length, offset in self._pieces(first, count)
+        ]
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def locate(self, token: int) -> Place:
+        """Shard, document and offset of the token at stream offset `token`."""
+        ((shard, at, _, _),) = self._pieces(token, 1)
+        return Place(shard.name, shard.document_of(at), at)
+
+    def _pieces(self, first: int, count: int) -> list[tuple[Shard, int, int, int]]:
+        """Cut a range of the stream at segments: (shard, offset in the shard, length, offset in the
+        stream)."""
+        if first < 0 or count < 0 or first + count > self.tokens:
+            raise IndexError(f"tokens [{first}, {first + count}) of a stream of {self.tokens}")
+        pieces = []
+        number = int(np.searchsorted(self._edges, first, side="right")) - 1
+        while count > 0:
+            segment, begin = self.segments[number], first - int(self._edges[number])
+            length = min(count, segment.tokens - begin)
+            pieces.append((self._shard(number), segment.first_token + begin, length, first))
+            first, count, number = first + length, count - length, number + 1
+        return pieces
+
+    def _shard(self, number: int) -> Shard:
+        """The shard of segment `number`, opened, and the segment's edges checked once."""
+        segment = self.segments[number]
+        with self._lock:
+            shard = self._shards.pop(segment.shard, None)
+            if shard is None:
+                info = self._infos[segment.shard]
+                shard = Shard(self.directory / segment.shard, info, self.manifest.tokenizer.vocab_size)
+            self._shards[segment.shard] = shard
+            if len(self._shards) > OPEN_SHARDS:
+                self._shards.popitem(last=False)  # closed once no thread reads from it any more
+            if number not in self._checked:
+                self._check_edges(shard, segment)
+                self._checked.add(number)
+        return shard
+
+    def _check_edges(self, shard: Shard, segment: Segment) -> None:
+        edges = (segment.first_token, segment.end)
+        whole = all(
+            edge == shard.tokens or shard.document_bounds(shard.document_of(edge))[0] == edge
+            for edge in edges
+        )
+        documents = shard.documents_before(edges[1]) - shard.documents_before(edges[0])
+        if not whole or documents != segment.documents:
+            raise DataError(
+                f"{self.directory / FILE}: split {self.split!r} takes tokens {edges[0]} to {edges[1]} of "
+                f"{segment.shard} as {segment.documents} whole documents, but its index disagrees: "
+                "prepare the corpus again"
+            )
+
+
+def split_at_document(shards: list[Shard], validation: float) -> dict[str, list[Segment]]:
+    """Splits for `shards` in this order: the last fraction `validation` of all tokens is "validation".
+
+    The cut is moved to the beginning of the document it falls into. Raises DataError for a fraction outside
+    of [0, 1) or one that leaves nothing to train on.
+    """
+    if not 0 <= validation < 1:
+        raise DataError(
+            f"validation={validation}: give the fraction of the tokens to hold back, at least 0, below 1"
+        )
+    left = sum(shard.tokens for shard in shards) - round(validation * sum(shard.tokens for shard in shards))
+    splits: dict[str, list[Segment]] = {"train": [], "validation": []}
+    for shard in shards:
+        cut = (
+            shard.tokens
+            if left >= shard.tokens
+            else shard.document_bounds(shard.document_of(max(left, 0)))[0]
+        )
+        left -= shard.tokens
+        for split, first, end in (("train", 0, cut), ("validation", cut, shard.tokens)):
+            if end > first:
+                documents = shard.documents_before(end) - shard.documents_before(first)
+                splits[split].append(
+                    Segment(shard=shard.name, first_token=first, tokens=end - first, documents=documents)
+                )
+    if not splits["train"]:
+        raise DataError("nothing is left to train on: the corpus is empty or its last document is most of it")
+    return {split: segments for split, segments in splits.items() if segments}
+
+
+def adopt(directory: Path, tokenizer: TokenizerInfo, validation: float, name: str | None = None) -> Manifest:
+    """A manifest for Megatron shards that another program wrote into `directory`; the caller saves it.
+
+    Every file is read whole once: ids, indices and pointers are checked, hashes taken. Raises DataError.
+    """
+    prefixes = sorted(path.with_suffix("") for path in directory.glob("*.idx"))
+    if not prefixes:
+        raise DataError(f"{directory} contains no .idx file: it holds no Megatron shards")
+    shards = [Shard(prefix, vocab_size=tokenizer.vocab_size) for prefix in prefixes]
+    if len({shard.dtype for shard in shards}) > 1:
+        raise DataError(f"{directory}: some shards are uint16, others int32: write them again as one type")
+    return Manifest(
+        name=name or directory.resolve().name,
+        tokenizer=tokenizer,
+        dtype=shards[0].dtype,
+        shards=[shard.verify() for shard in shards],
+        splits=split_at_document(shards, validation),
+        source="adopted Megatron shards",
+    )
+
+
+def _check_sizes(directory: Path, info: ShardInfo) -> None:
+    for suffix, here, there in zip(
+        (".bin", ".idx"), file_sizes(directory / info.name), (info.bin_bytes, info.idx_bytes), strict=True
+    ):
+        if here != there:
+            raise DataError(
+                f"{directory / info.name}{suffix} has {here} bytes, the manifest says {there}: the shard changed "
+                "after its manifest was written, restore it or prepare the corpus again"
+            )
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message

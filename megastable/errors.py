@@ -1,0 +1,68 @@
+"""Errors that a user can act on, and the exit codes they end a process with.
+
+Whoever raises one of these says what was wrong, where, and what to do; whoever starts a process
+(`train.main`, the tools) prints the message without a traceback and exits with `code`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Exit codes, documented in docs/clusters.md. The supervisor and schedulers decide by them.
+OK = 0
+FAILED = 1  # an unforeseen error, with a traceback
+BAD_INPUT = 2  # configuration, data or arguments: trying again changes nothing
+STOPPED = 75  # asked to stop (SIGTERM, SIGINT): a checkpoint was written, start again to go on
+UNSTABLE = 76  # the gate gave up: the run cannot go on by itself
+NO_SPACE = 77  # checkpoints cannot be written
+
+
+class MegastableError(Exception):
+    """An error whose message is all that its reader needs."""
+
+    code = FAILED
+
+
+class ConfigError(MegastableError):
+    """A recipe, an override or a DeepSpeed file that cannot be used as it stands."""
+
+    code = BAD_INPUT
+
+
+class DataError(MegastableError):
+    """A shard, index, manifest, tokenizer, ledger or corpus that cannot be used as it stands."""
+
+    code = BAD_INPUT
+
+
+class CheckpointError(MegastableError):
+    """A checkpoint that is missing, damaged, or does not fit this run."""
+
+    code = BAD_INPUT
+
+
+class UnstableError(MegastableError):
+    """The updates of this run can no longer be trusted."""
+
+    code = UNSTABLE
+
+
+class SpaceError(MegastableError):
+    """Checkpoints could not be written, and the run was told not to go on without."""
+
+    code = NO_SPACE
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Turn a `MegastableError` into one message on stderr and its exit code; Ctrl-C into 130."""
+    try:
+        yield
+    except MegastableError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.code) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(130) from None

@@ -1,0 +1,93 @@
+"""Causal self-attention with grouped queries, per-head QK-norm before RoPE, optionally inside documents.
+
+Shapes: s sequence, b micro-batch, q query heads and k key/value heads of this tensor rank, d head width.
+QK-norm: Henry et al., arXiv:2010.04245; Dehghani et al., arXiv:2302.05442. GQA: Ainslie et al., arXiv:2305.13245.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megastable.config import ModelConfig
+from megastable.model.norm import RMSNorm
+from megastable.model.rope import document_positions, rope_table, rotate
+from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megastable.parallel.topology import TensorParallel
+
+
+def document_mask(segments: Tensor) -> Tensor:
+    """What may attend to what: bool [b, 1, s, s], causal and inside one document. segments: [b, s]."""
+    s = segments.shape[1]
+    causal = torch.ones(s, s, dtype=torch.bool, device=segments.device).tril()
+    return (causal & (segments[:, :, None] == segments[:, None, :])).unsqueeze(1)
+
+
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v in plain fp32. q [b, q, s, d], k and v [b, k, s, d] -> [b, q, s, d]."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1).float(), v.repeat_interleave(groups, 1).float()
+    scores = q.float() @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    allowed = (
+        torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril() if mask is None else mask
+    )
+    return (scores.masked_fill(~allowed, -math.inf).softmax(-1) @ v).to(q.dtype)
+
+
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """`reference_attention` by torch's fused kernels (fp32 softmax inside)."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and q.device.type == "cpu":
+        # The fused CPU kernel has no grouped queries; torch would fall back to the unfused one.
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        groups = 1
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1
+    )
+
+
+BACKENDS = {"reference": reference_attention, "sdpa": sdpa_attention}
+
+
+class Attention(nn.Module):
+    """x [s, b, hidden] (or its sequence shard) -> the same shape."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, name: str, recompute_core: bool) -> None:
+        super().__init__()
+        d = self.width = config.head_width
+        self.q_heads, self.k_heads = config.heads // tp.size, config.key_value_heads // tp.size
+        self.theta = config.rope_theta
+        self.recompute_core = recompute_core
+        self.core = BACKENDS[config.attention]
+        kv = config.key_value_heads * d
+        self.qkv = ColumnParallelLinear(config.hidden, (config.heads * d, kv, kv), tp, f"{name}.qkv")
+        self.q_norm = (
+            RMSNorm(d, config.norm_eps, tp, f"{name}.q_norm", partial=True) if config.qk_norm else None
+        )
+        self.k_norm = (
+            RMSNorm(d, config.norm_eps, tp, f"{name}.k_norm", partial=True) if config.qk_norm else None
+        )
+        self.out = RowParallelLinear(config.heads * d, config.hidden, tp, f"{name}.out")
+
+    def forward(self, x: Tensor, segments: Tensor | None) -> Tensor:
+        qkv = self.qkv(x)
+        s, b, _ = qkv.shape
+        q, k, v = qkv.view(s, b, -1, self.width).split((self.q_heads, self.k_heads, self.k_heads), dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        cos, sin = rope_table(s, self.width, self.theta, x.device)
+        if segments is None:
+            cos, sin, mask = cos[:, None, None], sin[:, None, None], None
+        else:
+            position = document_positions(segments).t()  # [s, b]
+            cos, sin, mask = cos[position][:, :, None], sin[position][:, :, None], document_mask(segments)
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+        if self.recompute_core and torch.is_grad_enabled():
+            y = checkpoint(self.core, q, k, v, mask, use_reentrant=False)
+        else:
+            y = self.core(q, k, v, mask)
+        return self.out(y.permute(2, 0, 1, 3).reshape(s, b, -1))

@@ -1,0 +1,26 @@
+"""Floating-point operations of training, for MFU in both conventions. Pure."""
+
+from __future__ import annotations
+
+from megastable.config import ModelConfig
+
+
+def parameters(c: ModelConfig) -> int:
+    """Trainable parameters of the whole model, vocabulary padding included."""
+    d = c.head_width
+    attention = c.hidden * d * (2 * c.heads + 2 * c.key_value_heads) + (2 * d if c.qk_norm else 0)
+    block = attention + 3 * c.hidden * c.ffn_width + 2 * c.hidden
+    return c.layers * block + c.hidden + c.padded_vocab * c.hidden * (1 if c.tied else 2)
+
+
+def flops_per_token(c: ModelConfig, causal: bool) -> float:
+    """Forward and backward, 6 per weight used in a product, plus attention.
+
+    causal=False counts the full s x s attention square (PaLM, arXiv:2204.02311 appendix B); causal=True counts
+    only the half that a causal model needs. Recomputation is not counted in either (MFU, not HFU).
+    """
+    d = c.head_width
+    products = c.layers * c.hidden * (d * (2 * c.heads + 2 * c.key_value_heads) + 3 * c.ffn_width)
+    products += c.hidden * c.padded_vocab
+    attention = 12 * c.layers * c.heads * d * c.sequence_length
+    return 6 * products + attention * (0.5 if causal else 1.0)

@@ -1,0 +1,158 @@
+"""The GPT as a list of layers: embedding, blocks, final norm, head. The same list serves one stage or many.
+
+Pre-LN blocks with RMSNorm, attention and SwiGLU; no biases. Between layers travels x [s, b, hidden] (its
+sequence shard under sequence parallelism), or (x, segments) where attention stays inside documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megastable.config import ModelConfig
+from megastable.model.attention import Attention
+from megastable.model.init import initialise
+from megastable.model.loss import LossFunction
+from megastable.model.mlp import MLP
+from megastable.model.norm import RMSNorm
+from megastable.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megastable.parallel.mappings import enter
+from megastable.parallel.topology import TensorParallel
+
+Stream = Tensor | tuple[Tensor, Tensor]  # x, or (x, segments)
+
+
+def _open(stream: Stream) -> tuple[Tensor, Tensor | None]:
+    return stream if isinstance(stream, tuple) else (stream, None)
+
+
+def _close(x: Tensor, segments: Tensor | None) -> Stream:
+    return x if segments is None else (x, segments)
+
+
+class Embedding(VocabParallelEmbedding):
+    """Tokens [b, s], or (tokens, segments) -> x [s, b, hidden]."""
+
+    def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
+        tokens, segments = _open(inputs)
+        return _close(super().forward(tokens), segments)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, index: int, recompute: str) -> None:
+        super().__init__()
+        name = f"blocks.{index}"
+        core = recompute == "selective"
+        self.recompute = recompute == "full"
+        self.attention_norm = RMSNorm(
+            config.hidden, config.norm_eps, tp, f"{name}.attention_norm", tp.sequence
+        )
+        self.attention = Attention(config, tp, f"{name}.attention", core)
+        self.mlp_norm = RMSNorm(config.hidden, config.norm_eps, tp, f"{name}.mlp_norm", tp.sequence)
+        self.mlp = MLP(config, tp, f"{name}.mlp", core)
+
+    def forward(self, stream: Stream) -> Stream:
+        x, segments = _open(stream)
+        if self.recompute and torch.is_grad_enabled():
+            return _close(checkpoint(self._block, x, segments, use_reentrant=False), segments)
+        return _close(self._block(x, segments), segments)
+
+    def _block(self, x: Tensor, segments: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), segments)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class FinalNorm(RMSNorm):
+    """The last norm; what follows needs no segments."""
+
+    def forward(self, stream: Stream) -> Tensor:  # type: ignore[override]
+        return super().forward(_open(stream)[0])
+
+
+class Head(ColumnParallelLinear):
+    """x [s, b, hidden] -> logits [s, b, padded vocabulary / tensor]."""
+
+
+def tied_head(embedding: VocabParallelEmbedding, x: Tensor) -> Tensor:
+    """The head of a tied model: logits by the embedding's own weight."""
+    return F.linear(enter(x, embedding.tp), embedding.weight)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One entry of the list: how it is built, what it costs (multiply-adds per token), how it is tied."""
+
+    build: Callable[[], nn.Module]
+    cost: float
+    is_block: bool = False
+    tied: bool = False
+
+
+def layers(config: ModelConfig, tp: TensorParallel, recompute: str, seed: int) -> list[Layer]:
+    """The model, layer by layer. With `config.tied` the last entry is the embedding again, used as head."""
+
+    def made(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        def build_filled() -> nn.Module:
+            module = build()
+            initialise(module, config, tp, seed)
+            return module
+
+        return build_filled
+
+    c, vocabulary = config, config.padded_vocab
+    width = c.head_width * (2 * c.heads + 2 * c.key_value_heads)
+    block_cost = c.hidden * width + 3 * c.hidden * c.ffn_width + c.sequence_length * c.heads * c.head_width
+    embedding = made(lambda: Embedding(vocabulary, c.hidden, tp, "embedding"))
+    return [
+        Layer(embedding, cost=1.0, tied=c.tied),
+        *(
+            Layer(made(lambda i=i: Block(c, tp, i, recompute)), cost=block_cost, is_block=True)  # type: ignore[misc]
+            for i in range(c.layers)
+        ),
+        Layer(made(lambda: FinalNorm(c.hidden, c.norm_eps, tp, "final_norm", tp.sequence)), cost=1.0),
+        Layer(embedding, cost=c.hidden * vocabulary, tied=True)
+        if c.tied
+        else Layer(made(lambda: Head(c.hidden, (vocabulary,), tp, "head")), cost=c.hidden * vocabulary),
+    ]
+
+
+class GPT(nn.Sequential):
+    """All layers in one process (its tensor rank's part of them).
+
+    Children are named "0", "1", ... as DeepSpeed names the layers of a pipeline, so that checkpoints of one and
+    of several stages speak of the same parameters. forward(inputs) gives logits, forward(inputs, labels) the loss.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        recompute: str,
+        seed: int,
+        loss: LossFunction | None = None,
+    ) -> None:
+        built = [
+            layer.build() for layer in layers(config, tp, recompute, seed)[: -1 if config.tied else None]
+        ]
+        super().__init__(*built)
+        self.loss = loss
+        self.tied = config.tied
+
+    def forward(self, inputs: Stream, labels: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        x = inputs
+        for module in self._modules.values():
+            assert module is not None
+            x = module(x)
+        assert isinstance(x, Tensor)
+        logits = tied_head(self[0], x) if self.tied else x
+        if labels is None:
+            return logits
+        assert self.loss is not None
+        return self.loss(logits, labels)

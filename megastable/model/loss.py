@@ -1,0 +1,86 @@
+"""Vocabulary-parallel cross-entropy with z-loss and per-sample losses, in fp32.
+
+The logits [s, b, v / tensor] stay split; only maxima, sums and target logits cross the tensor group
+(Megatron-LM, arXiv:1909.08053 section 3). z-loss: mean of logsumexp^2 (PaLM, arXiv:2204.02311 section 5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megastable.parallel.topology import TensorParallel
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, vocabulary: int, tp: TensorParallel
+    ) -> tuple[Tensor, Tensor]:
+        columns = logits.shape[-1]
+        offset = tp.rank * columns
+        wide = logits.to(torch.float32, copy=True)
+        if vocabulary < offset + columns:
+            wide[..., max(vocabulary - offset, 0) :] = -torch.inf  # padding of the vocabulary is no token
+        highest = wide.amax(-1)
+        if tp.size > 1:
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=tp.group)
+        wide -= highest.unsqueeze(-1)
+        local = labels - offset
+        elsewhere = (local < 0) | (local >= columns)
+        local = local.masked_fill(elsewhere, 0).unsqueeze(-1)
+        target = wide.gather(-1, local).squeeze(-1).masked_fill(elsewhere, 0.0)
+        total = wide.exp_().sum(-1)
+        if tp.size > 1:
+            both = torch.stack((target, total))
+            dist.all_reduce(both, group=tp.group)
+            target, total = both
+        log_total = total.log()
+        softmax = wide.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(softmax, local, elsewhere)
+        ctx.dtype = logits.dtype
+        return log_total - target, log_total + highest
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, grad_lse: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        softmax, local, elsewhere = ctx.saved_tensors
+        grad = softmax * (grad_loss + grad_lse).unsqueeze(-1)
+        at_target = grad_loss.masked_fill(elsewhere, 0.0).unsqueeze(-1)
+        grad.scatter_add_(-1, local, -at_target)
+        return grad.to(ctx.dtype), None, None, None
+
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, vocabulary: int, tp: TensorParallel | None = None
+) -> tuple[Tensor, Tensor]:
+    """(loss, logsumexp) per token, fp32 of the shape of `labels`; differentiable in both.
+
+    logits: [..., padded vocabulary / tensor], this rank's columns. labels: [...], int64 token ids.
+    vocabulary: real size; columns beyond it are padding and take no part.
+    """
+    return _CrossEntropy.apply(logits, labels, vocabulary, tp or TensorParallel())
+
+
+@dataclass
+class LossFunction:
+    """`(logits, labels) -> mean(cross-entropy) + z_loss * mean(logsumexp^2)`, for DeepSpeed and for us.
+
+    Every call leaves the per-sample means in `samples`: a list of fp32 [2, b] (cross-entropy, logsumexp^2), one
+    for each micro-batch, which the engine collects: DeepSpeed itself hands on only one scalar.
+    """
+
+    vocabulary: int
+    z_loss: float
+    tp: TensorParallel
+    samples: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """logits [s, b, v / tensor], labels [b, s]."""
+        loss, lse = cross_entropy(logits, labels.t(), self.vocabulary, self.tp)
+        square = lse.pow(2)
+        self.samples.append(torch.stack((loss.detach().mean(0), square.detach().mean(0))))
+        return loss.mean() + self.z_loss * square.mean()

@@ -1,0 +1,30 @@
+"""RMSNorm (Zhang & Sennrich, arXiv:1910.07467), computed in fp32 whatever the parameters are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megastable.parallel.mappings import share
+from megastable.parallel.sharding import Placement, place
+from megastable.parallel.topology import TensorParallel
+
+
+class RMSNorm(nn.Module):
+    """y = x / rms(x) * weight over the last dimension; output in the dtype of `x`.
+
+    `partial`: each tensor rank sees only a part of the data (sequence shards, or its own heads), so the
+    weight's gradient is summed over the tensor group.
+    """
+
+    def __init__(self, width: int, eps: float, tp: TensorParallel, name: str, partial: bool) -> None:
+        super().__init__()
+        self.eps = eps
+        self.tp = tp if partial else TensorParallel()
+        self.weight = nn.Parameter(torch.empty(width))
+        place(self.weight, Placement(f"{name}.weight"), tp.size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * share(self.weight, self.tp).float()).to(x.dtype)

@@ -1,0 +1,66 @@
+"""Linear layers and embedding, split over the tensor group (Megatron-LM, arXiv:1909.08053 section 3).
+
+Weights are created empty: `model/init.py` fills them, the same whole tensor under every layout.
+Activations are [s, b, h], sequence first; with sequence parallelism [s / tensor, b, h] between the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megastable.parallel.mappings import enter, leave
+from megastable.parallel.sharding import Placement, place
+from megastable.parallel.topology import TensorParallel
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T, W [out, in] split along out. `sections`: sizes of fused outputs, split one by one.
+
+    Input [s, b, in] (or its sequence shard), output [s, b, out / tensor].
+    """
+
+    def __init__(self, inputs: int, sections: Sequence[int], tp: TensorParallel, name: str) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = nn.Parameter(torch.empty(sum(sections) // tp.size, inputs))
+        place(self.weight, Placement(f"{name}.weight", 0, tuple(sections)), tp.size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(enter(x, self.tp), self.weight)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T, W [out, in] split along in. Input [s, b, in / tensor], output [s, b, out] (or its sequence shard)."""
+
+    def __init__(self, inputs: int, outputs: int, tp: TensorParallel, name: str) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = nn.Parameter(torch.empty(outputs, inputs // tp.size))
+        place(self.weight, Placement(f"{name}.weight", 1, (inputs,)), tp.size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return leave(F.linear(x, self.weight), self.tp)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token embedding, W [vocabulary, hidden] split along the vocabulary. Tokens [b, s] -> [s, b, hidden]."""
+
+    def __init__(self, vocabulary: int, hidden: int, tp: TensorParallel, name: str) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = nn.Parameter(torch.empty(vocabulary // tp.size, hidden))
+        place(self.weight, Placement(f"{name}.weight", 0, (vocabulary,)), tp.size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        ids = tokens.t()
+        if self.tp.size == 1:
+            return F.embedding(ids, self.weight)
+        rows = self.weight.shape[0]
+        local = ids - self.tp.rank * rows
+        elsewhere = (local < 0) | (local >= rows)
+        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return leave(x.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp)

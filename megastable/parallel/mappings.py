@@ -1,0 +1,109 @@
+"""The four conjugate communications of tensor and sequence parallelism, as autograd functions.
+
+Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053 section 3 (f and g); Korthikanti et al.,
+arXiv:2205.05198 section 4.2.2 (g and g-bar over the sequence). Sequences lie along dimension 0 ([s, b, ...]).
+With a group of one, every function returns its input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megastable.parallel.topology import TensorParallel
+
+
+def _all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
+    x = x.contiguous()
+    dist.all_reduce(x, group=tp.group)
+    return x
+
+
+def _all_gather(x: Tensor, tp: TensorParallel) -> Tensor:
+    whole = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
+    dist.all_gather_into_tensor(whole, x.contiguous(), group=tp.group)
+    return whole
+
+
+def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
+    part = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
+    dist.reduce_scatter_tensor(part, x.contiguous(), group=tp.group)
+    return part
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        # A clone: autograd may hand the same gradient to another branch.
+        return _all_reduce(grad.clone(), ctx.tp), None
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        # In fp32: a sum of partial gradients must not lose what one process would have kept.
+        return _all_reduce(grad.to(torch.float32, copy=True), ctx.tp).to(grad.dtype), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        return _all_reduce(x.clone(), tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return _all_gather(x, tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _reduce_scatter(grad, ctx.tp), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return _reduce_scatter(x, tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _all_gather(grad, ctx.tp), None
+
+
+def enter(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Into a tensor-parallel region: whole activations [s, b, h] on every rank; gradients are summed on the way back."""
+    if tp.size == 1:
+        return x
+    return _Gather.apply(x, tp) if tp.sequence else _Copy.apply(x, tp)
+
+
+def leave(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Out of a tensor-parallel region: partial sums [s, b, h] are summed (and split along s with sequence parallelism)."""
+    if tp.size == 1:
+        return x
+    return _ReduceScatter.apply(x, tp) if tp.sequence else _Reduce.apply(x, tp)
+
+
+def share(weight: Tensor, tp: TensorParallel) -> Tensor:
+    """A replicated weight that each rank applies to its own part of the data: its gradient is summed over the group."""
+    return weight if tp.size == 1 else _Share.apply(weight, tp)

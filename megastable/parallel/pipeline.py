@@ -1,0 +1,41 @@
+"""Where the pipeline is cut: contiguous ranges of layers, as even as can be. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def partition(costs: Sequence[float], stages: int, required: Sequence[bool]) -> list[int]:
+    """Bounds [0, ..., len(costs)] of `stages` contiguous ranges that make the dearest stage cheapest.
+
+    costs: of every layer, any unit, positive. required: layers of which every stage must hold at least one: a
+    stage with nothing but tied or replicated parameters has no gradient norm in DeepSpeed, and hangs or dies.
+    Among the cuts with the same dearest stage the later stages are filled first (the first ones hold more
+    activations in 1F1B). Dynamic programming, O(stages x layers^2).
+
+    Raises ValueError when there are fewer required layers than stages.
+    """
+    layers = len(costs)
+    if sum(required) < stages:
+        raise ValueError(f"{sum(required)} blocks cannot give each of {stages} stages one")
+    total, blocks = [0.0], [0]
+    for cost, needed in zip(costs, required, strict=True):
+        total.append(total[-1] + cost)
+        blocks.append(blocks[-1] + needed)
+    # best[k][i]: the smallest possible dearest stage of layers [0, i) in k stages, and where the last one begins.
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for _ in range(stages):
+        row: dict[int, tuple[float, int]] = {}
+        for end in range(1, layers + 1):
+            choices = [
+                (max(worst, total[end] - total[begin]), begin)
+                for begin, (worst, _) in best[-1].items()
+                if begin < end and blocks[end] > blocks[begin]
+            ]
+            if choices:
+                row[end] = min(choices)
+        best.append(row)
+    bounds = [layers]
+    for k in range(stages, 0, -1):
+        bounds.append(best[k][bounds[-1]][1])
+    return bounds[::-1]

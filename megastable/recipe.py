@@ -1,0 +1,160 @@
+"""Recipes: YAML files and dotted overrides into a `RunConfig`, with messages a person can act on."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from megastable.config import RunConfig
+from megastable.errors import ConfigError, user_errors
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def find(path: str | Path) -> Path:
+    """`path` from the working directory, or else from the project's root (so that recipes work from anywhere)."""
+    given = Path(path)
+    return (
+        given
+        if given.exists() or given.is_absolute()
+        else (ROOT / given if (ROOT / given).exists() else given)
+    )
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; `ConfigError` with line and column when it is not one."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: no such recipe; the ones that come along are in launch/recipes/"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path}: expected keys such as 'model:' at the top, found a {type(content).__name__}"
+        )
+    return content
+
+
+def override(tree: dict[str, Any], assignment: str) -> None:
+    """Put one `a.b.c=value` into `tree`; the value is read as YAML."""
+    key, equals, text = assignment.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{assignment!r}: an override is written key=value, e.g. model.layers=12")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{assignment!r}: the value is not valid YAML: {error}") from None
+    *parents, last = key.split(".")
+    node: Any = tree
+    for depth, parent in enumerate(parents):
+        node = _child(node, parent, ".".join(parents[: depth + 1]))
+    if isinstance(node, list):
+        node[_index(node, last, key)] = value
+    else:
+        node[last] = value
+
+
+def _child(node: Any, name: str, path: str) -> Any:
+    if isinstance(node, list):
+        return node[_index(node, name, path)]
+    child = node.setdefault(name, {})
+    if child is None:
+        child = node[name] = {}
+    if not isinstance(child, dict | list):
+        raise ConfigError(f"{path} is a value ({child!r}), it has no keys below it")
+    return child
+
+
+def _index(node: list[Any], name: str, path: str) -> int:
+    if not name.isdigit() or int(name) >= len(node):
+        raise ConfigError(f"{path}: {name!r} is not an entry of a list of {len(node)}")
+    return int(name)
+
+
+def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a recipe, apply overrides in order, validate."""
+    path = find(recipe)
+    tree = read_yaml(path)
+    for assignment in overrides:
+        override(tree, assignment)
+    return validate(tree, str(path))
+
+
+def validate(tree: dict[str, Any], where: str) -> RunConfig:
+    """A `RunConfig` of a plain tree, or a `ConfigError` that lists every problem."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        problems = "\n".join(f"  {_explain(detail)}" for detail in error.errors())
+        raise ConfigError(f"{where}:\n{problems}") from None
+
+
+def _explain(detail: ErrorDetails) -> str:
+    location = [str(part) for part in detail["loc"]]
+    key = ".".join(location)
+    if detail["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, _keys(RunConfig), n=1, cutoff=0.6)
+        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(_siblings(location))}"
+        return f"{key}: unknown key; {hint}"
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "value_error":
+        return f"{key}: {message}" if key else message
+    return f"{key}={detail['input']!r}: {message}"
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+
+
+def _siblings(location: list[str]) -> list[str]:
+    parent = ".".join(location[:-1])
+    prefix = f"{parent}." if parent else ""
+    return [
+        k.removeprefix(prefix)
+        for k in _keys(RunConfig)
+        if k.startswith(prefix) and "." not in k[len(prefix) :]
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`python -m megastable.config`: print the resolved tree and the DeepSpeed JSON."""
+    from megastable import deepspeed_config
+
+    parser = argparse.ArgumentParser(
+        prog="python -m megastable.config",
+        description="Print the resolved configuration of a recipe and the DeepSpeed JSON that follows from it.",
+        epilog="example: python -m megastable.config launch/recipes/7b.yaml parallel.tensor=8 --world 64",
+    )
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", help="dotted overrides, e.g. model.layers=12")
+    parser.add_argument("--world", type=int, help="number of ranks (default: one data-parallel replica)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of YAML and JSON")
+    args = parser.parse_intermixed_args(arguments)
+    with user_errors():
+        config = load(args.recipe, args.overrides)
+        world = args.world or config.parallel.tensor * config.parallel.pipeline
+        ds = deepspeed_config.build(config, world)
+        tree = config.model_dump(mode="json")
+        if args.json:
+            print(json.dumps({"config": tree, "deepspeed": ds}, indent=2))
+        else:
+            print(f"# {args.recipe}, resolved\n{yaml.safe_dump(tree, sort_keys=False)}")
+            print(f"# DeepSpeed, {world} ranks\n{json.dumps(ds, indent=2)}")
