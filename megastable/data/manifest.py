@@ -261,7 +261,7 @@ def split_at_document(shards: list[Shard], validation: float) -> dict[str, list[
         )
     left = sum(shard.tokens for shard in shards) - round(validation * sum(shard.tokens for shard in shards))
     splits: dict[str, list[Segment]] = {"train": [], "validation": []}
-    for shard in shards:
+    for shard in (shard for shard in shards if shard.tokens):
         cut = (
             shard.tokens
             if left >= shard.tokens
@@ -306,8 +306,8 @@ def _check_sizes(directory: Path, info: ShardInfo) -> None:
     ):
         if here != there:
             raise DataError(
-                f"{directory / info.name}{suffix} has {here} bytes, the manifest says {there}: the shard changed "
-                "after its manifest was written, restore it or prepare the corpus again"
+                f"{directory / info.name}{suffix} has {here} bytes, the manifest says {there}: "
+                "the shard changed after its manifest was written, restore it or prepare the corpus again"
             )
 
 

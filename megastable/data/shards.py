@@ -215,11 +215,7 @@ class Shard:
         self.vocab_size = vocab_size
         self.bin_bytes, self.idx_bytes = file_sizes(prefix)
         self._ends = read_index_ends(self.idx_path)
-        self.dtype, self.sequences, self.documents = (
-            self._ends.dtype,
-            self._ends.sequences,
-            self._ends.documents,
-        )
+        self.dtype, self.sequences, self.documents = self._ends[:3]
         self._itemsize = little_endian(self.dtype).itemsize
         self.tokens = self.bin_bytes // self._itemsize
         self._check_ends()
@@ -264,11 +260,9 @@ class Shard:
     def documents_before(self, token: int) -> int:
         """How many documents begin before token offset `token`; all of them for the shard's end."""
         self._check_range(token, 0)
-        return (
-            self.documents
-            if token == self.tokens
-            else bisect_left(range(self.documents), token, key=self._start)
-        )
+        if token == self.tokens:
+            return self.documents
+        return bisect_left(range(self.documents), token, key=self._start)
 
     def document_bounds(self, document: int) -> tuple[int, int]:
         """Token offsets [first, end) of a document."""

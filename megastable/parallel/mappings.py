@@ -16,6 +16,11 @@ from torch import Tensor
 from megastable.parallel.topology import TensorParallel
 
 
+# torch 2.13 renamed both; older ones know only the second names.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 def _all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
     x = x.contiguous()
     dist.all_reduce(x, group=tp.group)
@@ -24,13 +29,13 @@ def _all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
 
 def _all_gather(x: Tensor, tp: TensorParallel) -> Tensor:
     whole = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
-    dist.all_gather_into_tensor(whole, x.contiguous(), group=tp.group)
+    _gather(whole, x.contiguous(), group=tp.group)
     return whole
 
 
 def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
     part = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
-    dist.reduce_scatter_tensor(part, x.contiguous(), group=tp.group)
+    _scatter(part, x.contiguous(), group=tp.group)
     return part
 
 

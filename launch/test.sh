@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Installs what the tests need, then lints, checks types and runs the tests; fails if any of them does, or if the
+# tests leave a process or shared memory behind.
+#
+#   bash launch/test.sh [PYTEST ARGUMENT ...]     e.g. tests/data -k order
+#
+# The test across two hosts needs iproute2, openssh-server and pdsh; where that starts no service (root, in a
+# container) they are installed by apt-get, unless MEGASTABLE_APT=0. Without them that test is skipped.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/install.sh dev || exit
+
+get_debian_packages() {
+  local missing=()
+  command -v ip >/dev/null || missing+=(iproute2)
+  command -v sshd >/dev/null || missing+=(openssh-server)
+  command -v pdsh >/dev/null || missing+=(pdsh)
+  [ ${#missing[@]} -gt 0 ] && [ "${MEGASTABLE_APT:-1}" != 0 ] && [ "$(id -u)" = 0 ] &&
+    command -v apt-get >/dev/null && [ -x /usr/sbin/policy-rc.d ] || return 0
+  printf 'test: apt-get install %s ... ' "${missing[*]}"
+  local get=(timeout 120 apt-get -qq -o DPkg::Lock::Timeout=60)
+  if { "${get[@]}" update; DEBIAN_FRONTEND=noninteractive "${get[@]}" install -y --no-install-recommends "${missing[@]}"; } \
+    >.venv/apt.log 2>&1 </dev/null; then
+    echo done
+  else
+    echo 'failed (.venv/apt.log); the test across two hosts will be skipped'
+  fi
+}
+
+failed=()
+check() { # check NAME COMMAND...
+  local name=$1
+  shift
+  printf '== %s\n' "$name"
+  "$@" || failed+=("$name")
+}
+
+# Every process that the tests start, however detached, carries this in its environment.
+mark=MEGASTABLE_TEST_RUN=$$-$(date +%s)
+our_processes() { grep -lzsx "$mark" /proc/[0-9]*/environ | cut -d / -f 3; }
+
+leaves_nothing() {
+  local pid name rest=0
+  for _ in 1 2 3 4 5; do [ -z "$(our_processes)" ] || sleep 1; done
+  for pid in $(our_processes); do
+    printf 'left running (ended now): %s %s\n' "$pid" "$(tr '\0' ' ' <"/proc/$pid/cmdline")"
+    kill -KILL "$pid"
+    rest=1
+  done
+  while read -r name; do
+    # What a living process has mapped belongs to somebody else's run.
+    if [ -O "/dev/shm/$name" ] && ! grep -qsF "/dev/shm/$name" /proc/[0-9]*/maps; then
+      printf 'left in shared memory: /dev/shm/%s\n' "$name"
+      rest=1
+    fi
+  done < <(comm -13 <(echo "$shm_before") <(ls -A /dev/shm | LC_ALL=C sort))
+  return $rest
+}
+
+get_debian_packages
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+.venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || export DS_ACCELERATOR=cpu
+shm_before=$(ls -A /dev/shm | LC_ALL=C sort)
+
+check 'ruff check' .venv/bin/ruff check .
+check 'ruff format' .venv/bin/ruff format --check .
+check 'mypy' .venv/bin/mypy megastable tools
+check 'pytest' env "$mark" .venv/bin/python -m pytest "$@"
+check 'nothing left behind' leaves_nothing
+
+[ ${#failed[@]} -eq 0 ] || { printf 'FAILED: %s\n' "$(IFS=,; echo "${failed[*]}")"; exit 1; }
+echo 'all passed'

@@ -1,0 +1,218 @@
+"""What a data-parallel rank trains on: the next global batch, its own part of it, read ahead in a thread.
+
+A global batch is the next `global_batch` positions that are not skipped. Reshaped to [accumulation,
+data_size, micro_batch], rank r takes [:, r]; so the order of the samples depends on the cursor, the skips and
+the order alone, not on how many ranks there are or how large their micro-batches are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megastable.data.manifest import Stream
+from megastable.data.order import Order
+from megastable.data.skips import Skips
+from megastable.errors import ConfigError, DataError
+
+Int64s = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
+
+
+class Source:
+    """Samples by position: an order and the streams of its corpora. `eod` ends a document in all of them."""
+
+    def __init__(self, order: Order, streams: Sequence[Stream], eod: int) -> None:
+        given = [stream.tokens for stream in streams]
+        wanted = [corpus.tokens for corpus in order.corpora]
+        if given != wanted:
+            raise DataError(f"the order was made for corpora of {wanted} tokens, the streams have {given}")
+        self.order, self.streams, self.eod = order, tuple(streams), eod
+
+    def sample(self, position: int) -> Int64s:
+        """The tokens at a position: int64 [L + 1], the inputs and, one further, the labels."""
+        place = self.order.locate_one(position)
+        return self.streams[place.corpus].read(place.first_token, self.order.sequence_length + 1)
+
+    def samples(self, positions: Int64s) -> Int64s:
+        """The tokens at n positions: int64 [n, L + 1]. Raises DataError as `Stream.read` does."""
+        count = self.order.sequence_length + 1
+        tokens = np.empty((len(positions), count), dtype=np.int64)
+        places = self.order.locate(positions)
+        for row, corpus, first in zip(
+            tokens, places.corpus.tolist(), places.first_token.tolist(), strict=True
+        ):
+            row[:] = self.streams[corpus].read(first, count)
+        return tokens
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """b samples of s tokens for one forward pass; on the CPU.
+
+    `tokens`, `labels`: int64 [b, s]. `positions`: int64 [b], absolute. `segments`: int32 [b, s], which
+    document of its sample a token belongs to; `position_ids`: int64 [b, s], distance to the beginning of that
+    document or sample; both None when documents of a sample may see each other.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    positions: torch.Tensor
+    segments: torch.Tensor | None
+    position_ids: torch.Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A global batch: the cursor before (`first`) and after it (`next`), all its positions, int64
+    [global_batch] in the global order, and this rank's part of it."""
+
+    first: int
+    next: int
+    positions: Int64s
+    micro_batches: list[MicroBatch]
+
+
+class Loader:
+    """An endless iterator of `Step`s from `cursor` on.
+
+    `cursor` is always the one after the last step handed out: the state to save. Up to `prefetch` steps are
+    read ahead by a thread that touches numpy only; an error in it is raised by `next()`, at the step it
+    belongs to. Call `close()`, or use it as a context manager. `pin_memory` puts the tensors where a GPU
+    copies from fastest.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        skips: Skips,
+        cursor: int,
+        global_batch: int,
+        micro_batch: int,
+        data_rank: int,
+        data_size: int,
+        keep_documents_apart: bool,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        if min(global_batch, micro_batch, data_size) < 1 or global_batch % (micro_batch * data_size):
+            raise ConfigError(
+                f"a global batch of {global_batch} cannot be cut into micro-batches of {micro_batch} on "
+                f"{data_size} data-parallel ranks: make it a multiple of their product"
+            )
+        if not 0 <= data_rank < data_size:
+            raise ConfigError(f"data-parallel rank {data_rank} of {data_size}")
+        self.source, self.skips, self.cursor = source, skips, cursor
+        self.global_batch = global_batch
+        self.keep_documents_apart = keep_documents_apart
+        self.pin_memory = pin_memory
+        self._mine = np.arange(global_batch).reshape(-1, data_size, micro_batch)[:, data_rank]
+        self._prefetch = max(prefetch, 1)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        self._ahead: deque[_Planned] = deque()
+        self._fill()
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        planned = self._ahead[0]
+        parts = planned.read.result()
+        self._ahead.popleft()
+        self.cursor = planned.next
+        self._fill()
+        return Step(
+            planned.first, planned.next, planned.positions, [self._micro_batch(part) for part in parts]
+        )
+
+    def set_skips(self, skips: Skips) -> None:
+        """Leave out `skips` from now on: what was read ahead is thrown away, and read again from `cursor`."""
+        self.skips = skips
+        self._drop()
+        self._fill()
+
+    def close(self) -> None:
+        """End the thread. A step that is being read is waited for."""
+        self._drop()
+        self._thread.shutdown(wait=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fill(self) -> None:
+        while len(self._ahead) < self._prefetch:
+            first = self._ahead[-1].next if self._ahead else self.cursor
+            positions, end = self.skips.next_kept(first, self.global_batch)
+            read = self._thread.submit(self._read, positions[self._mine])
+            self._ahead.append(_Planned(first, end, positions, read))
+
+    def _drop(self) -> None:
+        while self._ahead:
+            self._ahead.pop().read.cancel()
+
+    def _read(self, positions: Int64s) -> list[_Arrays]:
+        """The thread's work: this rank's part of a step, positions [accumulation, micro_batch]."""
+        return [self._arrays(part) for part in positions]
+
+    def _arrays(self, positions: Int64s) -> _Arrays:
+        samples = self.source.samples(positions)
+        tokens, labels = np.ascontiguousarray(samples[:, :-1]), np.ascontiguousarray(samples[:, 1:])
+        if not self.keep_documents_apart:
+            return _Arrays(tokens, labels, positions, None, None)
+        return _Arrays(tokens, labels, positions, *documents_of(tokens, self.source.eod))
+
+    def _micro_batch(self, part: _Arrays) -> MicroBatch:
+        return MicroBatch(
+            tokens=self._tensor(part.tokens),
+            labels=self._tensor(part.labels),
+            positions=self._tensor(part.positions),
+            segments=None if part.segments is None else self._tensor(part.segments),
+            position_ids=None if part.position_ids is None else self._tensor(part.position_ids),
+        )
+
+    def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if self.pin_memory else tensor
+
+
+def documents_of(tokens: Int64s, eod: int) -> tuple[Int32s, Int64s]:
+    """For tokens [b, s]: int32 ordinal of the document that each belongs to, int64 distance to its beginning.
+
+    A document begins at the first token and after every `eod`.
+    """
+    begins = np.zeros(tokens.shape, dtype=bool)
+    begins[:, 1:] = tokens[:, :-1] == eod
+    index = np.arange(tokens.shape[1])
+    return (
+        np.cumsum(begins, axis=1, dtype=np.int32),
+        index - np.maximum.accumulate(np.where(begins, index, 0), axis=1),
+    )
+
+
+class _Arrays(NamedTuple):
+    """A micro-batch before it becomes tensors."""
+
+    tokens: Int64s
+    labels: Int64s
+    positions: Int64s
+    segments: Int32s | None
+    position_ids: Int64s | None
+
+
+class _Planned(NamedTuple):
+    """A step that is being read ahead."""
+
+    first: int
+    next: int
+    positions: Int64s
+    read: Future[list[_Arrays]]

@@ -1,0 +1,248 @@
+"""Which sample stands at which position: a pure function with O(1) memory, however many tokens there are.
+
+A **position** is the absolute number of a sample of the run. Corpus c is one stream of tokens, cut into
+n = (tokens - 1) // L sequences of L + 1 tokens that share one token with the next: sequence i covers the
+tokens [i * L, i * L + L + 1).
+
+1. Positions are grouped into blocks. Every block gives each corpus the same number of slots, its quota: the
+   largest-remainder rounding of weight * block. The slots are shuffled by a key of (seed, block).
+2. The slots of a corpus, in the order of positions, hold the samples 0, 1, 2, ... that it gives to the run.
+   Sample k belongs to epoch k // n and is its number k % n.
+3. A bijection keyed by (seed, corpus name, epoch) turns that number into a sequence.
+
+So a corpus goes through all its sequences once before any comes again. Nothing here depends on the length of
+the run, batch sizes or ranks, and the order inside a corpus (3) does not depend on which others there are.
+New weights from some block on would change nothing but how many samples of a corpus lie before a block (today
+block * quota).
+
+The bijection is a balanced Feistel network (Luby and Rackoff 1988) over pairs of numbers below ceil(sqrt(n))
+with modular addition and cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
+2002, sections 3 and 4); its round function is the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA
+2014).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.errors import ConfigError, DataError
+
+Int64s = npt.NDArray[np.int64]
+UInt64s = npt.NDArray[np.uint64]
+
+VERSION = 1  # part of every fingerprint: a change of the arithmetic below is a change of the data order
+BLOCK = 4096
+ROUNDS = 8
+LAST_POSITION = 2**62
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What the order needs to know of a corpus: its name, its tokens, its share of the blend (any scale)."""
+
+    name: str
+    tokens: int
+    weight: float
+
+
+class Location(NamedTuple):
+    """The sample at a position: index of its corpus, epoch of that corpus, sequence, first token of it."""
+
+    corpus: int
+    epoch: int
+    sequence: int
+    first_token: int
+
+
+class Locations(NamedTuple):
+    """The samples at n positions, each field int64 [n]; see `Location`."""
+
+    corpus: Int64s
+    epoch: Int64s
+    sequence: Int64s
+    first_token: Int64s
+
+
+class Order:
+    """The order of the samples of a run over `corpora`, in sequences of `sequence_length` tokens.
+
+    `quotas` and `sequences` hold a number per corpus, in the order of `corpora` (which has no influence on
+    the order of the samples; names have). Raises ConfigError for weights that cannot be blended, DataError
+    for a corpus shorter than one sequence.
+    """
+
+    def __init__(
+        self, corpora: Sequence[Corpus], sequence_length: int, seed: int, block: int = BLOCK
+    ) -> None:
+        if sequence_length < 1 or not 1 <= block <= 2**16:
+            raise ConfigError(
+                f"sequence length {sequence_length}, block {block}: at least 1, at most 2^16 a block"
+            )
+        self.corpora = tuple(corpora)
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.block = block
+        self.quotas = blend(self.corpora, block)
+        self.sequences = tuple((corpus.tokens - 1) // sequence_length for corpus in self.corpora)
+        for corpus, sequences in zip(self.corpora, self.sequences, strict=True):
+            if sequences < 1:
+                raise DataError(
+                    f"corpus {corpus.name!r} has {corpus.tokens} tokens, a sequence needs "
+                    f"{sequence_length + 1}: shorten the sequences or add text"
+                )
+        # A block before it is shuffled; by name, so that the order of `corpora` has no influence.
+        by_name = sorted(range(len(self.corpora)), key=lambda index: self.corpora[index].name)
+        self._slots = np.repeat(by_name, [self.quotas[index] for index in by_name]).astype(np.uint16)
+        self._turns = np.concatenate([np.arange(quota) for quota in self.quotas])
+        self._quotas = np.array(self.quotas, dtype=np.int64)
+        self._sequences = np.array(self.sequences, dtype=np.int64)
+        self._shuffled = lru_cache(maxsize=16)(self._shuffle)
+
+    def locate(self, positions: npt.ArrayLike) -> Locations:
+        """The samples at `positions`, n integers. Raises DataError outside of [0, 2^62)."""
+        where = np.asarray(positions)
+        if where.size == 0:
+            where = where.astype(np.int64)
+        if where.ndim != 1 or not np.issubdtype(where.dtype, np.integer):
+            raise TypeError(f"positions are a 1-D array of integers, not {where.dtype} {where.shape}")
+        if where.size and not 0 <= int(where.min()) <= int(where.max()) < LAST_POSITION:
+            raise DataError(f"positions {where.min()} to {where.max()}: a position is between 0 and 2^62")
+        corpus, sample = self._samples(where.astype(np.int64))
+        epoch, number = np.divmod(sample, self._sequences[corpus])
+        keys = np.empty((ROUNDS, corpus.size), dtype=np.uint64)
+        for index, members in _groups(corpus):
+            keys[:, members] = self._keys(self.corpora[index].name, epoch[members])
+        sequence = permute(number, self._sequences[corpus], keys)
+        return Locations(corpus, epoch, sequence, sequence * self.sequence_length)
+
+    def locate_one(self, position: int) -> Location:
+        """The sample at one position."""
+        return Location(*(int(field[0]) for field in self.locate([position])))
+
+    def fingerprint(self, manifest_fingerprints: Sequence[str]) -> str:
+        """SHA-256 (hex) of all that decides which tokens stand at which position.
+
+        `manifest_fingerprints`: one per corpus, in the order of `corpora`.
+        """
+        corpora = sorted(
+            [corpus.name, corpus.tokens, quota, fingerprint]
+            for corpus, quota, fingerprint in zip(
+                self.corpora, self.quotas, manifest_fingerprints, strict=True
+            )
+        )
+        content = [VERSION, self.seed, self.sequence_length, self.block, corpora]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def _samples(self, positions: Int64s) -> tuple[Int64s, Int64s]:
+        """The corpus of each position, and how many samples that corpus gave to the positions before it."""
+        if len(self.corpora) == 1:
+            return np.zeros_like(positions), positions
+        blocks, slots = np.divmod(positions, self.block)
+        corpus, turn = np.empty_like(positions), np.empty_like(positions)
+        for block, members in _groups(blocks):
+            corpora, turns = self._shuffled(block)
+            corpus[members], turn[members] = corpora[slots[members]], turns[slots[members]]
+        return corpus, blocks * self._quotas[corpus] + turn
+
+    def _shuffle(self, block: int) -> tuple[npt.NDArray[np.uint16], Int64s]:
+        """For each slot of a block its corpus, and its rank among that corpus' slots of the block."""
+        first, second, *_ = round_keys(self.seed, "", block)
+        numbers, bits = np.arange(self.block, dtype=np.uint64), np.uint64(self.block.bit_length())
+        mixed = _mix(_mix(numbers ^ np.uint64(first)) ^ np.uint64(second))
+        # Sorting hashes that carry their number in the low bits is several times faster than argsort.
+        shuffle = np.sort(mixed << bits | numbers) & ((np.uint64(1) << bits) - np.uint64(1))
+        corpora, turns = self._slots[shuffle], np.empty(self.block, dtype=np.int64)
+        turns[np.argsort(corpora, kind="stable")] = self._turns
+        return corpora, turns
+
+    def _keys(self, name: str, epochs: Int64s) -> UInt64s:
+        """Round keys [rounds, n] for n epochs of a corpus."""
+        unique, inverse = np.unique(epochs, return_inverse=True)
+        keys = [round_keys(self.seed, name, int(epoch)) for epoch in unique]
+        return np.array(keys, dtype=np.uint64).reshape(-1, ROUNDS)[inverse].T
+
+
+def blend(corpora: Sequence[Corpus], block: int) -> tuple[int, ...]:
+    """How many of `block` slots each corpus gets: its exact share, by largest remainder, ties by name.
+
+    Raises ConfigError for no corpora, equal or empty names, weights that are not positive and finite, and a
+    weight too small for one slot.
+    """
+    names = [corpus.name for corpus in corpora]
+    if not names or not all(names) or len(set(names)) != len(names):
+        raise ConfigError(f"a blend needs corpora with different, non-empty names, not {names}")
+    for corpus in corpora:
+        if not (math.isfinite(corpus.weight) and corpus.weight > 0):
+            raise ConfigError(
+                f"corpus {corpus.name!r} has the weight {corpus.weight}: give a positive number"
+            )
+    total = sum(Fraction(corpus.weight) for corpus in corpora)
+    shares = [Fraction(corpus.weight) / total * block for corpus in corpora]
+    quotas = [math.floor(share) for share in shares]
+    by_remainder = sorted(range(len(names)), key=lambda i: (quotas[i] - shares[i], names[i]))
+    for index in by_remainder[: block - sum(quotas)]:
+        quotas[index] += 1
+    for corpus, share, quota in zip(corpora, shares, quotas, strict=True):
+        if quota == 0:
+            raise ConfigError(
+                f"corpus {corpus.name!r} has {float(share):.3g} of {block} slots of the blend, which "
+                f"rounds to none: give it at least 1/{block} of all weights, or leave it out"
+            )
+    return tuple(quotas)
+
+
+@lru_cache(maxsize=4096)
+def round_keys(seed: int, name: str, number: int) -> tuple[int, ...]:
+    """`ROUNDS` independent 64-bit keys for (seed, name, number)."""
+    material = json.dumps([VERSION, seed, name, number]).encode()
+    return tuple(np.frombuffer(hashlib.blake2b(material, digest_size=8 * ROUNDS).digest(), "<u8").tolist())
+
+
+def permute(values: Int64s, sizes: Int64s, keys: UInt64s) -> Int64s:
+    """For each i a bijection of [0, sizes[i]), chosen by keys[:, i] (uint64 [rounds, n]), at values[i].
+
+    A pair of numbers below `side` has at most 2 * sqrt(size) + 1 more values than needed; a value that ends
+    up there is sent through again (cycle walking), which keeps the map a bijection.
+    """
+    size, out = sizes.astype(np.uint64), values.astype(np.uint64)
+    side = _ceil_sqrt(size)
+    walking = np.arange(out.size)
+    while walking.size:
+        modulus = side[walking]
+        left, right = np.divmod(out[walking], modulus)
+        for key in keys[:, walking]:
+            left, right = right, (left + _mix(right ^ key) % modulus) % modulus
+        out[walking] = left * modulus + right
+        walking = walking[out[walking] >= size[walking]]
+    return out.astype(np.int64)
+
+
+def _groups(values: Int64s) -> Iterator[tuple[int, Int64s]]:
+    """Each distinct value, with the indices at which it stands."""
+    ordered = np.argsort(values, kind="stable")
+    for members in np.split(ordered, np.flatnonzero(np.diff(values[ordered])) + 1):
+        if members.size:
+            yield int(values[members[0]]), members
+
+
+def _ceil_sqrt(sizes: UInt64s) -> UInt64s:
+    unique, inverse = np.unique(sizes, return_inverse=True)
+    roots = [math.isqrt(int(size) - 1) + 1 for size in unique]  # exact, where a float's root is not
+    return np.array(roots, dtype=np.uint64)[inverse]
+
+
+def _mix(x: UInt64s) -> UInt64s:
+    """SplitMix64's finalizer: every bit of the result depends on every bit of `x`."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,340 @@
+"""Text into a corpus: Megatron shards, the tokenizer and a manifest in one new directory.
+
+Documents are encoded by several processes and written in the order of the input, so the shards are the same
+bytes for any number of workers. Each ends with the end-of-document token. A keyed hash of its text says
+whether it is for training or validation: exact duplicates always go the same way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from megastable.data.manifest import FILE, Manifest, Segment, TokenizerInfo, adopt
+from megastable.data.pool import ordered_map
+from megastable.data.progress import Meter
+from megastable.data.shard_format import ShardInfo, dtype_for
+from megastable.data.shards import ShardWriter
+from megastable.data.staging import staged_directory
+from megastable.data.text import Corpus, find_files
+from megastable.data.tokenizer import Tokenizer, load_tokenizer
+from megastable.errors import DataError
+
+SHARD_TOKENS = 1 << 30
+BATCH = 1 << 20  # characters of text that a worker gets at a time
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `prepare_shards` did."""
+
+    output: str
+    name: str
+    fingerprint: str
+    vocab_size: int
+    shards: int
+    documents: dict[str, int]  # by split
+    tokens: dict[str, int]  # by split, end-of-document tokens included
+    text_bytes: int
+    left_out: dict[str, int]  # by reason
+    seconds: float
+    tokens_per_second: float
+    warnings: list[str] = field(default_factory=list)
+
+
+class Batch(NamedTuple):
+    """Some documents, and how many bytes of the input were read when they were complete."""
+
+    texts: list[str]
+    read_bytes: int
+
+
+class Encoded(NamedTuple):
+    """The documents of a batch, encoded."""
+
+    tokens: npt.NDArray[np.integer]  # uint16 or int32 [sum(lengths)], one document after another
+    lengths: list[int]  # each with its end-of-document token
+    hashes: list[int]  # 64 bits each, of the UTF-8 text
+    text_bytes: int
+    read_bytes: int
+
+
+def prepare_shards(
+    inputs: Sequence[Path],
+    output: Path,
+    tokenizer_path: Path,
+    *,
+    name: str | None = None,
+    validation: float = 0.01,
+    workers: int = 1,
+    shard_tokens: int = SHARD_TOKENS,
+    key: str = "text",
+    eod: str | int | None = None,
+    seed: int = 0,
+    skip_bad: bool = False,
+    overwrite: bool = False,
+    source: str | None = None,
+    progress: bool = True,
+) -> Summary:
+    """Make the corpus `output` of the text in `inputs` (files and folders, see `text.py`).
+
+    `validation` is the share of the documents to hold back; with two different documents or more, both splits
+    get one at least. A shard is closed after the document that brings it to `shard_tokens`. `output` appears
+    whole or not at all; an older corpus there is replaced only with `overwrite`.
+
+    Raises DataError for bad input, an empty corpus, an `output` that is occupied, or a full disk.
+    """
+    begin = time.monotonic()
+    if not 0 <= validation < 1:
+        raise DataError(f"validation is {validation}: give a share of the documents, at least 0, below 1")
+    if workers < 1 or shard_tokens < 1:
+        raise DataError(f"{workers} workers, {shard_tokens} tokens per shard: both must be 1 at least")
+    name = name or output.resolve().name
+    if "/" in name:
+        raise DataError(f"the name {name!r} becomes part of file names: leave out the /")
+    check_free(output, overwrite)
+    for folder in inputs:
+        if output.resolve().is_relative_to(folder.resolve()):
+            raise DataError(f"the output {output} is inside of the input {folder}: it would be read as well")
+    tokenizer = load_tokenizer(tokenizer_path, eod)
+    corpus = Corpus(find_files(inputs), key, skip_bad)
+    with staged_directory(output) as staging:
+        tokenizer = load_tokenizer(tokenizer.copy_to(staging), tokenizer.eod)
+        job = _Job(corpus, staging, tokenizer, name, workers, shard_tokens, seed, progress)
+        threshold = round(validation * 2**64)
+        written = job.write(threshold)
+        if not written.hashes:
+            raise DataError(_nothing_found(inputs, corpus))
+        settled = settle_threshold(threshold, *written.hashes)
+        if settled != threshold:
+            written = job.write(settled)
+        manifest = written.manifest(name, tokenizer, source or ", ".join(str(path) for path in inputs))
+        manifest.save(staging)
+    tokens = {split: manifest.tokens(split) for split in manifest.splits}
+    seconds = time.monotonic() - begin
+    summary = Summary(
+        output=str(output),
+        name=name,
+        fingerprint=manifest.fingerprint(),
+        vocab_size=tokenizer.vocab_size,
+        shards=len(manifest.shards),
+        documents={s: sum(part.documents for part in parts) for s, parts in manifest.splits.items()},
+        tokens=tokens,
+        text_bytes=written.text_bytes,
+        left_out=dict(corpus.left_out),
+        seconds=round(seconds, 3),
+        tokens_per_second=round(sum(tokens.values()) / seconds, 1),
+    )
+    if validation and "validation" not in manifest.splits:
+        summary.warnings.append("no validation split: all documents have the same text")
+    return summary
+
+
+def settle_threshold(wanted: int, lowest: int, highest: int) -> int:
+    """The hash from which on documents are for training, given the lowest and highest hash of a corpus.
+
+    `wanted` stays when it is 0 (all for training) or leaves a document on both sides; otherwise it moves as
+    little as does. Where all documents have one hash they are for training.
+    """
+    if wanted == 0 or lowest < wanted <= highest:
+        return wanted
+    if lowest == highest:
+        return min(wanted, lowest)
+    return min(max(wanted, lowest + 1), highest)
+
+
+def encode_batch(batch: Batch, tokenizer_path: Path, info: TokenizerInfo, seed: int) -> Encoded:
+    """Encode the documents of a batch; runs in the worker processes."""
+    tokenizer = _cached_tokenizer(tokenizer_path, info)
+    dtype = np.dtype(dtype_for(tokenizer.vocab_size))
+    end = np.array([info.eod], dtype=dtype)
+    raw = [text.encode() for text in batch.texts]
+    ids = [part.astype(dtype) for part in tokenizer.encode_batch(batch.texts)]
+    return Encoded(
+        tokens=np.concatenate([part for document in ids for part in (document, end)]),
+        lengths=[document.size + 1 for document in ids],
+        hashes=[xxhash.xxh3_64_intdigest(text, seed) for text in raw],
+        text_bytes=sum(map(len, raw)),
+        read_bytes=batch.read_bytes,
+    )
+
+
+@lru_cache(maxsize=1)
+def _cached_tokenizer(path: Path, info: TokenizerInfo) -> Tokenizer:
+    # The hash in `info` is part of the key: one process may use different files at one path.
+    return load_tokenizer(path, info.eod)
+
+
+def check_free(output: Path, overwrite: bool) -> None:
+    """Raise a DataError unless a corpus may be put at `output`.
+
+    That is where nothing is, or, with `overwrite`, a corpus without any files but its own.
+    """
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not overwrite:
+        raise DataError(f"{output} exists already: choose another --output, or replace it with --overwrite")
+    manifest = Manifest.load(output)
+    own = {FILE, manifest.tokenizer.file}
+    own |= {shard.name + suffix for shard in manifest.shards for suffix in (".bin", ".idx")}
+    if foreign := sorted(path.name for path in output.iterdir() if path.name not in own):
+        raise DataError(f"{output} will not be replaced: {foreign[0]} in it is not part of its corpus")
+
+
+def adopt_directory(
+    directory: Path,
+    tokenizer_path: Path,
+    *,
+    name: str | None = None,
+    validation: float = 0.0,
+    eod: str | int | None = None,
+    overwrite: bool = False,
+) -> Manifest:
+    """Make a corpus of Megatron shards that another program wrote: check them, add tokenizer and manifest.
+
+    Raises DataError for shards that are damaged or were made with a larger vocabulary, and for a directory
+    that has a manifest already, unless `overwrite`.
+    """
+    if (directory / FILE).exists() and not overwrite:
+        raise DataError(f"{directory / FILE} exists already: replace it with --overwrite")
+    tokenizer = load_tokenizer(tokenizer_path, eod)
+    manifest = adopt(directory, tokenizer.info, validation, name)
+    tokenizer.copy_to(directory)
+    manifest.save(directory)
+    return manifest
+
+
+@dataclass
+class _Written:
+    """The shards of one pass over the corpus."""
+
+    shards: dict[str, list[ShardInfo]]
+    text_bytes: int = 0
+    hashes: tuple[int, int] | tuple[()] = ()  # the lowest and the highest; none without any documents
+
+    def note(self, encoded: Encoded) -> None:
+        self.text_bytes += encoded.text_bytes
+        hashes = (*self.hashes, *encoded.hashes)
+        self.hashes = (min(hashes), max(hashes))
+
+    def manifest(self, name: str, tokenizer: Tokenizer, source: str) -> Manifest:
+        splits = {
+            split: [
+                Segment(shard=shard.name, first_token=0, tokens=shard.tokens, documents=shard.documents)
+                for shard in shards
+            ]
+            for split, shards in self.shards.items()
+            if shards
+        }
+        return Manifest(
+            name=name,
+            tokenizer=tokenizer.info,
+            dtype=dtype_for(tokenizer.vocab_size),
+            shards=[shard for shards in self.shards.values() for shard in shards],
+            splits=splits,
+            text_bytes=self.text_bytes,
+            source=source,
+        )
+
+
+@dataclass
+class _Job:
+    corpus: Corpus
+    staging: Path
+    tokenizer: Tokenizer
+    name: str
+    workers: int
+    shard_tokens: int
+    seed: int
+    progress: bool
+
+    def write(self, threshold: int) -> _Written:
+        """Write all shards: documents whose hash is below `threshold` are for validation."""
+        for old in (*self.staging.glob("*.bin"), *self.staging.glob("*.idx")):
+            old.unlink()
+        encode = partial(
+            encode_batch, tokenizer_path=self.tokenizer.file, info=self.tokenizer.info, seed=self.seed
+        )
+        written = _Written({})
+        documents = tokens = 0
+        with ExitStack() as stack:
+            meter = stack.enter_context(Meter(self.corpus.total_bytes, silent=not self.progress))
+            train, validation = (stack.enter_context(_SplitWriter(self, split)) for split in SPLITS)
+            results = ordered_map(encode, _batches(self.corpus), self.workers)
+            for encoded in stack.enter_context(closing(results)):
+                ends = np.cumsum(encoded.lengths)[:-1]
+                for document, text_hash in zip(np.split(encoded.tokens, ends), encoded.hashes, strict=True):
+                    (validation if text_hash < threshold else train).add(document)
+                written.note(encoded)
+                documents += len(encoded.lengths)
+                tokens += encoded.tokens.size
+                meter.update(encoded.read_bytes, documents, tokens)
+            written.shards = {"train": train.close(), "validation": validation.close()}
+        return written
+
+
+class _SplitWriter:
+    """The shards NAME-SPLIT-00000, NAME-SPLIT-00001, ... of one split; a context manager."""
+
+    def __init__(self, job: _Job, split: str) -> None:
+        self._prefix = job.staging / f"{job.name}-{split}"
+        self._vocab_size, self._limit = job.tokenizer.vocab_size, job.shard_tokens
+        self._done: list[ShardInfo] = []
+        self._open: ShardWriter | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._open is not None:
+            self._open.__exit__(kind, error, trace)
+
+    def add(self, document: npt.NDArray[np.integer]) -> None:
+        if self._open is None:
+            prefix = self._prefix.with_name(f"{self._prefix.name}-{len(self._done):05d}")
+            self._open = ShardWriter(prefix, self._vocab_size)
+        self._open.add_document(document)
+        if self._open.tokens >= self._limit:
+            self.close()
+
+    def close(self) -> list[ShardInfo]:
+        if self._open is not None:
+            self._done.append(self._open.close())
+            self._open = None
+        return self._done
+
+
+def _batches(corpus: Corpus) -> Iterator[Batch]:
+    texts: list[str] = []
+    characters = 0
+    for text in corpus:
+        texts.append(text)
+        characters += len(text)
+        if characters >= BATCH:
+            yield Batch(texts, corpus.read_bytes)
+            texts, characters = [], 0
+    if texts:
+        yield Batch(texts, corpus.read_bytes)
+
+
+def _nothing_found(inputs: Sequence[Path], corpus: Corpus) -> str:
+    left_out = ", ".join(f"{count} {reason}" for reason, count in corpus.left_out.items())
+    where = ", ".join(str(path) for path in inputs[:3]) + (", ..." if len(inputs) > 3 else "")
+    return (
+        f"the corpus is empty: no text in {len(corpus.files)} file(s) of {where}"
+        + (f" ({left_out} left out)" if left_out else "")
+        + ", give other --input"
+    )

@@ -1,0 +1,203 @@
+"""Positions that are not trained on: ranges of absolute positions, and the ledger that keeps them.
+
+`skips.jsonl` is append-only: one JSON object per line, on the disk before `append` returns. A skipped
+position is passed over by a lookup; nothing is read and thrown away. Ranges are half-open, [first, end).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
+
+from megastable.data.order import LAST_POSITION
+from megastable.data.shard_format import sync_directory
+from megastable.errors import DataError
+
+log = logging.getLogger(__name__)
+
+Range = tuple[int, int]
+Position = Annotated[StrictInt, Field(ge=0, le=LAST_POSITION)]
+
+
+class Skips:
+    """A set of positions as sorted ranges that neither overlap nor touch. Immutable."""
+
+    def __init__(self, firsts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
+        self._firsts, self._ends = firsts, ends
+
+    @classmethod
+    def of(cls, ranges: Iterable[Range]) -> Skips:
+        """The union of `ranges`, in any order, overlapping or not.
+
+        Raises DataError for a range that is not 0 <= first < end <= 2^62 in whole numbers.
+        """
+        merged: list[list[int]] = []
+        for first, end in sorted(_checked(item) for item in ranges):
+            if merged and first <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], end)
+            else:
+                merged.append([first, end])
+        edges = np.array(merged, dtype=np.int64).reshape(-1, 2)
+        return cls(edges[:, 0].copy(), edges[:, 1].copy())
+
+    @property
+    def ranges(self) -> list[Range]:
+        """All ranges [first, end), ascending."""
+        return list(zip(self._firsts.tolist(), self._ends.tolist(), strict=True))
+
+    def contains(self, position: int) -> bool:
+        """Whether `position` is skipped."""
+        index = int(np.searchsorted(self._firsts, position, side="right")) - 1
+        return index >= 0 and position < int(self._ends[index])
+
+    def next_kept(self, cursor: int, count: int) -> tuple[npt.NDArray[np.int64], int]:
+        """The next `count` positions from `cursor` on that are not skipped, int64 [count], and the cursor
+        after the last of them. O(count + log n), however long the skipped ranges are."""
+        # At least one kept position lies between two ranges, so no more than these can be passed.
+        low = int(np.searchsorted(self._ends, cursor, side="right"))
+        firsts, ends = self._firsts[low : low + count], self._ends[low : low + count]
+        starts = np.maximum(np.concatenate(([cursor], ends)), cursor)
+        # The stretch from starts[i] to the range behind it is kept; the last one has no end.
+        lengths = np.maximum(np.concatenate((firsts, [LAST_POSITION])) - starts, 0)
+        before = np.minimum(np.cumsum(lengths) - lengths, count)
+        taken = np.minimum(lengths, count - before)
+        positions = np.repeat(starts - before, taken) + np.arange(taken.sum())
+        if positions.size < count:
+            raise DataError(f"from position {cursor} on fewer than {count} are left: all others are skipped")
+        return positions, int(positions[-1]) + 1 if count else cursor
+
+    def between(self, first: int, end: int) -> list[Range]:
+        """The skipped ranges inside [first, end), cut off at its edges."""
+        low = int(np.searchsorted(self._ends, first, side="right"))
+        high = int(np.searchsorted(self._firsts, end, side="left"))
+        firsts, ends = np.maximum(self._firsts[low:high], first), np.minimum(self._ends[low:high], end)
+        return list(zip(firsts.tolist(), ends.tolist(), strict=True)) if first < end else []
+
+    def union(self, other: Skips) -> Skips:
+        """The positions that are in either."""
+        return Skips.of([*self.ranges, *other.ranges])
+
+
+class SkipEntry(BaseModel):
+    """A line of the ledger: positions [first, end), why, by which incident, noticed at which step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    first: Position
+    end: Position
+    reason: str
+    incident: int | None = None
+    step: int | None = None
+    time: datetime | None = None  # `append` fills it in
+
+    @model_validator(mode="after")
+    def _forward(self) -> Self:
+        if self.first >= self.end:
+            raise ValueError(f"first {self.first} is not below end {self.end}")
+        return self
+
+
+def append(path: Path, entry: SkipEntry) -> None:
+    """Add a line to the ledger and wait until it is on the disk. Raises DataError when that fails.
+
+    A last line that a crash has torn is moved to `skips.jsonl.torn` first, so that it does not run into
+    this one. A lock keeps two processes from writing at once.
+    """
+    if entry.time is None:
+        entry = entry.model_copy(update={"time": datetime.now(UTC)})
+    try:
+        new = not path.exists()
+        with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            _, tail = _split(file.read())
+            if tail and _is_whole(tail):
+                file.write(b"\n")
+            elif tail:
+                _keep_torn(path.with_name(path.name + ".torn"), tail)
+                file.truncate(file.seek(0, os.SEEK_END) - len(tail))
+            file.write(entry.model_dump_json(exclude_none=True).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if new:
+            sync_directory(path.parent)
+    except OSError as error:
+        raise DataError(f"{path} could not be written: {error}") from error
+
+
+def read_ledger(path: Path) -> list[SkipEntry]:
+    """The entries of a ledger, oldest first; none when there is no such file. Empty lines are ignored.
+
+    A torn last line (a crash while it was written: no newline, no JSON) is reported as a warning and left
+    out. Raises DataError naming the line for anything else that is not a valid entry.
+    """
+    try:
+        lines, tail = _split(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if tail and _is_whole(tail):
+        lines.append(tail)
+    elif tail:
+        log.warning("%s: line %d was torn by a crash and is ignored: %r", path, len(lines) + 1, tail[:200])
+    return [_parse(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _parse(path: Path, number: int, line: bytes) -> SkipEntry:
+    remedy = f"correct or delete line {number} of {path}, nothing else depends on it"
+    try:
+        return SkipEntry.model_validate(json.loads(line))
+    except ValueError as error:  # not UTF-8, not JSON, not an entry
+        problem = error
+    if isinstance(problem, ValidationError):
+        detail = problem.errors()[0]
+        message = ".".join(str(part) for part in detail["loc"]) + " " + str(detail["msg"])
+        raise DataError(f"{path} line {number}: {message.strip()}: {remedy}") from problem
+    raise DataError(f"{path} line {number} is not JSON ({problem}): {remedy}") from problem
+
+
+def _split(content: bytes) -> tuple[list[bytes], bytes]:
+    """Whole lines, and what follows the last newline."""
+    *lines, tail = content.split(b"\n")
+    return lines, tail
+
+
+def _is_whole(tail: bytes) -> bool:
+    """Whether a last line lacks only its newline: no beginning of a JSON object is one itself."""
+    try:
+        json.loads(tail)
+    except ValueError:
+        return False
+    return True
+
+
+def _keep_torn(path: Path, tail: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(tail + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    log.warning("a line torn by a crash was moved to %s", path)
+
+
+def _checked(item: Range) -> Range:
+    try:
+        first, end = item
+    except (TypeError, ValueError):
+        raise DataError(f"skip range {item!r}: give [first, end]") from None
+    for number in (first, end):
+        if isinstance(number, bool) or not isinstance(number, int | np.integer):
+            raise DataError(f"skip range [{first!r}, {end!r}): positions are whole numbers")
+    if not 0 <= first < end <= LAST_POSITION:
+        raise DataError(f"skip range [{first}, {end}): it must hold that 0 <= first < end <= 2^62")
+    return int(first), int(end)

@@ -1,0 +1,30 @@
+"""What a model must beat: the entropy of a text when only the frequency of each token is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.data.manifest import Stream
+
+CHUNK = 1 << 20  # tokens read at a time
+
+
+def token_counts(stream: Stream, vocab_size: int) -> npt.NDArray[np.int64]:
+    """How often each token occurs in a stream: int64 [vocab_size]. Reads all of it, in chunks."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for first in range(0, stream.tokens, CHUNK):
+        tokens = stream.read(first, min(CHUNK, stream.tokens - first))
+        counts += np.bincount(tokens, minlength=vocab_size)
+    return counts
+
+
+def unigram_entropy(counts: npt.NDArray[np.integer]) -> float:
+    """Entropy in nats per token of the distribution that `counts` [vocab_size] describe; 0.0 for no tokens.
+
+    It is the loss of the best model without context on the counted text itself: a lower loss on that text
+    proves use of the context.
+    """
+    seen = counts[counts > 0].astype(np.float64)
+    shares = seen / seen.sum()
+    return float(abs(-(shares * np.log(shares)).sum()))

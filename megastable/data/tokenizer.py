@@ -1,0 +1,235 @@
+"""Text to token ids and back, behind one face: a SentencePiece model or a Hugging Face `tokenizer.json`.
+
+Both encode a document without adding or interpreting special tokens: a text that spells out `</s>` or
+`<|endoftext|>` gets the ids of these characters, so no document can forge the end of a document.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from sentencepiece import SentencePieceProcessor
+from tokenizers import Tokenizer as HuggingFaceModel
+
+from megastable.data.manifest import TokenizerInfo
+from megastable.data.staging import write_file
+from megastable.errors import DataError
+
+Ids = npt.NDArray[np.int32]
+
+# Looked for in this order when nobody names the end-of-document token.
+END_OF_DOCUMENT = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "<eod>",
+    "<|end▁of▁sentence|>",
+)
+SPACE = "\u2581"  # "▁", SentencePiece's own sign for a space
+LONG = 4096  # characters from which on a text is encoded in parts
+_SPACE_INSIDE = re.compile(f"[^ {SPACE}][ {SPACE}]")
+_WORD_END = re.compile(r"(?<=[^ ])(?= )")
+
+
+class Tokenizer(ABC):
+    """Ids are 0 <= id < `vocab_size`; `eod` is the id that ends a document; `xxh3` is the file's hash."""
+
+    kind: ClassVar[Literal["sentencepiece", "huggingface"]]
+    file: Path
+    vocab_size: int
+    eod: int
+
+    def __init__(self, file: Path, content: bytes) -> None:
+        self.file = file
+        self._content = content
+
+    @cached_property
+    def xxh3(self) -> str:
+        """xxh3-128 (hex) of the file as it was when it was read."""
+        return xxhash.xxh3_128_hexdigest(self._content)
+
+    @property
+    def info(self) -> TokenizerInfo:
+        """What a manifest records of this tokenizer."""
+        return TokenizerInfo(
+            file=self.file.name, kind=self.kind, xxh3=self.xxh3, vocab_size=self.vocab_size, eod=self.eod
+        )
+
+    def copy_to(self, directory: Path) -> Path:
+        """Write the file into `directory` under its own name, as it was when it was read."""
+        write_file(directory / self.file.name, self._content)
+        return directory / self.file.name
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without any special token."""
+        return [int(token) for token in self.encode_batch([text])[0]]
+
+    @abstractmethod
+    def encode_batch(self, texts: list[str]) -> list[Ids]:
+        """The ids of each text: int32 [tokens of that text]."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; special tokens have none. Raises DataError for an id beyond the vocabulary."""
+
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        plain = [int(token) for token in ids]
+        for token in plain:
+            if not 0 <= token < self.vocab_size:
+                raise DataError(
+                    f"the token id {token} is outside of 0..{self.vocab_size - 1}, "
+                    f"the vocabulary of {self.file}"
+                )
+        return plain
+
+    def _choose_eod(self, eod: str | int | None, id_of: Callable[[str], int | None]) -> int:
+        if isinstance(eod, int):
+            if not 0 <= eod < self.vocab_size:
+                raise DataError(
+                    f"the end-of-document id {eod} is outside of 0..{self.vocab_size - 1}, "
+                    f"the vocabulary of {self.file}"
+                )
+            return eod
+        for name in END_OF_DOCUMENT if eod is None else (eod,):
+            token = id_of(name)
+            if token is not None:
+                return token
+        if eod is not None:
+            raise DataError(f"{self.file} has no token {eod!r} to end documents with: name another")
+        raise DataError(
+            f"{self.file} has none of the usual end-of-document tokens ({', '.join(END_OF_DOCUMENT)}): "
+            "name its own"
+        )
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece `.model`, of any type."""
+
+    kind = "sentencepiece"
+
+    def __init__(self, file: Path, content: bytes, eod: str | int | None = None) -> None:
+        super().__init__(file, content)
+        if not content:
+            raise DataError(f"{file} is empty: it is no SentencePiece model")
+        self._model = SentencePieceProcessor()
+        try:
+            self._model.LoadFromSerializedProto(content)
+        except RuntimeError as error:
+            raise DataError(f"{file} is no SentencePiece model: {error}") from error
+        self.vocab_size = int(self._model.get_piece_size())
+        if eod is None and self._model.eos_id() >= 0:
+            eod = int(self._model.eos_id())
+        self.eod = self._choose_eod(eod, self._id_of)
+        # Models that prepend or collapse spaces take every text whole: a part of it would change too.
+        self._keeps_spaces = self._model.normalize("  a  b ") == "  a  b ".replace(" ", SPACE)
+        pieces = (str(self._model.id_to_piece(token)) for token in range(self.vocab_size))
+        self._cuttable = self._keeps_spaces and not any(map(_SPACE_INSIDE.search, pieces))
+        spelled = [self._id_of(f"<0x{byte:02X}>") for byte in SPACE.encode()]
+        self._spelled_space = np.array([token for token in spelled if token is not None], dtype=np.int32)
+
+    def encode_batch(self, texts: list[str]) -> list[Ids]:
+        parts = [list(self._parts(text)) for text in texts]
+        plain = [part for of_text in parts for part in of_text if part != SPACE]
+        encoded = iter(self._model.encode(plain, return_type="numpy", num_threads=1))
+        return [
+            np.concatenate([self._spelled_space if part == SPACE else next(encoded) for part in of_text])
+            for of_text in parts
+        ]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._model.decode(self._checked(ids)))
+
+    def _parts(self, text: str) -> Iterator[str]:
+        """Cut `text` around each literal "▁": SentencePiece takes it for a space unless spelled in bytes."""
+        if SPACE not in text or not self._keeps_spaces or not self._spelled_space.size:
+            yield from self._short_parts(text)
+            return
+        for number, part in enumerate(text.split(SPACE)):
+            if number:
+                yield SPACE
+            yield from self._short_parts(part)
+
+    def _short_parts(self, text: str) -> Iterator[str]:
+        """Cut `text` where that changes none of its ids: before a space, when no piece has one inside.
+
+        SentencePiece's time and memory grow faster than the length of a text.
+        """
+        start = 0
+        while self._cuttable and len(text) - start > LONG:
+            cut = _WORD_END.search(text, start + LONG)
+            if cut is None:
+                break
+            yield text[start : cut.start()]
+            start = cut.start()
+        yield text[start:]
+
+    def _id_of(self, piece: str) -> int | None:
+        token = int(self._model.piece_to_id(piece))  # the id of <unk> when there is no such piece
+        return token if str(self._model.id_to_piece(token)) == piece else None
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A Hugging Face `tokenizer.json`. Whether decoding gives the text back is up to its normalizer."""
+
+    kind = "huggingface"
+
+    def __init__(self, file: Path, content: bytes, eod: str | int | None = None) -> None:
+        super().__init__(file, content)
+        try:
+            self._model = HuggingFaceModel.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises plain Exception for all that is wrong with a file
+            raise DataError(f"{file} is no Hugging Face tokenizer.json: {error}") from error
+        self._model.no_truncation()
+        self._model.no_padding()
+        self._model.encode_special_tokens = True  # as text, that is
+        self.vocab_size = 1 + max(self._model.get_vocab(with_added_tokens=True).values(), default=-1)
+        if self.vocab_size == 0:
+            raise DataError(f"{file} has an empty vocabulary")
+        self.eod = self._choose_eod(eod, self._model.token_to_id)
+
+    def encode_batch(self, texts: list[str]) -> list[Ids]:
+        encoded = self._model.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._model.decode(self._checked(ids), skip_special_tokens=True))
+
+
+def load_tokenizer(path: Path, eod: str | int | None = None) -> Tokenizer:
+    """The tokenizer in a file, or in a directory that holds one.
+
+    `eod` is the end-of-document token, by name or by id; None takes the model's own end-of-sentence token
+    (SentencePiece) or the first of END_OF_DOCUMENT that it has. Raises DataError when there is no tokenizer,
+    more than one, or no such token.
+    """
+    file = _tokenizer_file(path)
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"the tokenizer {file} cannot be read: {error.strerror}") from error
+    kind = HuggingFaceTokenizer if file.suffix == ".json" else SentencePieceTokenizer
+    return kind(file, content, eod)
+
+
+def _tokenizer_file(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    # Repositories that hold both forms of one tokenizer keep the .json up to date.
+    if (path / "tokenizer.json").is_file():
+        return path / "tokenizer.json"
+    models = sorted(path.glob("*.model"))
+    if len(models) != 1:
+        found = ", ".join(model.name for model in models) or "neither"
+        raise DataError(f"{path} should hold tokenizer.json or one .model file, found {found}: name the file")
+    return models[0]

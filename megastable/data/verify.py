@@ -1,0 +1,29 @@
+"""Whether a corpus is, byte for byte, what its manifest says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megastable.data.manifest import FILE, Manifest, Stream
+from megastable.data.shards import Shard
+from megastable.data.tokenizer import load_tokenizer
+from megastable.errors import DataError
+
+
+def verify_corpus(directory: Path) -> Manifest:
+    """Read all files of a corpus: hashes, token ids, indices, the edges of all splits, the tokenizer.
+
+    Returns its manifest. Raises DataError for the first thing that is wrong.
+    """
+    manifest = Manifest.load(directory)
+    tokenizer = load_tokenizer(directory / manifest.tokenizer.file, manifest.tokenizer.eod)
+    if tokenizer.info != manifest.tokenizer:
+        raise DataError(f"{tokenizer.file} is not the file that {directory / FILE} describes: restore it")
+    for info in manifest.shards:
+        Shard(directory / info.name, info, manifest.tokenizer.vocab_size).verify()
+    for split, segments in manifest.splits.items():
+        stream, first = Stream(directory, manifest, split), 0
+        for segment in segments:
+            stream.read(first, 1)  # checks that the segment consists of whole documents
+            first += segment.tokens
+    return manifest

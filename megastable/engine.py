@@ -1,0 +1,453 @@
+"""The only file that imports deepspeed: a narrow face over its engines and optimizer wrappers.
+
+    engine = Engine(config, ds_config, topology)
+    result = engine.train_step(micro_batches, lr, judge)   # forward, backward, gate, update
+    losses = engine.evaluate(micro_batches)                # per-sample cross-entropy
+
+What every caller sees is the same under one pipeline stage or many, ZeRO 0 to 3, bf16, fp16 or fp32.
+Source of the gate: no hook exists in DeepSpeed 0.19.8, so `_take_model_step` is replaced on the instance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import io
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.ops import __compatible_ops__
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.utils import get_global_norm_of_tensors
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+)
+from deepspeed.utils import logger as deepspeed_logger
+from torch import Tensor, nn
+
+from megastable.config import OptimizerConfig, RunConfig
+from megastable.data.loader import MicroBatch
+from megastable.model import gpt
+from megastable.model.loss import LossFunction
+from megastable.parallel.pipeline import partition
+from megastable.parallel.sharding import placement_of
+from megastable.parallel.topology import TensorParallel, Topology
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of a step before the optimizer runs. The same numbers on every rank.
+
+    losses, squares: fp64 [global batch], per-sample cross-entropy (nats) and mean logsumexp^2, in the order of
+    the step's positions. grad_norm: global L2 norm before clipping, unscaled; inf when any gradient is not
+    finite. notes: what other ranks added (`Engine.train_step(note=...)`), summed.
+    """
+
+    losses: Tensor
+    squares: Tensor
+    grad_norm: float
+    note: float
+    loss_scale: float
+
+    @property
+    def loss(self) -> float:
+        return float(self.losses.mean())
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class Judge(Protocol):
+    """The gate: True lets DeepSpeed clip and update, False drops the gradients. Must be a pure function of its input."""
+
+    def __call__(self, measured: Measured) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Global L2 norms over the fp32 master weights and Adam's second moments."""
+
+    parameters: float
+    second_moment: float
+
+
+def start_distributed(timeout: float) -> None:
+    """Join the process group that the launcher describes in the environment.
+
+    timeout: seconds before a collective counts as hung.
+    """
+    deepspeed_logger.setLevel(logging.WARNING)
+    # Its pipeline sends activations that require gradients; the gradients come back by a send of their own.
+    warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
+    # Its shared-memory collectives need a compiler and leave 66 MiB a rank in /dev/shm after every run.
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    with _silence():
+        deepspeed.init_distributed(
+            dist_backend="nccl" if torch.cuda.is_available() else "gloo",
+            timeout=datetime.timedelta(seconds=timeout),
+            verbose=False,
+        )
+
+
+def stop_distributed() -> None:
+    """Leave the process group in step; without the barrier ranks sometimes abort at exit."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    """The device of this rank."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    # DeepSpeed prints its partitioning and settings on stdout; ours are in the run directory.
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+class _Mpu:
+    """What DeepSpeed asks of a model-parallel unit where there is one pipeline stage."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.t = topology
+
+    def get_model_parallel_group(self) -> Any:
+        return self.t.tensor_group
+
+    def get_model_parallel_rank(self) -> int:
+        return self.t.tensor_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.t.layout.tensor
+
+    get_tensor_model_parallel_group = get_slice_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_slice_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size = get_model_parallel_world_size
+
+    def get_data_parallel_group(self) -> Any:
+        return self.t.data_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.t.data_rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.t.layout.data
+
+
+class _Spec(LayerSpec):
+    def __init__(self, layer: gpt.Layer) -> None:
+        super().__init__(nn.Module)
+        self.layer = layer
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self.layer.build()
+
+
+class _TiedSpec(TiedLayerSpec):
+    def __init__(self, layer: gpt.Layer, forward: Callable[..., Tensor] | None) -> None:
+        super().__init__("embedding", nn.Module, forward_fn=forward)
+        self.layer = layer
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self.layer.build()
+
+
+class _Pipeline(PipelineModule):
+    """A PipelineModule that is cut where `parallel.pipeline.partition` says."""
+
+    def __init__(self, layers: list[gpt.Layer], topology: Topology, loss: LossFunction) -> None:
+        self._layers = layers
+        specs: list[LayerSpec] = []
+        for index, layer in enumerate(layers):
+            if layer.tied:
+                specs.append(_TiedSpec(layer, gpt.tied_head if index else None))
+            else:
+                specs.append(_Spec(layer))
+        layout = topology.layout
+        grid = PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data)
+        super().__init__(specs, topology=grid, loss_fn=loss)
+
+    def _partition_layers(self, method: str = "") -> None:
+        self.parts = partition(
+            [layer.cost for layer in self._layers],
+            self.num_stages,
+            [layer.is_block for layer in self._layers],
+        )
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(self.parts[stage], self.parts[stage + 1])
+
+
+class Engine:
+    """A GPT with its optimizer on this rank of a `Topology`. All methods are collective."""
+
+    def __init__(self, config: RunConfig, ds_config: dict[str, Any], topology: Topology) -> None:
+        self.config, self.topology = config, topology
+        self.device = device()
+        layout, p = topology.layout, config.parallel
+        self.tp = TensorParallel(topology.tensor_group, topology.tensor_rank, layout.tensor, p.sequence)
+        assert config.model.vocab_size is not None
+        self.loss = LossFunction(config.model.vocab_size, config.model.z_loss, self.tp)
+        with _silence():
+            module = self._module()
+            self.ds, self.optimizer, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=_adamw(module, config.optimizer, self.device),
+                config=ds_config,
+                mpu=_Mpu(topology) if layout.pipeline == 1 else None,
+                dist_init_required=False,
+            )
+        self.ds._copy_recovery_script = lambda *_: None  # its script cannot read tensor-parallel checkpoints
+        self._update = self.ds._take_model_step
+        self.ds._take_model_step = self._gate
+        self._judge: Judge | None = None
+        self._note = 0.0
+        self.measured: Measured | None = None
+        self.applied = False
+
+    def _module(self) -> nn.Module:
+        c = self.config
+        if self.topology.layout.pipeline == 1:
+            return gpt.GPT(c.model, self.tp, c.parallel.recompute, c.run.seed, self.loss)
+        return _Pipeline(
+            gpt.layers(c.model, self.tp, c.parallel.recompute, c.run.seed), self.topology, self.loss
+        )
+
+    # Training
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], lr: float, judge: Judge, note: float = 0.0
+    ) -> tuple[Measured, bool]:
+        """One step on this rank's micro-batches: what was measured, and whether the update was applied.
+
+        `note` is added up over the ranks and comes back in `Measured` (a vote that costs no collective).
+        """
+        self._judge, self._note, self.measured = judge, note, None
+        self.loss.samples.clear()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if self.topology.layout.pipeline > 1:
+            self.ds.train_batch(iter([self._inputs(m) for m in micro_batches]))
+        else:
+            self.ds.train()
+            for micro_batch in micro_batches:
+                inputs, labels = self._inputs(micro_batch)
+                self.ds.backward(self.ds(inputs, labels))
+                self.ds.step()
+        assert self.measured is not None, "the step ended without reaching the gate"
+        return self.measured, self.applied
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Per-sample cross-entropy, fp64 [ranks x micro-batches], in the loader's order; no update."""
+        self.loss.samples.clear()
+        if self.topology.layout.pipeline > 1:
+            batches = iter([self._inputs(m) for m in micro_batches])
+            self.ds.eval_batch(batches, num_micro_batches=len(micro_batches))
+        else:
+            self.ds.eval()
+            for micro_batch in micro_batches:
+                self.ds(*self._inputs(micro_batch))
+        return self._collect(len(micro_batches), [])[0]
+
+    def _inputs(self, batch: MicroBatch) -> tuple[gpt.Stream, Tensor]:
+        def move(x: Tensor) -> Tensor:
+            return x.to(self.device, non_blocking=True)
+
+        tokens, labels = move(batch.tokens), move(batch.labels)
+        return (tokens if batch.segments is None else (tokens, move(batch.segments))), labels
+
+    def _collect(self, micro_batches: int, extra: list[float]) -> tuple[Tensor, Tensor, list[float]]:
+        """One sum over the world: per-sample numbers of the last stage, and `extra` of every rank."""
+        t, b = self.topology, self.config.train.micro_batch
+        table = torch.zeros(2, micro_batches, t.layout.data, b, dtype=torch.float64, device=self.device)
+        if t.is_last_stage and t.tensor_rank == 0:
+            table[:, :, t.data_rank] = torch.stack(self.loss.samples, 1).double()
+        tail = torch.tensor(extra, dtype=torch.float64, device=self.device)
+        flat = torch.cat((table.flatten(), tail))
+        dist.all_reduce(flat)
+        flat = flat.cpu()  # the one host synchronisation of a step
+        n = table.numel() // 2
+        return flat[:n], flat[n : 2 * n], flat[2 * n :].tolist()
+
+    def _gate(self, lr_kwargs: Any = None) -> None:
+        """In place of DeepSpeed's update: measure, judge, then update or drop. Every rank decides alike."""
+        norm = self._grad_norm()
+        finite = math.isfinite(norm)
+        # The norm travels from rank 0 only, so that a last bit that differs cannot split the ranks.
+        mine = norm if finite and self.topology.rank == 0 else 0.0
+        steps = self.ds.gradient_accumulation_steps()
+        losses, squares, (norm, broken, note) = self._collect(steps, [mine, float(not finite), self._note])
+        scale = float(getattr(self.optimizer, "loss_scale", 1.0))
+        self.measured = Measured(losses, squares, math.inf if broken else norm, note, scale)
+        assert self._judge is not None
+        if self._judge(self.measured):
+            self._update(lr_kwargs)
+            self.applied = bool(self.ds.was_step_applied())
+        elif broken and self.config.precision.kind == "fp16":
+            # An overflow of fp16 is DeepSpeed's to skip: it lowers the loss scale on the way.
+            self._update(lr_kwargs)
+            self.applied = False
+        else:
+            self._discard()
+            self.applied = False
+
+    def _grad_norm(self) -> float:
+        """Global gradient norm, unscaled and unclipped; inf where DeepSpeed reports an invalid one."""
+        o = self.optimizer
+        if isinstance(o, BF16_Optimizer):
+            norm = get_global_norm_of_tensors(o.get_grads_for_norm()[0], mpu=o.mpu)
+        elif isinstance(o, DeepSpeedZeroOptimizer_Stage3):
+            norm = torch.linalg.vector_norm(
+                torch.stack([torch.as_tensor(n) for n in _checked(o._get_norm_groups())])
+            )
+        elif isinstance(o, DeepSpeedZeroOptimizer):
+            norm = o.scaled_global_norm()
+        elif isinstance(o, FP16_UnfusedOptimizer):
+            norm = torch.nn.utils.get_total_norm(
+                [p.grad.float() for group in o.fp16_groups for p in group if p.grad is not None]
+            )
+        else:
+            raise TypeError(f"DeepSpeed chose {type(o).__name__}, which the gate does not know")
+        value = float(norm)
+        return (
+            value / float(getattr(o, "loss_scale", 1.0)) if math.isfinite(value) and value >= 0 else math.inf
+        )
+
+    def _discard(self) -> None:
+        """Forget the gradients. Weights, moments and loss scale stay as they are, bit for bit."""
+        o = self.optimizer
+        o.zero_grad()
+        if isinstance(o, DeepSpeedZeroOptimizer_Stage3):
+            o.micro_step_id = -1
+            o.averaged_gradients = {}
+        elif isinstance(o, DeepSpeedZeroOptimizer):
+            o.micro_step_id = -1
+            o._release_preflattened_grad_buffers()
+            for key in o.averaged_gradients:
+                o.averaged_gradients[key] = None
+                o.all_grad_tensors[key] = None
+        self.ds._step_applied = False
+        self.ds.skipped_steps += 1
+        self.ds.global_steps += 1
+        self.ds.global_samples += self.ds.train_batch_size()
+
+    # State
+
+    @torch.no_grad()
+    def norms(self) -> Norms:
+        """Norms of the master weights and of Adam's second moments, each parameter counted once."""
+        self._link_moments()
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for parameter in self.ds.module.parameters():
+            if getattr(parameter, "ds_pipe_replicated", False):
+                continue
+            if not parameter.tensor_model_parallel and self.topology.tensor_rank:  # type: ignore[attr-defined]
+                continue
+            for i, piece in enumerate(self._pieces(parameter)):
+                if piece is not None:
+                    total[i] += piece.double().pow(2).sum()
+        if isinstance(self.optimizer, FP16_UnfusedOptimizer):
+            total /= self.topology.layout.data  # this wrapper keeps everything on every data-parallel rank
+        dist.all_reduce(total)
+        weights, moments = total.sqrt().tolist()
+        return Norms(weights, moments)
+
+    def _link_moments(self) -> None:
+        # ZeRO-1/2 links parameters to Adam's state while it steps the first parameter group, when that of the
+        # second (our norms) does not exist yet; link again.
+        o = self.optimizer
+        if isinstance(o, DeepSpeedZeroOptimizer) and o.optimizer.state:
+            o._hp_optimizer_states_linked = False
+            o._lazy_init_hp_params_optimizer_state()
+
+    def _pieces(self, parameter: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """This data-parallel rank's part of the fp32 master and of the second moment."""
+        o = self.optimizer
+        if isinstance(o, FP16_UnfusedOptimizer):
+            for low, high in zip(o.fp16_groups, o.fp32_groups, strict=True):
+                for p, master in zip(low, high, strict=True):
+                    if p is parameter:
+                        return master, o.optimizer.state[master].get("exp_avg_sq")
+            return None, None
+        if isinstance(o, DeepSpeedZeroOptimizer_Stage3):
+            started = bool(o.optimizer.state)
+            moment = safe_get_local_optimizer_state(parameter, "exp_avg_sq") if started else None
+            return safe_get_local_fp32_param(parameter), moment
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is None:
+            return None, None
+        moments = mapping.optim_fragment or {}
+        return mapping.get_hp_fragment(), moments.get("exp_avg_sq")
+
+    def whole_state(self, kind: str = "weight") -> dict[str, Tensor]:
+        """This rank's parameters by their names in the whole model: fp32 masters ("weight"), or Adam's "exp_avg"
+        or "exp_avg_sq"; whole over data parallelism, this tensor rank's shard, this stage's layers.
+        """
+        if isinstance(self.optimizer, FP16_UnfusedOptimizer):
+            raise TypeError("with parallel.zero=0 the master weights are the checkpoint's alone")
+        self._link_moments()
+        state = {}
+        for parameter in self.ds.module.parameters():
+            if kind == "weight":
+                value = safe_get_full_fp32_param(parameter)
+            else:
+                value = safe_get_full_optimizer_state(parameter, kind)
+            state[placement_of(parameter).name] = value.detach().float().cpu().clone()
+        return state
+
+    def save(self, folder: Path, writer: Any, client_state: dict[str, Any]) -> None:
+        """DeepSpeed's files into `folder`, through `writer` (see checkpoint/files.py), without `latest`."""
+        self.ds.checkpoint_engine = writer
+        with _silence():
+            self.ds.save_checkpoint(
+                str(folder.parent), tag=folder.name, client_state=client_state, save_latest=False
+            )
+
+    def load(self, folder: Path, reader: Any) -> None:
+        """Weights, moments and loss scale of a checkpoint of the same layout."""
+        self.ds.checkpoint_engine = reader
+        with _silence():
+            path, _ = self.ds.load_checkpoint(
+                str(folder.parent), tag=folder.name, load_lr_scheduler_states=False
+            )
+        assert path is not None
+
+
+def _checked(norms: list[Any]) -> list[Any]:
+    """Group norms of ZeRO-3, where -1 stands for an invalid one."""
+    return [math.inf if float(n) < 0 else n for n in norms]
+
+
+def _adamw(module: nn.Module, config: OptimizerConfig, on: torch.device) -> torch.optim.Optimizer:
+    """AdamW over two groups: matrices decay, norms do not."""
+    parameters = list(module.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=on.type == "cuda"
+    )

@@ -1,0 +1,210 @@
+"""The loader: one global order whatever the layout, exact resumption, and a thread that leaves no trace."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastable.data.loader import Loader, Source, Step, documents_of
+from megastable.data.manifest import Manifest, Stream
+from megastable.data.order import Corpus, Order
+from megastable.data.skips import Skips
+from megastable.errors import ConfigError, DataError
+
+MakeCorpus = Callable[..., Manifest]
+LENGTH, EOD = 16, 0
+SKIPS = Skips.of([(0, 3), (10, 11), (30, 75)])
+
+
+@pytest.fixture
+def source(tmp_path: Path, make_corpus: MakeCorpus) -> Source:
+    """Two corpora, one of two shards."""
+    streams, corpora = [], []
+    for name, sizes, weight in [("books", [900, 700], 0.75), ("web", [500], 0.25)]:
+        manifest = make_corpus(tmp_path / name, sizes, seed=len(streams))
+        streams.append(Stream(tmp_path / name, manifest, "train"))
+        corpora.append(Corpus(name, streams[-1].tokens, weight))
+    return Source(Order(corpora, LENGTH, seed=3, block=64), streams, EOD)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+def load(source: Source, steps: int, cursor: int = 0, skips: Skips = SKIPS, **options: Any) -> list[Step]:
+    layout = {"global_batch": 24, "micro_batch": 4, "data_rank": 0, "data_size": 1, **options}
+    apart = layout.pop("keep_documents_apart", False)
+    with Loader(source, skips, cursor, keep_documents_apart=apart, **layout) as loader:
+        return list(islice(loader, steps))
+
+
+def rows(step: Step) -> dict[int, list[int]]:
+    """Position -> its tokens and last label, as this rank was given them."""
+    return {
+        position: [*tokens, labels[-1]]
+        for batch in step.micro_batches
+        for position, tokens, labels in zip(
+            batch.positions.tolist(), batch.tokens.tolist(), batch.labels.tolist(), strict=True
+        )
+    }
+
+
+def test_samples_are_what_order_and_streams_say(source: Source) -> None:
+    positions = np.array([0, 5, 77, 1000])
+    samples = source.samples(positions)
+    assert samples.shape == (4, LENGTH + 1)
+    for position, sample in zip(positions.tolist(), samples, strict=True):
+        place = source.order.locate_one(position)
+        assert np.array_equal(sample, source.streams[place.corpus].read(place.first_token, LENGTH + 1))
+        assert np.array_equal(sample, source.sample(position))
+
+
+def test_a_step(source: Source) -> None:
+    (step,) = load(source, 1)
+    assert step.first == 0
+    assert step.positions.tolist() == [p for p in range(28) if p not in (0, 1, 2, 10)]
+    assert step.next == 28
+    assert len(step.micro_batches) == 6
+    for number, batch in enumerate(step.micro_batches):
+        assert batch.positions.tolist() == step.positions[4 * number : 4 * number + 4].tolist()
+        samples = torch.from_numpy(source.samples(batch.positions.numpy()))
+        assert torch.equal(batch.tokens, samples[:, :-1])
+        assert torch.equal(batch.labels, samples[:, 1:])
+        assert batch.tokens.dtype == batch.labels.dtype == batch.positions.dtype == torch.int64
+        assert batch.tokens.is_contiguous()
+        assert batch.labels.is_contiguous()
+        assert batch.segments is None
+        assert batch.position_ids is None
+
+
+@pytest.mark.parametrize(("micro_batch", "data_size"), [(24, 1), (1, 1), (4, 2), (2, 3), (1, 24), (3, 8)])
+def test_the_global_order_is_the_same_in_every_layout(
+    source: Source, micro_batch: int, data_size: int
+) -> None:
+    reference = load(source, 5, micro_batch=24)
+    ranks = [
+        load(source, 5, micro_batch=micro_batch, data_size=data_size, data_rank=rank)
+        for rank in range(data_size)
+    ]
+    for number, expected in enumerate(reference):
+        parts = [steps[number] for steps in ranks]
+        together: dict[int, list[int]] = {}
+        for part in parts:
+            assert (part.first, part.next) == (expected.first, expected.next)
+            assert np.array_equal(part.positions, expected.positions)
+            assert len(part.micro_batches) == 24 // (micro_batch * data_size)
+            together |= rows(part)
+        assert together == rows(expected)
+        # Accumulation outermost: the first micro-batches of all ranks are the first positions.
+        front = [p for part in parts for p in part.micro_batches[0].positions.tolist()]
+        assert front == expected.positions[: micro_batch * data_size].tolist()
+
+
+def test_other_batch_sizes_walk_the_same_positions(source: Source) -> None:
+    walked = [np.concatenate([s.positions for s in load(source, 120 // n, global_batch=n)]) for n in (24, 40)]
+    assert np.array_equal(*walked)
+    assert not any(SKIPS.contains(int(position)) for position in walked[0])
+
+
+def test_resumed_from_the_cursor(source: Source) -> None:
+    straight = load(source, 6)
+    with Loader(source, SKIPS, 0, 24, 4, 0, 1, False) as loader:
+        first = list(islice(loader, 2))
+        cursor = loader.cursor  # not the one of what was read ahead
+    assert cursor == first[-1].next
+    resumed = first + load(source, 4, cursor=cursor, micro_batch=2)
+    for one, other in zip(straight, resumed, strict=True):
+        assert np.array_equal(one.positions, other.positions)
+        assert rows(one) == rows(other)
+
+
+def test_set_skips_goes_on_from_the_cursor(source: Source) -> None:
+    more = SKIPS.union(Skips.of([(90, 100), (101, 10**15)]))
+    with Loader(source, SKIPS, 0, 24, 4, 0, 1, False, prefetch=4) as loader:
+        next(loader)
+        cursor = loader.cursor
+        loader.set_skips(more)
+        assert loader.cursor == cursor
+        changed = list(islice(loader, 3))
+    expected = load(source, 3, cursor=cursor, skips=more)
+    assert [rows(step) for step in changed] == [rows(step) for step in expected]
+    assert changed[-1].next > 10**15
+
+
+@pytest.mark.parametrize("prefetch", [1, 5])
+def test_prefetch_changes_nothing(source: Source, prefetch: int) -> None:
+    assert [rows(step) for step in load(source, 4, prefetch=prefetch)] == [
+        rows(step) for step in load(source, 4)
+    ]
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=12, max_size=12), min_size=1, max_size=3))
+def test_documents_against_a_naive_walk(tokens: list[list[int]]) -> None:
+    segments, position_ids = documents_of(np.array(tokens), eod=0)
+    assert (segments.dtype, position_ids.dtype) == (np.int32, np.int64)
+    for row, found_segments, found_ids in zip(tokens, segments.tolist(), position_ids.tolist(), strict=True):
+        segment = distance = 0
+        for token, found_segment, found_id in zip(row, found_segments, found_ids, strict=True):
+            assert (found_segment, found_id) == (segment, distance)
+            segment, distance = (segment + 1, 0) if token == 0 else (segment, distance + 1)
+
+
+def test_documents_kept_apart_begin_where_the_index_says(source: Source) -> None:
+    for step in load(source, 3, keep_documents_apart=True):
+        for batch in step.micro_batches:
+            assert batch.segments is not None
+            assert batch.position_ids is not None
+            assert (batch.segments.dtype, batch.position_ids.dtype) == (torch.int32, torch.int64)
+            for row, position in enumerate(batch.positions.tolist()):
+                place = source.order.locate_one(position)
+                starts = source.streams[place.corpus].document_starts(place.first_token, LENGTH)
+                resets = torch.nonzero(batch.position_ids[row] == 0).flatten() + place.first_token
+                assert set(resets.tolist()) == {*starts.tolist(), place.first_token}
+                assert int(batch.segments[row, -1]) == len(resets) - 1
+
+
+def test_an_error_of_the_thread_reaches_the_caller(source: Source, tmp_path: Path) -> None:
+    with Loader(source, SKIPS, 0, 24, 4, 0, 1, False) as loader:
+        next(loader)
+        for shard in (tmp_path / "books").glob("*.bin"):
+            os.truncate(shard, 0)
+        with pytest.raises(DataError, match="became shorter"):
+            list(islice(loader, 10))
+        cursor = loader.cursor
+        with pytest.raises(DataError, match="became shorter"):
+            next(loader)
+        assert loader.cursor == cursor
+
+
+def test_closed_twice_and_with_work_ahead(source: Source) -> None:
+    loader = Loader(source, SKIPS, 0, 24, 4, 0, 1, False, prefetch=8)
+    loader.close()
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"global_batch": 25}, {"data_size": 5}, {"micro_batch": 0}, {"data_rank": 1}, {"data_rank": -1}],
+)
+def test_layouts_refused(source: Source, layout: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        load(source, 1, **layout)
+
+
+def test_an_order_of_other_corpora_is_refused(source: Source) -> None:
+    with pytest.raises(DataError, match="the order was made for corpora of"):
+        Source(source.order, source.streams[::-1], EOD)

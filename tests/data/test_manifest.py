@@ -1,0 +1,189 @@
+"""Manifests and streams: what they refuse, and that a stream is the concatenation of its segments."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from megastable.data import manifest as manifests
+from megastable.data.manifest import Manifest, Segment, Stream, adopt
+from megastable.data.shards import Shard, ShardWriter
+from megastable.errors import DataError
+
+MakeCorpus = Callable[..., Manifest]
+
+
+def test_save_and_load(tmp_path: Path, make_corpus: MakeCorpus) -> None:
+    manifest = make_corpus(tmp_path, [300, 200], validation=0.1)
+    assert Manifest.load(tmp_path) == manifest
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_fingerprint_is_of_the_order_only(tmp_path: Path, make_corpus: MakeCorpus) -> None:
+    manifest = make_corpus(tmp_path, [300, 200], validation=0.1)
+    print_of = manifest.fingerprint()
+    same = manifest.model_copy(update={"created": None, "source": "elsewhere", "text_bytes": 7})
+    assert same.fingerprint() == print_of
+    assert Manifest.load(tmp_path).fingerprint() == print_of
+    shard = manifest.shards[0]
+    changes: list[dict[str, Any]] = [
+        {"name": "other"},
+        {"shards": [shard.model_copy(update={"idx_xxh3": "1"}), manifest.shards[1]]},
+        {"shards": [shard.model_copy(update={"bin_xxh3": "1"}), manifest.shards[1]]},
+        {"shards": manifest.shards[::-1]},
+        {"tokenizer": manifest.tokenizer.model_copy(update={"xxh3": "1"})},
+        {"splits": {"train": manifest.splits["train"]}},
+    ]
+    assert len({manifest.model_copy(update=change).fingerprint() for change in changes} | {print_of}) == 7
+
+
+def test_load_refuses(tmp_path: Path, make_corpus: MakeCorpus) -> None:
+    make_corpus(tmp_path, [300], validation=0.1)
+    path = tmp_path / "manifest.json"
+    good = json.loads(path.read_text())
+
+    def refused(message: str, **change: object) -> None:
+        path.write_text(json.dumps({**good, **change}))
+        with pytest.raises(DataError, match=message) as caught:
+            Manifest.load(tmp_path)
+        assert str(path) in str(caught.value)
+
+    refused("format 2", format=2)
+    refused("typo: Extra inputs", typo=1)
+    refused(r"shards\.0\.tokens", shards=[{**good["shards"][0], "tokens": "many"}])
+    refused("plain file name", shards=[{**good["shards"][0], "name": "../x"}])
+    refused("same name", shards=good["shards"] * 2)
+    refused("empty", splits={"train": []})
+    refused("empty", splits={})
+    refused("overlap at token 0", splits={**good["splits"], "test": good["splits"]["train"]})
+    refused("not listed", splits={"train": [{**good["splits"]["train"][0], "shard": "x"}]})
+    refused("beyond the end", splits={"train": [{**good["splits"]["train"][0], "tokens": 301}]})
+    refused("eod 1000", tokenizer={**good["tokenizer"], "eod": 1000})
+    refused("not int32", dtype="int32")
+    path.write_text(path.read_text()[:50])
+    with pytest.raises(DataError, match="not JSON"):
+        Manifest.load(tmp_path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match="cannot be read"):
+        Manifest.load(tmp_path)
+    path.unlink()
+    with pytest.raises(DataError, match="not a prepared corpus"):
+        Manifest.load(tmp_path)
+
+
+def test_save_into_a_missing_folder(tmp_path: Path, make_corpus: MakeCorpus) -> None:
+    with pytest.raises(DataError, match="could not be written"):
+        make_corpus(tmp_path, [100]).save(tmp_path / "no")
+
+
+def test_stream_is_the_concatenation_of_its_segments(
+    tmp_path: Path, make_corpus: MakeCorpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "OPEN_SHARDS", 2)
+    manifest = make_corpus(tmp_path, [120, 1, 80, 60], validation=0.2)
+    whole, starts, places = [], [], []
+    for segment in manifest.splits["train"]:
+        shard = Shard(tmp_path / segment.shard)
+        inside = shard.document_starts(segment.first_token, segment.tokens)
+        starts += (inside - segment.first_token + len(whole)).tolist()
+        whole += shard.read(segment.first_token, segment.tokens).tolist()
+        for token in range(segment.first_token, segment.end):
+            places.append((segment.shard, shard.document_of(token), token))
+    stream = Stream(tmp_path, manifest, "train")
+    assert stream.tokens == len(whole) == manifest.tokens("train")
+    random = np.random.default_rng(0)
+    for first, end in np.sort(random.integers(0, len(whole) + 1, (300, 2)), axis=1).tolist():
+        assert stream.read(first, end - first).tolist() == whole[first:end]
+        expected = [start for start in starts if first <= start < end]
+        assert stream.document_starts(first, end - first).tolist() == expected
+    assert [tuple(stream.locate(token)) for token in range(len(whole))] == places
+    for first, count in [(-1, 1), (0, len(whole) + 1), (len(whole), 1)]:
+        with pytest.raises(IndexError):
+            stream.read(first, count)
+
+
+@pytest.mark.parametrize("validation", [0.0, 0.001, 0.1, 0.5, 0.9])
+def test_validation_holds_whole_documents_and_never_overlaps(
+    tmp_path: Path, make_corpus: MakeCorpus, validation: float
+) -> None:
+    manifest = make_corpus(tmp_path, [500, 700, 300], validation=validation)
+    train = Stream(tmp_path, manifest, "train")
+    tokens, documents = train.tokens, [train.read(0, train.tokens)]
+    if validation:
+        held = Stream(tmp_path, manifest, "validation")
+        assert validation * 1500 - 1 <= held.tokens <= validation * 1500 + 40
+        assert train.read(train.tokens - 1, 1).tolist() == [0]  # ends with an end of document
+        assert held.document_starts(0, 1).tolist() == [0]
+        tokens += held.tokens
+        documents.append(held.read(0, held.tokens))
+    else:
+        assert list(manifest.splits) == ["train"]
+    shards = [Shard(tmp_path / f"part-{number}") for number in range(3)]
+    assert tokens == 1500
+    assert np.array_equal(np.concatenate(documents), np.concatenate([s.read(0, s.tokens) for s in shards]))
+    segments = [segment for split in manifest.splits.values() for segment in split]
+    assert sum(segment.documents for segment in segments) == sum(shard.documents for shard in shards)
+
+
+def test_adopt_refuses(tmp_path: Path, make_corpus: MakeCorpus) -> None:
+    tokenizer = make_corpus(tmp_path / "good", [100]).tokenizer
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no Megatron shards"):
+        adopt(tmp_path / "empty", tokenizer, 0.1)
+    for fraction in (1.0, -0.1, float("nan")):
+        with pytest.raises(DataError, match="validation="):
+            adopt(tmp_path / "good", tokenizer, fraction)
+    small = tokenizer.model_copy(update={"vocab_size": 500})
+    with pytest.raises(DataError, match="outside of the vocabulary"):
+        adopt(tmp_path / "good", small, 0.1)
+    with ShardWriter(tmp_path / "good" / "wide", 70_000) as writer:
+        writer.add_document(np.array([1]))
+    with pytest.raises(DataError, match="int32"):
+        adopt(tmp_path / "good", tokenizer, 0.1)
+    with ShardWriter(tmp_path / "empty" / "one", 1000) as writer:
+        writer.add_document(np.arange(1, 9))
+    with pytest.raises(DataError, match="nothing is left to train on"):
+        adopt(tmp_path / "empty", tokenizer, 0.1)
+
+
+def test_a_split_that_is_not_there(tmp_path: Path, make_corpus: MakeCorpus) -> None:
+    with pytest.raises(DataError, match="no split 'test': it has train"):
+        Stream(tmp_path, make_corpus(tmp_path, [100]), "test")
+
+
+@pytest.mark.parametrize(("first", "tokens", "documents"), [(0, 299, None), (1, 299, None), (0, 300, 1)])
+def test_segments_that_cut_documents(
+    tmp_path: Path, make_corpus: MakeCorpus, first: int, tokens: int, documents: int | None
+) -> None:
+    manifest = make_corpus(tmp_path, [300])
+    count = documents or manifest.splits["train"][0].documents
+    segment = Segment(shard="part-0", first_token=first, tokens=tokens, documents=count)
+    stream = Stream(tmp_path, manifest.model_copy(update={"splits": {"train": [segment]}}), "train")
+    with pytest.raises(DataError, match="whole documents"):
+        stream.read(0, 1)
+
+
+def test_shards_that_changed(tmp_path: Path, make_corpus: MakeCorpus) -> None:
+    manifest = make_corpus(tmp_path, [300, 200])
+    stream = Stream(tmp_path, manifest, "train")
+    os.truncate(tmp_path / "part-1.bin", 398)
+    with pytest.raises(DataError, match=r"part-1\.bin has 398 bytes, the manifest says 400"):
+        Stream(tmp_path, manifest, "train")
+    assert stream.read(0, 300).size == 300
+    with pytest.raises(DataError, match="truncated"):
+        stream.read(250, 100)
+    (tmp_path / "part-1.idx").unlink()
+    with pytest.raises(DataError, match=r"part-1\.idx is not there"):
+        Stream(tmp_path, manifest, "train")
+
+
+def test_segments_need_tokens() -> None:
+    with pytest.raises(ValidationError):
+        Segment(shard="x", first_token=0, tokens=0, documents=1)

@@ -1,0 +1,351 @@
+"""The order of the data, against a plain re-implementation in Python integers and against its own promises."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastable.data.manifest import Manifest, Segment, TokenizerInfo
+from megastable.data.order import ROUNDS, VERSION, Corpus, Location, Order, blend, permute, round_keys
+from megastable.data.shards import ShardInfo
+from megastable.errors import ConfigError, DataError
+
+TWO = [Corpus("books", 50_001, 0.7), Corpus("web", 7_000, 0.3)]
+
+
+def bijection(size: int, seed: int, name: str = "a", number: int = 0) -> list[int]:
+    keys = np.array(round_keys(seed, name, number), dtype=np.uint64)[:, None].repeat(size, axis=1)
+    return permute(np.arange(size), np.full(size, size), keys).tolist()
+
+
+# The reference: no numpy, one position at a time, nothing cached.
+
+
+def reference_keys(seed: int, name: str, number: int) -> list[int]:
+    material = json.dumps([VERSION, seed, name, number]).encode()
+    digest = hashlib.blake2b(material, digest_size=8 * ROUNDS).digest()
+    return [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(ROUNDS)]
+
+
+def reference_mix(x: int) -> int:
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
+
+
+def reference_permute(value: int, size: int, keys: list[int]) -> int:
+    side = math.isqrt(size - 1) + 1
+    while True:
+        left, right = divmod(value, side)
+        for key in keys:
+            left, right = right, (left + reference_mix(right ^ key)) % side
+        value = left * side + right
+        if value < size:
+            return value
+
+
+def reference_locate(order: Order, position: int) -> Location:
+    block, slot = divmod(position, order.block)
+    by_name = sorted(range(len(order.corpora)), key=lambda i: order.corpora[i].name)
+    slots = [index for index in by_name for _ in range(order.quotas[index])]
+    first, second, *_ = reference_keys(order.seed, "", block)
+    bits = order.block.bit_length()
+
+    def rank(number: int) -> int:
+        hashed = reference_mix(reference_mix(number ^ first) ^ second)
+        return (hashed << bits) % 2**64 | number
+
+    shuffled = [slots[number] for number in sorted(range(order.block), key=rank)]
+    corpus = shuffled[slot]
+    sample = block * order.quotas[corpus] + shuffled[:slot].count(corpus)
+    epoch, number = divmod(sample, order.sequences[corpus])
+    keys = reference_keys(order.seed, order.corpora[corpus].name, epoch)
+    sequence = reference_permute(number, order.sequences[corpus], keys)
+    return Location(corpus, epoch, sequence, sequence * order.sequence_length)
+
+
+@settings(deadline=None)
+@given(size=st.integers(1, 5000), seed=st.integers(0, 2**63), number=st.integers(0, 2**40))
+def test_permute_is_a_bijection(size: int, seed: int, number: int) -> None:
+    assert sorted(bijection(size, seed, number=number)) == list(range(size))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 2**40 + 3, 10**12, 2**61])
+def test_permute_is_the_reference_at_any_size(size: int) -> None:
+    keys = round_keys(5, "x", 1)
+    values = sorted({value % size for value in (0, 1, size // 3, size - 2, size - 1)})
+    column = np.array(keys, dtype=np.uint64)[:, None].repeat(len(values), axis=1)
+    found = permute(np.array(values), np.full(len(values), size), column).tolist()
+    assert found == [reference_permute(value, size, list(keys)) for value in values]
+    assert len(set(found)) == len(values)
+
+
+def test_permute_reaches_every_place_equally_often() -> None:
+    """Chi-square over 4,000 keys: where the first of 7 values goes, and which of the 24 orders of 4 comes out."""
+    places = Counter(bijection(7, seed)[0] for seed in range(4000))
+    assert sum((places[i] - 4000 / 7) ** 2 / (4000 / 7) for i in range(7)) < 28  # 6 degrees, p = 1e-4
+    orders = Counter(tuple(bijection(4, seed)) for seed in range(4000))
+    assert len(orders) == 24
+
+
+def test_neighbours_do_not_stay_neighbours() -> None:
+    shuffled = np.array(bijection(100_000, 3))
+    assert np.mean(np.abs(np.diff(shuffled)) < 100) < 0.004  # by chance: 0.002
+    assert abs(np.corrcoef(shuffled, np.arange(100_000))[0, 1]) < 0.02
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 2**40),
+    weights=st.lists(st.floats(0.05, 1), min_size=1, max_size=4),
+    sizes=st.lists(st.integers(9, 700), min_size=4, max_size=4),
+    positions=st.lists(st.integers(0, 2**61), min_size=1, max_size=5),
+)
+def test_locate_is_the_reference(
+    seed: int, weights: list[float], sizes: list[int], positions: list[int]
+) -> None:
+    corpora = [Corpus(f"c{i}", sizes[i], weight) for i, weight in enumerate(weights)]
+    order = Order(corpora, 8, seed, block=128)
+    found = order.locate(positions)
+    for index, position in enumerate(positions):
+        expected = reference_locate(order, position)
+        assert order.locate_one(position) == expected
+        assert Location(*(int(field[index]) for field in found)) == expected
+
+
+@pytest.mark.parametrize("corpora", [TWO, TWO[:1]])
+def test_every_sequence_of_an_epoch_exactly_once(corpora: list[Corpus]) -> None:
+    order = Order(corpora, 10, seed=1)
+    places = order.locate(np.arange(60_000))
+    for index, sequences in enumerate(order.sequences):
+        mine = places.corpus == index
+        epochs, visited = places.epoch[mine], places.sequence[mine]
+        assert np.all(np.diff(epochs) >= 0)  # no epoch begins before the one before it ended
+        assert epochs[-1] >= 3
+        for epoch in range(epochs[-1]):
+            assert np.array_equal(np.sort(visited[epochs == epoch]), np.arange(sequences))
+        assert not np.array_equal(visited[epochs == 0], visited[epochs == 1])
+    assert np.array_equal(places.first_token, places.sequence * 10)
+
+
+def test_the_last_sequence_ends_inside_the_corpus() -> None:
+    for tokens in range(11, 45):
+        order = Order([Corpus("a", tokens, 1)], 10, seed=0)
+        assert order.locate(np.arange(order.sequences[0])).first_token.max() + 11 <= tokens
+        assert order.sequences[0] * 10 + 11 > tokens
+
+
+@settings(deadline=None)
+@given(
+    weights=st.lists(st.floats(0.01, 1e6), min_size=1, max_size=20), seed=st.integers(0, 99), data=st.data()
+)
+def test_quotas_are_exact_in_every_block(weights: list[float], seed: int, data: st.DataObject) -> None:
+    weights = [max(weight, max(weights) / 200) for weight in weights]
+    order = Order([Corpus(f"c{i}", 1000, weight) for i, weight in enumerate(weights)], 8, seed)
+    assert sum(order.quotas) == order.block
+    for quota, weight in zip(order.quotas, weights, strict=True):
+        assert abs(quota - order.block * weight / sum(weights)) < 1 + 1e-6
+    block = data.draw(st.integers(0, 2**40))
+    corpus = order.locate(np.arange(block * order.block, (block + 1) * order.block)).corpus
+    assert np.bincount(corpus, minlength=len(weights)).tolist() == list(order.quotas)
+
+
+def test_largest_remainder() -> None:
+    def quotas(*weights: float, block: int) -> tuple[int, ...]:
+        return blend([Corpus(f"c{i}", 100, weight) for i, weight in enumerate(weights)], block)
+
+    assert quotas(0.5, 0.3, 0.2, block=10) == (5, 3, 2)
+    assert quotas(1, 1, 1, block=10) == (4, 3, 3)  # a tie: by name
+    assert quotas(41.6, 35.2, 23.2, block=10) == (4, 4, 2)
+    assert quotas(7, block=10) == (10,)
+
+
+def test_independent_of_how_positions_are_asked_for() -> None:
+    order = Order(TWO, 10, seed=4)
+    whole = np.stack(order.locate(np.arange(20_000)))
+    parts = [np.stack(Order(TWO, 10, seed=4).locate(part)) for part in np.split(np.arange(20_000), [7, 9000])]
+    assert np.array_equal(whole, np.concatenate(parts, axis=1))
+    backwards = np.arange(20_000)[::-1]
+    assert np.array_equal(whole[:, ::-1], np.stack(order.locate(backwards)))
+    assert order.locate([]).corpus.size == 0
+
+
+def test_the_order_of_a_corpus_is_its_own() -> None:
+    """Other corpora, other weights, another place in the list: the samples of a corpus come in the same order."""
+    alone = Order(TWO[:1], 10, seed=4).locate(np.arange(9000))
+    for corpora in (TWO, [TWO[1], TWO[0]], [*TWO, Corpus("code", 900, 2.0)]):
+        order = Order(corpora, 10, seed=4)
+        places = order.locate(np.arange(20_000))
+        mine = places.corpus == corpora.index(TWO[0])
+        count = min(int(mine.sum()), 9000)
+        assert count > 3000
+        assert np.array_equal(places.sequence[mine][:count], alone.sequence[:count])
+        assert np.array_equal(places.epoch[mine][:count], alone.epoch[:count])
+
+
+def test_the_list_order_of_the_corpora_has_no_influence() -> None:
+    one, other = Order(TWO, 10, seed=4), Order(TWO[::-1], 10, seed=4)
+    a, b = one.locate(np.arange(5000)), other.locate(np.arange(5000))
+    assert np.array_equal(a.corpus, 1 - b.corpus)
+    assert np.array_equal(a.first_token, b.first_token)
+    assert one.fingerprint(["x", "y"]) == other.fingerprint(["y", "x"])
+
+
+def test_fingerprint_changes_with_all_that_matters() -> None:
+    prints = {
+        Order(corpora, length, seed, block).fingerprint(manifests)
+        for corpora, length, seed, block, manifests in [
+            (TWO, 10, 1, 4096, ["x", "y"]),
+            (TWO, 11, 1, 4096, ["x", "y"]),
+            (TWO, 10, 2, 4096, ["x", "y"]),
+            (TWO, 10, 1, 1024, ["x", "y"]),
+            (TWO, 10, 1, 4096, ["x", "z"]),
+            ([TWO[0], Corpus("web", 7000, 0.4)], 10, 1, 4096, ["x", "y"]),
+            ([TWO[0], Corpus("wiki", 7000, 0.3)], 10, 1, 4096, ["x", "y"]),
+        ]
+    }
+    assert len(prints) == 7
+
+
+GOLDEN = [(0, 0, 1207), (0, 0, 3078), (1, 1, 6), (1, 1, 172), (1, 429254403, 69)]
+GOLDEN_FINGERPRINT = "2a7faf151ab93278a35375d7c3f6f68d7a42136a71c3b90790765e0513f289dc"
+
+
+def test_the_order_is_the_same_tomorrow() -> None:
+    """Checkpoints and skips hold positions: change these numbers only together with `VERSION`."""
+    order = Order(TWO, 10, seed=1234)
+    assert [tuple(order.locate_one(position)[:3]) for position in (0, 1, 4095, 4096, 10**12)] == GOLDEN
+    assert order.fingerprint(["x", "y"]) == GOLDEN_FINGERPRINT
+
+
+@pytest.mark.parametrize(
+    ("corpora", "message"),
+    [
+        ([], "needs corpora"),
+        ([Corpus("a", 100, 1), Corpus("a", 100, 1)], "different"),
+        ([Corpus("", 100, 1)], "non-empty"),
+        ([Corpus("a", 100, 0)], "weight 0"),
+        ([Corpus("a", 100, -1)], "weight -1"),
+        ([Corpus("a", 100, math.nan)], "weight nan"),
+        ([Corpus("a", 100, math.inf)], "weight inf"),
+        ([Corpus("a", 100, 1), Corpus("b", 100, 1e-5)], "'b' .* rounds to none"),
+    ],
+)
+def test_blends_refused(corpora: list[Corpus], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Order(corpora, 10, seed=0)
+
+
+def test_other_things_refused() -> None:
+    for length, block in [(0, 4096), (10, 0), (10, 2**16 + 1)]:
+        with pytest.raises(ConfigError):
+            Order(TWO, length, 0, block)
+    for tokens in (0, 10):
+        with pytest.raises(DataError, match=f"'a' has {tokens} tokens, a sequence needs 11"):
+            Order([Corpus("a", tokens, 1)], 10, seed=0)
+    order = Order(TWO, 10, seed=0)
+    for positions in ([-1], [3, 2**62]):
+        with pytest.raises(DataError, match="between 0 and 2"):
+            order.locate(positions)
+    for wrong in ([0.5], [[1]], [True]):
+        with pytest.raises(TypeError):
+            order.locate(wrong)
+
+
+# 10^12 tokens: 4 shards of 2.5e11 int32 tokens (4 TB, sparse) and a small second corpus.
+
+SHARDS, SEQUENCE, SEQUENCES = 4, 10**9, 250
+MARK = 123_456
+OPEN_AND_READ = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from megastable.data.manifest import Manifest, Stream
+from megastable.data.order import Corpus, Order
+def peak_kilobytes():  # not getrusage: its peak includes that of the process this one was forked from
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+directory, positions = Path(sys.argv[1]), np.load(sys.argv[2])
+memory, start = peak_kilobytes(), time.perf_counter()
+stream = Stream(directory, Manifest.load(directory), "train")
+order = Order([Corpus("huge", stream.tokens, 0.9), Corpus("small", 10**9, 0.1)], 4096, seed=7)
+places = order.locate(positions)
+marks = [stream.read(first, 4097)[[0, -1]] for first in places.first_token[places.corpus == 0]]
+seconds = time.perf_counter() - start
+megabytes = (peak_kilobytes() - memory) / 1024
+print(stream.tokens, len(marks), np.unique(marks), seconds, megabytes, sep="\\n")
+"""
+
+
+def test_a_trillion_tokens_open_in_a_second(tmp_path: Path) -> None:
+    size = SEQUENCE * SEQUENCES
+    order = Order([Corpus("huge", SHARDS * size, 0.9), Corpus("small", 10**9, 0.1)], 4096, seed=7)
+    positions = np.random.default_rng(0).integers(0, SHARDS * size // 4096, 1000)
+    places = order.locate(positions)
+    np.save(tmp_path / "positions.npy", positions)
+    first = places.first_token[places.corpus == 0]
+    marked = np.concatenate([first, first + 4096])
+    infos = []
+    try:
+        for number in range(SHARDS):
+            infos.append(sparse_shard(tmp_path / f"part-{number}", marked[marked // size == number] % size))
+    except OSError as error:
+        pytest.skip(f"no sparse files of 1 TB here: {error}")
+    Manifest(
+        name="huge",
+        tokenizer=TokenizerInfo(file="t", kind="sentencepiece", xxh3="", vocab_size=200_000, eod=0),
+        dtype="int32",
+        shards=infos,
+        splits={
+            "train": [Segment(shard=i.name, first_token=0, tokens=i.tokens, documents=10) for i in infos]
+        },
+    ).save(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN_AND_READ, str(tmp_path), str(tmp_path / "positions.npy")],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    tokens, samples, marks, seconds, megabytes = done.stdout.splitlines()
+    assert int(tokens) == 10**12
+    assert int(samples) == len(first) > 800
+    assert marks == f"[{MARK}]"
+    print(f"opened and read in {seconds} s, {megabytes} MB")
+    assert float(seconds) < 1, "opening the data and reading 1,000 positions"
+    assert float(megabytes) < 200
+
+
+def sparse_shard(prefix: Path, marked: np.ndarray) -> ShardInfo:
+    """250 sequences of 10^9 tokens in 10 documents, all of them 0 but for `marked`."""
+    with prefix.with_suffix(".bin").open("wb") as file:
+        file.truncate(4 * SEQUENCE * SEQUENCES)
+        for token in marked.tolist():
+            file.seek(4 * token)
+            file.write(np.array([MARK], "<i4").tobytes())
+    index = b"MMIDIDX\x00\x00" + np.array([1], "<u8").tobytes() + b"\x04"
+    index += np.array([SEQUENCES, 11], "<u8").tobytes() + np.full(SEQUENCES, SEQUENCE, "<i4").tobytes()
+    index += (np.arange(SEQUENCES) * 4 * SEQUENCE).astype("<i8").tobytes()
+    index += np.arange(0, SEQUENCES + 1, 25, dtype="<i8").tobytes()
+    prefix.with_suffix(".idx").write_bytes(index)
+    return ShardInfo(
+        name=prefix.name,
+        dtype="int32",
+        tokens=SEQUENCE * SEQUENCES,
+        documents=10,
+        sequences=SEQUENCES,
+        bin_bytes=4 * SEQUENCE * SEQUENCES,
+        idx_bytes=len(index),
+        bin_xxh3="",
+        idx_xxh3="",
+    )

@@ -1,0 +1,73 @@
+"""Run a function on several ranks: real processes, gloo, the same calls as under the launcher.
+
+The processes are forked from a server that has imported torch and DeepSpeed once: a test costs seconds, not
+the start-up of every rank. The function must be importable, and its arguments and results picklable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+CONTEXT = mp.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "deepspeed", "megastable.train", "tests.distributed"])
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _rank(rank: int, world: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...], results: Any) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu",
+    )  # fmt: skip
+    import torch
+
+    from megastable import engine
+
+    torch.set_num_threads(1)
+    try:
+        engine.start_distributed(timeout=120)
+        # As bytes: a tensor sent through the queue itself would live in memory that ends with this process.
+        results.put((rank, "ok", pickle.dumps(fn(*args))))
+        engine.stop_distributed()
+    except BaseException as error:
+        results.put((rank, "failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        results.close()
+        results.join_thread()
+        os._exit(1)
+
+
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+    """`fn(*args)` on `world` ranks of one process group; their results by rank. A failed rank fails the test."""
+    results = CONTEXT.Queue()
+    port = free_port()
+    processes = [CONTEXT.Process(target=_rank, args=(r, world, port, fn, args, results)) for r in range(world)]
+    for process in processes:
+        process.start()
+    answers: dict[int, Any] = {}
+    try:
+        while len(answers) < world:
+            rank, outcome, value = results.get(timeout=timeout)
+            if outcome == "failed":
+                raise AssertionError(f"rank {rank} of {world}: {value}")
+            answers[rank] = pickle.loads(value)
+        for process in processes:
+            process.join(timeout=60)
+            assert process.exitcode == 0, f"a rank ended with {process.exitcode}"
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            with contextlib.suppress(AssertionError):
+                process.join(timeout=10)
+    return [answers[r] for r in range(world)]

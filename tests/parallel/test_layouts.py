@@ -1,0 +1,170 @@
+"""Every layout against a plain single-process reference: losses, gradient norms, final weights and moments."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from megastable.config import RunConfig
+from megastable.model.gpt import GPT
+from megastable.model.init import initialise  # noqa: F401  (the model fills itself)
+from megastable.parallel.sharding import Placement, placement_of, unshard
+from megastable.parallel.topology import Layout, TensorParallel
+from tests import reference
+from tests.distributed import run_ranks
+
+VOCABULARY, LENGTH, BATCH, STEPS = 250, 32, 8, 10
+RATES = [3e-3 * (i + 1) / 5 for i in range(STEPS)]
+
+
+def config(tied: bool = False, **parts: Any) -> RunConfig:
+    model = dict(
+        layers=4, hidden=32, heads=4, kv_heads=2, ffn=64, sequence_length=LENGTH, vocab_size=VOCABULARY, tied=tied,
+        vocab_multiple=64, init_std=0.1,
+    )  # fmt: skip
+    tree: dict[str, Any] = {
+        "model": model | parts.pop("model", {}),
+        "precision": {"kind": parts.pop("precision", "fp32")},
+        "train": {"global_batch": BATCH, "micro_batch": parts.pop("micro_batch", 2), "steps": STEPS},
+        "parallel": parts,
+    }
+    return RunConfig.model_validate(tree)
+
+
+def batches(apart: bool = False) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Global batches of random tokens; with `apart`, documents of random lengths in them."""
+    g = torch.Generator().manual_seed(7)
+    made = []
+    for _ in range(STEPS):
+        t = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=g)
+        starts = (torch.rand(BATCH, LENGTH, generator=g) < 0.1).int()
+        made.append((t[:, :-1].contiguous(), t[:, 1:].contiguous(), starts.cumsum(1).int() if apart else None))
+    return made
+
+
+def train_rank(c: RunConfig, world: int, apart: bool) -> dict[str, Any]:
+    """What one rank sees of the ten steps: losses, norms, and its part of the final state."""
+    import torch.distributed as dist
+
+    from megastable import deepspeed_config
+    from megastable.data.loader import MicroBatch
+    from megastable.engine import Engine
+    from megastable.parallel.topology import Topology
+
+    layout = Layout(c.parallel.tensor, c.parallel.pipeline, deepspeed_config.data_parallel(c, world))
+    topology = Topology(layout, dist.get_rank())
+    engine = Engine(c, deepspeed_config.build(c, world), topology)
+    losses, norms, samples = [], [], []
+    for (tokens, labels, segments), lr in zip(batches(apart), RATES, strict=True):
+        index = torch.arange(BATCH).view(-1, layout.data, c.train.micro_batch)[:, topology.data_rank]
+        micro = [
+            MicroBatch(tokens[i], labels[i], positions=i, segments=None if segments is None else segments[i], position_ids=None)
+            for i in index
+        ]
+        measured, applied = engine.train_step(micro, lr, judge=lambda m: m.finite)
+        assert applied
+        losses.append(measured.loss)
+        norms.append(measured.grad_norm)
+        samples.append(measured.losses.tolist())
+    state = {kind: engine.whole_state(kind) for kind in ("weight", "exp_avg", "exp_avg_sq")}
+    placements = {placement_of(p).name: placement_of(p) for p in engine.ds.module.parameters()}
+    final = engine.norms()
+    return {
+        "losses": losses, "norms": norms, "samples": samples, "state": state, "placements": placements,
+        "coordinates": layout.coordinates(topology.rank), "final": (final.parameters, final.second_moment),
+    }  # fmt: skip
+
+
+def merge(ranks: list[dict[str, Any]], kind: str, tensor: int) -> dict[str, torch.Tensor]:
+    """The whole model of all ranks' parts; copies on other data ranks and stages must be the same bytes."""
+    parts: dict[str, dict[int, torch.Tensor]] = {}
+    placements: dict[str, Placement] = {}
+    for rank in ranks:
+        placements |= rank["placements"]
+        for name, value in rank["state"][kind].items():
+            held = parts.setdefault(name, {}).setdefault(rank["coordinates"][2], value)
+            assert torch.equal(held, value), f"{name}: copies differ"
+    for name, by_rank in parts.items():
+        if placements[name].dim is None:
+            assert all(torch.equal(v, by_rank[0]) for v in by_rank.values()), f"{name}: replicas differ"
+    return {name: unshard([v[r] for r in range(tensor)], placements[name]) for name, v in parts.items()}
+
+
+@cache
+def expected(tied: bool, precision: str, apart: bool, micro_batches: int, qk_norm: bool = True) -> Any:
+    c = config(tied=tied, model={"qk_norm": qk_norm})
+    model = GPT(c.model, TensorParallel(), "none", c.run.seed)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    weights = {placement_of(p).name: p.detach().to(dtype) for p in model.parameters()}
+    shape = reference.Shape(4, 4, 2, 8, VOCABULARY, tied=tied, qk_norm=qk_norm)
+    return reference.train(weights, shape, batches(apart), RATES, micro_batches)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "accumulation-4": (1, {"micro_batch": 2}),
+    "accumulation-1": (1, {"micro_batch": 8}),
+    "tp2": (2, {"tensor": 2}),
+    "pp2": (2, {"pipeline": 2}),
+    "pp4": (4, {"pipeline": 4}),
+    "dp2": (2, {}),
+    "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
+    "tp2-dp2": (4, {"tensor": 2}),
+    "pp2-dp2": (4, {"pipeline": 2}),
+    "zero2-dp2": (2, {"zero": 2}),
+    "zero3-dp2": (2, {"zero": 3}),
+    "zero2-tp2-dp2": (4, {"zero": 2, "tensor": 2}),
+    "zero3-tp2-dp2": (4, {"zero": 3, "tensor": 2}),
+    "sequence-tp2": (2, {"tensor": 2, "sequence": True}),
+    "sequence-tp2-pp2": (4, {"tensor": 2, "pipeline": 2, "sequence": True}),
+    "selective": (2, {"tensor": 2, "recompute": "selective"}),
+    "full": (2, {"pipeline": 2, "recompute": "full"}),
+    "full-zero3": (2, {"zero": 3, "recompute": "full"}),
+    "tied": (1, {"tied": True}),
+    "tied-tp2": (2, {"tied": True, "tensor": 2}),
+    "tied-pp2": (2, {"tied": True, "pipeline": 2}),
+    "tied-tp2-pp2": (4, {"tied": True, "tensor": 2, "pipeline": 2}),
+    "tied-zero3": (2, {"tied": True, "zero": 3}),
+    "documents-pp2": (2, {"pipeline": 2, "apart": True}),
+    "documents-tp2-sequence": (2, {"tensor": 2, "sequence": True, "apart": True, "recompute": "full"}),
+    "no-qk-norm-tp2": (2, {"tensor": 2, "model": {"qk_norm": False}}),
+}
+
+
+def compare(world: int, options: dict[str, Any], precision: str, tolerance: dict[str, float]) -> None:
+    options = dict(options)
+    apart = options.pop("apart", False)
+    c = config(precision=precision, **options)
+    ranks = run_ranks(world, train_rank, c, world, apart)
+    data = world // (c.parallel.tensor * c.parallel.pipeline)
+    parts = BATCH // c.train.micro_batch
+    assert parts % data == 0
+    losses, norms, optimizer = expected(c.model.tied, precision, apart, parts, c.model.qk_norm)
+    for rank in ranks:
+        assert rank["losses"] == ranks[0]["losses"] and rank["norms"] == ranks[0]["norms"]
+        assert rank["samples"] == ranks[0]["samples"]
+        assert rank["final"] == ranks[0]["final"]
+    assert ranks[0]["losses"] == pytest.approx(losses, rel=tolerance["loss"])
+    assert ranks[0]["norms"] == pytest.approx(norms, rel=tolerance["norm"])
+    for kind, wanted in (("weight", optimizer.master), ("exp_avg", optimizer.m), ("exp_avg_sq", optimizer.v)):
+        got = merge(ranks, kind, c.parallel.tensor)
+        assert got.keys() == wanted.keys()
+        for name in wanted:
+            assert relative(got[name], wanted[name]) < tolerance[kind], f"{kind} of {name}"
+    want_norms = [sum(float(t.double().square().sum()) for t in d.values()) ** 0.5 for d in (optimizer.master, optimizer.v)]
+    assert ranks[0]["final"] == pytest.approx(want_norms, rel=tolerance["exp_avg_sq"])
+
+
+FP32 = {"loss": 1e-5, "norm": 1e-5, "weight": 1e-5, "exp_avg": 1e-4, "exp_avg_sq": 1e-4}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fp32_equals_the_reference(name: str) -> None:
+    compare(*LAYOUTS[name], "fp32", FP32)

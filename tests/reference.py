@@ -1,0 +1,147 @@
+"""An independent GPT and training step in one process: plain torch, no module of megastable inside.
+
+What the parallel runs are compared with. Weights are a dictionary by name, in the dtype to compute in; the
+forward pass, cross-entropy, z-loss, clipping, AdamW and the schedule are written out once more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Shape:
+    layers: int
+    heads: int
+    kv_heads: int
+    width: int  # of a head
+    vocabulary: int
+    theta: float = 10_000.0
+    eps: float = 1e-5
+    z: float = 1e-4
+    qk_norm: bool = True
+    tied: bool = False
+
+
+def norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    y = x.float()
+    return (y / (y.square().mean(-1, keepdim=True) + eps).sqrt() * w.float()).to(x.dtype)
+
+
+def rope(x: Tensor, position: Tensor, theta: float) -> Tensor:
+    """x [b, h, s, d], position [b, s]."""
+    half = x.shape[-1] // 2
+    rate = theta ** (-torch.arange(half, dtype=torch.float32) / half)
+    angle = position[:, None, :, None].float() * rate
+    a, b = x[..., :half].float(), x[..., half:].float()
+    return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1).to(x.dtype)
+
+
+def logits(w: dict[str, Tensor], shape: Shape, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+    """tokens [b, s] -> fp32 [b, s, vocabulary]."""
+    b, s = tokens.shape
+    mask = torch.ones(s, s, dtype=torch.bool).tril().expand(b, s, s)
+    position = torch.arange(s).expand(b, s)
+    if segments is not None:
+        mask = mask & (segments[:, :, None] == segments[:, None, :])
+        position = torch.stack([torch.cat([torch.arange(n) for n in row.unique_consecutive(return_counts=True)[1]]) for row in segments])
+    x = w["embedding.weight"][tokens]
+    h, k, d = shape.heads, shape.kv_heads, shape.width
+    for i in range(shape.layers):
+        p = f"blocks.{i}."
+        y = norm(x, w[p + "attention_norm.weight"], shape.eps) @ w[p + "attention.qkv.weight"].T
+        q, key, v = y.split([h * d, k * d, k * d], -1)
+        q, key, v = (t.reshape(b, s, -1, d).transpose(1, 2) for t in (q, key, v))
+        if shape.qk_norm:
+            q = norm(q, w[p + "attention.q_norm.weight"], shape.eps)
+            key = norm(key, w[p + "attention.k_norm.weight"], shape.eps)
+        q, key = rope(q, position, shape.theta), rope(key, position, shape.theta)
+        heads = []
+        for j in range(h):
+            group = j // (h // k)
+            score = q[:, j].float() @ key[:, group].float().transpose(1, 2) / math.sqrt(d)
+            heads.append((torch.softmax(score.masked_fill(~mask, -math.inf), -1) @ v[:, group].float()).to(x.dtype))
+        x = x + torch.cat(heads, -1) @ w[p + "attention.out.weight"].T
+        y = norm(x, w[p + "mlp_norm.weight"], shape.eps) @ w[p + "mlp.gate_up.weight"].T
+        gate, up = y.chunk(2, -1)
+        x = x + (gate * torch.sigmoid(gate) * up) @ w[p + "mlp.down.weight"].T
+    x = norm(x, w["final_norm.weight"], shape.eps)
+    head = w["embedding.weight"] if shape.tied else w["head.weight"]
+    return (x @ head.T).float()[..., : shape.vocabulary]
+
+
+def losses(out: Tensor, labels: Tensor, z: float) -> tuple[Tensor, Tensor]:
+    """(objective, mean cross-entropy)."""
+    lse = out.exp().sum(-1).log()
+    ce = (lse - out.gather(-1, labels[..., None])[..., 0]).mean()
+    return ce + z * lse.square().mean(), ce.detach()
+
+
+@dataclass
+class AdamW:
+    """fp32 masters; `w` holds the weights to compute with, in their dtype."""
+
+    w: dict[str, Tensor]
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    decay: float = 0.1
+    clip: float = 1.0
+    t: int = 0
+    master: dict[str, Tensor] = field(default_factory=dict)
+    m: dict[str, Tensor] = field(default_factory=dict)
+    v: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in self.w.items():
+            self.master[name] = value.detach().float().clone()
+            self.m[name], self.v[name] = torch.zeros_like(self.master[name]), torch.zeros_like(self.master[name])
+
+    def step(self, grads: dict[str, Tensor], lr: float) -> float:
+        """Clip, update; the gradient norm before clipping."""
+        total = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
+        scale = min(1.0, self.clip / (total + 1e-6))
+        self.t += 1
+        for name, g in grads.items():
+            g = g * scale
+            p = self.master[name]
+            if p.dim() > 1:
+                p.mul_(1 - lr * self.decay)
+            self.m[name].mul_(self.beta1).add_(g, alpha=1 - self.beta1)
+            self.v[name].mul_(self.beta2).addcmul_(g, g, value=1 - self.beta2)
+            mhat = self.m[name] / (1 - self.beta1**self.t)
+            vhat = self.v[name] / (1 - self.beta2**self.t)
+            p.sub_(lr * mhat / (vhat.sqrt() + self.eps))
+            self.w[name] = p.to(self.w[name].dtype).clone()
+        return total
+
+
+def train(
+    w: dict[str, Tensor],
+    shape: Shape,
+    batches: list[tuple[Tensor, Tensor, Tensor | None]],
+    rates: list[float],
+    micro_batches: int = 1,
+) -> tuple[list[float], list[float], AdamW]:
+    """Train on whole global batches (tokens, labels, segments), gradients of `micro_batches` equal parts summed in
+    fp32: losses, gradient norms, and the optimizer with the final weights and moments.
+    """
+    optimizer = AdamW({k: v.clone() for k, v in w.items()})
+    loss_history, norm_history = [], []
+    for (tokens, labels, segments), lr in zip(batches, rates, strict=True):
+        grads: dict[str, Tensor] = {}
+        loss = 0.0
+        for part in torch.arange(len(tokens)).chunk(micro_batches):
+            leaves = {k: v.detach().clone().requires_grad_() for k, v in optimizer.w.items()}
+            out = logits(leaves, shape, tokens[part], None if segments is None else segments[part])
+            objective, ce = losses(out, labels[part], shape.z)
+            loss += float(ce) / micro_batches
+            for name, g in zip(leaves, torch.autograd.grad(objective, list(leaves.values())), strict=True):
+                grads[name] = grads.get(name, 0) + g.float() / micro_batches
+        loss_history.append(loss)
+        norm_history.append(optimizer.step(grads, lr))
+    return loss_history, norm_history, optimizer
