@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from megastable.data.manifest import Manifest
 from megastable.data.prepare import SHARD_TOKENS, adopt_directory, prepare_shards
 from megastable.data.stdlib import prepare_stdlib
+from megastable.data.summary import Summary
 from megastable.data.text import Corpus, find_files
 from megastable.data.train_tokenizer import ModelType, train_sentencepiece
 from megastable.data.verify import verify_corpus
 from megastable.errors import DataError, user_errors
 
-EXAMPLES = "\n\npython tools/prepare_data.py ".join(
-    (
-        "Examples:",
-        "stdlib --output data/stdlib",
-        "tokenizer --input texts/ --output my.model --vocab-size 32000",
-        "shards --input texts/ --input more.jsonl.zst --output data/mine --tokenizer my.model",
-        "manifest megatron_shards/ --tokenizer tokenizer.json --validation 0.01",
-        "verify data/mine",
-    )
-)
-app = typer.Typer(
-    help=__doc__, epilog=EXAMPLES, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
-)
-Inputs = Annotated[list[Path], typer.Option("--input", help="Text file, .jsonl, .parquet, folder; repeatable")]
+EXAMPLES = """Examples:
+
+PREPARE stdlib --output data/stdlib
+
+PREPARE tokenizer --input texts/ --output my.model --vocab-size 32000
+
+PREPARE shards --input texts/ --input more.jsonl.zst --output data/mine --tokenizer my.model
+
+PREPARE manifest megatron_shards/ --tokenizer tokenizer.json --validation 0.01
+
+PREPARE verify data/mine""".replace("PREPARE", "python tools/prepare_data.py")
+app = typer.Typer(help=__doc__, epilog=EXAMPLES, add_completion=False, pretty_exceptions_enable=False)
+Inputs = Annotated[list[Path], typer.Option("--input", help="Text, .jsonl, .parquet or folder; repeatable")]
 Output = Annotated[Path, typer.Option(help="What to make; it appears whole or not at all")]
 Vocabulary = Annotated[int, typer.Option("--vocab-size", min=1, help="Tokens")]
 Tokenizer = Annotated[Path, typer.Option("--tokenizer", help="A .model, a tokenizer.json, or their folder")]
@@ -47,60 +45,53 @@ CPUS = len(os.sched_getaffinity(0))
 
 @app.command("tokenizer")
 @user_errors()
-def train(inputs: Inputs, output: Output, vocab_size: Vocabulary, model: ModelType = "bpe", key: Key = "text",
-          skip_bad: SkipBad = False, overwrite: Overwrite = False, as_json: Json = False) -> None:  # fmt: skip
+def train(inputs: Inputs, output: Output, vocab_size: Vocabulary, model: ModelType = "bpe",
+          key: Key = "text", skip_bad: SkipBad = False, overwrite: Overwrite = False,
+          as_json: Json = False) -> None:  # fmt: skip
     """Train a SentencePiece tokenizer with byte fallback: every text survives encoding and decoding."""
     if output.exists() and not overwrite:
         raise DataError(f"{output} exists already: choose another --output, or replace it with --overwrite")
-    made = train_sentencepiece(Corpus(find_files(inputs), key, skip_bad), output, vocab_size, model)
-    show(made.info.model_dump(), f"{output}: {vocab_size} tokens, {model}", as_json)
+    info = train_sentencepiece(Corpus(find_files(inputs), key, skip_bad), output, vocab_size, model).info
+    print(info.model_dump_json() if as_json else f"trained {output}: {vocab_size} tokens, {model}")
 
 
-@app.command("shards")
+@app.command()
 @user_errors()
-def encode(inputs: Inputs, output: Output, tokenizer: Tokenizer, name: Name = None, validation: Share = 0.01,
+def shards(inputs: Inputs, output: Output, tokenizer: Tokenizer, name: Name = None, validation: Share = 0.01,
            workers: Workers = CPUS, shard_tokens: int = SHARD_TOKENS, key: Key = "text", eod: Eod = None,
            seed: int = 0, skip_bad: SkipBad = False, overwrite: Overwrite = False,
            as_json: Json = False) -> None:  # fmt: skip
     """Encode text into a corpus of Megatron .bin/.idx shards."""
-    made = prepare_shards(inputs, output, tokenizer, name=name, validation=validation, workers=workers,
-                          shard_tokens=shard_tokens, key=key, eod=name_or_id(eod), seed=seed,
-                          skip_bad=skip_bad, overwrite=overwrite)  # fmt: skip
-    show(made.as_dict(), str(made), as_json)
+    show(as_json, prepare_shards(inputs, output, tokenizer, name=name, validation=validation, workers=workers,
+         shard_tokens=shard_tokens, key=key, eod=eod, seed=seed, skip_bad=skip_bad,
+         overwrite=overwrite))  # fmt: skip
 
 
 @app.command()
 @user_errors()
 def stdlib(output: Output, vocab_size: Vocabulary = 4096, workers: Workers = CPUS,
            overwrite: Overwrite = False, as_json: Json = False) -> None:  # fmt: skip
-    """Make a corpus of the Python standard library's source: real text without a download."""
-    made = prepare_stdlib(output, vocab_size=vocab_size, workers=workers, overwrite=overwrite)
-    show(made.as_dict(), str(made), as_json)
+    """Make a corpus of the Python standard library's source, or reuse it: real text without a download."""
+    show(as_json, prepare_stdlib(output, vocab_size=vocab_size, workers=workers, overwrite=overwrite))
 
 
-@app.command("manifest")
+@app.command()
 @user_errors()
-def adopt(directory: Path, tokenizer: Tokenizer, name: Name = None, validation: Share = 0.0, eod: Eod = None,
-          overwrite: Overwrite = False, as_json: Json = False) -> None:  # fmt: skip
+def manifest(directory: Path, tokenizer: Tokenizer, name: Name = None, validation: Share = 0.0,
+             eod: Eod = None, overwrite: Overwrite = False, as_json: Json = False) -> None:  # fmt: skip
     """Adopt Megatron shards that another program wrote: check them and write their manifest."""
-    made = adopt_directory(directory, tokenizer, name=name, validation=validation, eod=name_or_id(eod),
-                           overwrite=overwrite)  # fmt: skip
-    show_manifest(directory, made, "adopted", as_json)
+    show(as_json, adopt_directory(directory, tokenizer, name, validation, eod, overwrite))
 
 
 @app.command()
 @user_errors()
 def verify(directory: Path, as_json: Json = False) -> None:
     """Read every byte of a corpus and compare it with the manifest; ends with 2 if it is damaged."""
-    made = verify_corpus(directory)
+    show(as_json, verify_corpus(directory))
 
 
-def name_or_id(eod: str | None) -> str | int | None:
-    return int(eod) if eod is not None and eod.isdecimal() else eod
-
-
-def show(content: dict[str, Any], text: str, as_json: bool) -> None:
-    print(json.dumps(content) if as_json else text)
+def show(as_json: bool, made: Summary) -> None:
+    print(made.as_json() if as_json else made)
 
 
 if __name__ == "__main__":

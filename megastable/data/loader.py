@@ -117,17 +117,17 @@ class Loader:
         self._prefetch = max(prefetch, 1)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ahead: deque[_Planned] = deque()
-        self._fill()
+        self._fill(self._prefetch)
 
     def __iter__(self) -> Iterator[Step]:
         return self
 
     def __next__(self) -> Step:
+        self._fill(self._prefetch + 1)
         planned = self._ahead[0]
         parts = planned.read.result()
         self._ahead.popleft()
         self.cursor = planned.next
-        self._fill()
         return Step(
             planned.first, planned.next, planned.positions, [self._micro_batch(part) for part in parts]
         )
@@ -136,7 +136,7 @@ class Loader:
         """Leave out `skips` from now on: what was read ahead is thrown away, and read again from `cursor`."""
         self.skips = skips
         self._drop()
-        self._fill()
+        self._fill(self._prefetch)
 
     def close(self) -> None:
         """End the thread. A step that is being read is waited for."""
@@ -149,8 +149,8 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _fill(self) -> None:
-        while len(self._ahead) < self._prefetch:
+    def _fill(self, steps: int) -> None:
+        while len(self._ahead) < steps:
             first = self._ahead[-1].next if self._ahead else self.cursor
             positions, end = self.skips.next_kept(first, self.global_batch)
             read = self._thread.submit(self._read, positions[self._mine])

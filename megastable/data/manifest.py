@@ -25,7 +25,7 @@ from megastable.data.shards import Shard
 from megastable.errors import DataError
 
 FILE = "manifest.json"
-OPEN_SHARDS = 256  # per stream: one descriptor each, well below the usual limit of 1024
+OPEN_SHARDS = 64  # per stream, two descriptors each at most; opening again costs less than reading a sample
 
 
 class TokenizerInfo(BaseModel):
@@ -249,7 +249,32 @@ class Stream:
             )
 
 
-def split_at_document(shards: list[Shard], validation: float) -> dict[str, list[Segment]]:
+def adopt(directory: Path, tokenizer: TokenizerInfo, validation: float, name: str | None = None) -> Manifest:
+    """A manifest for Megatron shards that another program wrote into `directory`; the caller saves it.
+
+    Every file is read whole once: ids, indices and pointers are checked, hashes taken. The last fraction
+    `validation` of all tokens, in the order of the shards' names, becomes the split "validation". Raises
+    DataError.
+    """
+    prefixes = sorted(path.with_suffix("") for path in directory.glob("*.idx"))
+    if not prefixes:
+        raise DataError(f"{directory} contains no .idx file: it holds no Megatron shards")
+    shards = [Shard(prefix, vocab_size=tokenizer.vocab_size).verify() for prefix in prefixes]
+    if len({shard.dtype for shard in shards}) > 1:
+        raise DataError(f"{directory}: some shards are uint16, others int32: write them again as one type")
+    return Manifest(
+        name=name or directory.resolve().name,
+        tokenizer=tokenizer,
+        dtype=shards[0].dtype,
+        shards=shards,
+        splits=split_at_document(directory, shards, validation),
+        source="adopted Megatron shards",
+    )
+
+
+def split_at_document(
+    directory: Path, shards: list[ShardInfo], validation: float
+) -> dict[str, list[Segment]]:
     """Splits for `shards` in this order: the last fraction `validation` of all tokens is "validation".
 
     The cut is moved to the beginning of the document it falls into. Raises DataError for a fraction outside
@@ -259,45 +284,36 @@ def split_at_document(shards: list[Shard], validation: float) -> dict[str, list[
         raise DataError(
             f"validation={validation}: give the fraction of the tokens to hold back, at least 0, below 1"
         )
-    left = sum(shard.tokens for shard in shards) - round(validation * sum(shard.tokens for shard in shards))
+    total = sum(shard.tokens for shard in shards)
+    left = total - round(validation * total)  # tokens to train on, from the shard at hand on
     splits: dict[str, list[Segment]] = {"train": [], "validation": []}
-    for shard in (shard for shard in shards if shard.tokens):
-        cut = (
-            shard.tokens
-            if left >= shard.tokens
-            else shard.document_bounds(shard.document_of(max(left, 0)))[0]
-        )
-        left -= shard.tokens
-        for split, first, end in (("train", 0, cut), ("validation", cut, shard.tokens)):
-            if end > first:
-                documents = shard.documents_before(end) - shard.documents_before(first)
+    for info in shards:
+        cut = _Cut(0, 0)
+        if left >= info.tokens:
+            cut = _Cut(info.tokens, info.documents)
+        elif left > 0:
+            shard = Shard(directory / info.name, info)
+            first = shard.document_bounds(shard.document_of(left))[0]
+            cut = _Cut(first, shard.documents_before(first))
+        left -= info.tokens
+        for split, tokens, documents, first in (
+            ("train", cut.token, cut.documents, 0),
+            ("validation", info.tokens - cut.token, info.documents - cut.documents, cut.token),
+        ):
+            if tokens:
                 splits[split].append(
-                    Segment(shard=shard.name, first_token=first, tokens=end - first, documents=documents)
+                    Segment(shard=info.name, first_token=first, tokens=tokens, documents=documents)
                 )
     if not splits["train"]:
         raise DataError("nothing is left to train on: the corpus is empty or its last document is most of it")
     return {split: segments for split, segments in splits.items() if segments}
 
 
-def adopt(directory: Path, tokenizer: TokenizerInfo, validation: float, name: str | None = None) -> Manifest:
-    """A manifest for Megatron shards that another program wrote into `directory`; the caller saves it.
+class _Cut(NamedTuple):
+    """A document boundary of a shard: its token offset, and how many documents lie before it."""
 
-    Every file is read whole once: ids, indices and pointers are checked, hashes taken. Raises DataError.
-    """
-    prefixes = sorted(path.with_suffix("") for path in directory.glob("*.idx"))
-    if not prefixes:
-        raise DataError(f"{directory} contains no .idx file: it holds no Megatron shards")
-    shards = [Shard(prefix, vocab_size=tokenizer.vocab_size) for prefix in prefixes]
-    if len({shard.dtype for shard in shards}) > 1:
-        raise DataError(f"{directory}: some shards are uint16, others int32: write them again as one type")
-    return Manifest(
-        name=name or directory.resolve().name,
-        tokenizer=tokenizer,
-        dtype=shards[0].dtype,
-        shards=[shard.verify() for shard in shards],
-        splits=split_at_document(shards, validation),
-        source="adopted Megatron shards",
-    )
+    token: int
+    documents: int
 
 
 def _check_sizes(directory: Path, info: ShardInfo) -> None:

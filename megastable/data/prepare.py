@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,7 @@ from megastable.data.progress import Meter
 from megastable.data.shard_format import ShardInfo, dtype_for
 from megastable.data.shards import ShardWriter
 from megastable.data.staging import staged_directory
+from megastable.data.summary import Summary
 from megastable.data.text import Corpus, find_files
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
 from megastable.errors import DataError
@@ -33,24 +34,6 @@ from megastable.errors import DataError
 SHARD_TOKENS = 1 << 30
 BATCH = 1 << 20  # characters of text that a worker gets at a time
 SPLITS = ("train", "validation")
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What `prepare_shards` did."""
-
-    output: str
-    name: str
-    fingerprint: str
-    vocab_size: int
-    shards: int
-    documents: dict[str, int]  # by split
-    tokens: dict[str, int]  # by split, end-of-document tokens included
-    text_bytes: int
-    left_out: dict[str, int]  # by reason
-    seconds: float
-    tokens_per_second: float
-    warnings: list[str] = field(default_factory=list)
 
 
 class Batch(NamedTuple):
@@ -121,24 +104,17 @@ def prepare_shards(
             written = job.write(settled)
         manifest = written.manifest(name, tokenizer, source or ", ".join(str(path) for path in inputs))
         manifest.save(staging)
-    tokens = {split: manifest.tokens(split) for split in manifest.splits}
-    seconds = time.monotonic() - begin
-    summary = Summary(
-        output=str(output),
-        name=name,
-        fingerprint=manifest.fingerprint(),
-        vocab_size=tokenizer.vocab_size,
-        shards=len(manifest.shards),
-        documents={s: sum(part.documents for part in parts) for s, parts in manifest.splits.items()},
-        tokens=tokens,
-        text_bytes=written.text_bytes,
-        left_out=dict(corpus.left_out),
-        seconds=round(seconds, 3),
-        tokens_per_second=round(sum(tokens.values()) / seconds, 1),
-    )
+    warnings = []
     if validation and "validation" not in manifest.splits:
-        summary.warnings.append("no validation split: all documents have the same text")
-    return summary
+        warnings.append("no validation split: there is only one document, or all are the same")
+    return Summary.of(
+        "prepared",
+        output,
+        manifest,
+        seconds=time.monotonic() - begin,
+        left_out=dict(corpus.left_out),
+        warnings=warnings,
+    )
 
 
 def settle_threshold(wanted: int, lowest: int, highest: int) -> int:
@@ -195,12 +171,11 @@ def check_free(output: Path, overwrite: bool) -> None:
 def adopt_directory(
     directory: Path,
     tokenizer_path: Path,
-    *,
     name: str | None = None,
     validation: float = 0.0,
     eod: str | int | None = None,
     overwrite: bool = False,
-) -> Manifest:
+) -> Summary:
     """Make a corpus of Megatron shards that another program wrote: check them, add tokenizer and manifest.
 
     Raises DataError for shards that are damaged or were made with a larger vocabulary, and for a directory
@@ -212,7 +187,7 @@ def adopt_directory(
     manifest = adopt(directory, tokenizer.info, validation, name)
     tokenizer.copy_to(directory)
     manifest.save(directory)
-    return manifest
+    return Summary.of("adopted", directory, manifest)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The bytes of Megatron's indexed dataset: what `shards.py` writes and reads.
+"""The bytes of Megatron's indexed dataset: what `shards.py` reads and `shard_writer.py` writes.
 
 A shard is two files. `NAME.bin` holds token ids one after another, little-endian, without any separator.
 `NAME.idx` says where things begin: a 34-byte header (magic, version, dtype code, sequence count S, document

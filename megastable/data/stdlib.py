@@ -8,7 +8,8 @@ import tempfile
 from pathlib import Path
 
 from megastable.data.manifest import FILE, Manifest, Stream
-from megastable.data.prepare import Summary, check_free, prepare_shards
+from megastable.data.prepare import check_free, prepare_shards
+from megastable.data.summary import Summary
 from megastable.data.text import Corpus
 from megastable.data.train_tokenizer import train_sentencepiece
 from megastable.errors import DataError
@@ -36,14 +37,13 @@ def prepare_stdlib(
     workers: int = 1,
     overwrite: bool = False,
     progress: bool = True,
-) -> Summary | None:
+) -> Summary:
     """Train a tokenizer on the standard library and make the corpus `output` of it.
 
-    None when `output` is complete already. Raises DataError when it has another vocabulary, or is no corpus.
+    A complete `output` is reused. Raises DataError when it has another vocabulary, or is another corpus.
     """
     if (output / FILE).exists() and not overwrite:
-        check_reusable(output, vocab_size)
-        return None
+        return Summary.of("reused", output, load_reusable(output, vocab_size))
     check_free(output, overwrite)
     files = stdlib_files()
     with tempfile.TemporaryDirectory() as directory:
@@ -64,8 +64,8 @@ def prepare_stdlib(
         )
 
 
-def check_reusable(output: Path, vocab_size: int) -> None:
-    """Raise a DataError unless `output` is a complete corpus of this kind."""
+def load_reusable(output: Path, vocab_size: int) -> Manifest:
+    """The manifest of `output`. Raises DataError unless it is a complete corpus of this kind."""
     manifest = Manifest.load(output)
     if (manifest.name, manifest.tokenizer.vocab_size) != (NAME, vocab_size):
         raise DataError(
@@ -73,4 +73,5 @@ def check_reusable(output: Path, vocab_size: int) -> None:
             f"not {NAME!r} with {vocab_size}: choose another --output, or replace it with --overwrite"
         )
     for split in manifest.splits:
-        Stream(output, manifest, split)
+        Stream(output, manifest, split)  # looks at the sizes of all its files
+    return manifest

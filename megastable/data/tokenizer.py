@@ -94,7 +94,8 @@ class Tokenizer(ABC):
         return plain
 
     def _choose_eod(self, eod: str | int | None, id_of: Callable[[str], int | None]) -> int:
-        if isinstance(eod, int):
+        if isinstance(eod, int) or (eod is not None and eod.isdecimal()):
+            eod = int(eod)
             if not 0 <= eod < self.vocab_size:
                 raise DataError(
                     f"the end-of-document id {eod} is outside of 0..{self.vocab_size - 1}, "
@@ -209,9 +210,9 @@ class HuggingFaceTokenizer(Tokenizer):
 def load_tokenizer(path: Path, eod: str | int | None = None) -> Tokenizer:
     """The tokenizer in a file, or in a directory that holds one.
 
-    `eod` is the end-of-document token, by name or by id; None takes the model's own end-of-sentence token
-    (SentencePiece) or the first of END_OF_DOCUMENT that it has. Raises DataError when there is no tokenizer,
-    more than one, or no such token.
+    `eod` is the end-of-document token, by name or by id (digits are an id). None takes the model's own
+    end-of-sentence token (SentencePiece) or the first of END_OF_DOCUMENT that it has. Raises DataError when
+    there is no tokenizer, more than one, or no such token.
     """
     file = _tokenizer_file(path)
     try:

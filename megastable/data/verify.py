@@ -6,14 +6,15 @@ from pathlib import Path
 
 from megastable.data.manifest import FILE, Manifest, Stream
 from megastable.data.shards import Shard
+from megastable.data.summary import Summary
 from megastable.data.tokenizer import load_tokenizer
 from megastable.errors import DataError
 
 
-def verify_corpus(directory: Path) -> Manifest:
+def verify_corpus(directory: Path) -> Summary:
     """Read all files of a corpus: hashes, token ids, indices, the edges of all splits, the tokenizer.
 
-    Returns its manifest. Raises DataError for the first thing that is wrong.
+    Raises DataError for the first thing that is wrong.
     """
     manifest = Manifest.load(directory)
     tokenizer = load_tokenizer(directory / manifest.tokenizer.file, manifest.tokenizer.eod)
@@ -26,4 +27,4 @@ def verify_corpus(directory: Path) -> Manifest:
         for segment in segments:
             stream.read(first, 1)  # checks that the segment consists of whole documents
             first += segment.tokens
-    return manifest
+    return Summary.of("verified", directory, manifest)

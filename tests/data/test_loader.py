@@ -208,3 +208,14 @@ def test_layouts_refused(source: Source, layout: dict[str, int]) -> None:
 def test_an_order_of_other_corpora_is_refused(source: Source) -> None:
     with pytest.raises(DataError, match="the order was made for corpora of"):
         Source(source.order, source.streams[::-1], EOD)
+
+
+def test_nothing_left_to_train_on(source: Source) -> None:
+    """The steps before the end are not lost: the cursor is still that of the last one handed out."""
+    with pytest.raises(DataError, match="all others are skipped"):
+        load(source, 1, skips=Skips.of([(10, 2**62)]))
+    with Loader(source, Skips.of([(72, 2**62)]), 0, 24, 4, 0, 1, False, prefetch=1) as loader:
+        steps = list(islice(loader, 2))
+        with pytest.raises(DataError, match="all others are skipped"):
+            next(loader)
+        assert loader.cursor == steps[-1].next == 48

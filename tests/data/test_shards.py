@@ -215,6 +215,14 @@ def test_bin_cut_off_while_in_use(prefix: Path) -> None:
         shard.read(40, 20)
 
 
+def test_index_removed_while_in_use(prefix: Path) -> None:
+    write(prefix, [[1, 2]])
+    shard = Shard(prefix)
+    Path(f"{prefix}.idx").unlink()
+    with pytest.raises(DataError, match=r"corpus\.v1\.idx cannot be read"):
+        shard.document_of(0)
+
+
 def test_foreign_files(prefix: Path) -> None:
     write_bin(prefix, [1, 2, 3])
     Path(f"{prefix}.idx").write_bytes(b"TNTIDX\x00\x00" + bytes(100))

@@ -21,6 +21,8 @@ addresses=(10.77.0.1 10.77.0.2)
 
 mount -t tmpfs tmpfs /run # private: `ip netns` and sshd keep their state here
 mkdir -p /run/netns /run/sshd "$folder/bin"
+printf '%s %s\n' 127.0.0.1 localhost "${addresses[0]}" "${names[0]}" "${addresses[1]}" "${names[1]}" >"$folder/hosts"
+mount --bind "$folder/hosts" /etc/hosts
 
 mkdir -m 700 "$folder/ssh"
 ssh-keygen -q -t ed25519 -N '' -f "$folder/ssh/user"

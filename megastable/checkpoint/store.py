@@ -1,0 +1,273 @@
+"""Checkpoints of a run: saved under a temporary name, verified, renamed; found again, newest good one first.
+
+checkpoints/step-N/ holds DeepSpeed's files, rng-*.pt, state.json (where the run stands) and manifest.json (sizes
+and checksums of all others). `checkpoints/latest` is a text file with the name of the newest one, replaced
+atomically. Whatever happens in the middle of a save, the checkpoints before it stay as they were.
+
+All functions here that take part in a save or load are collective: every rank calls them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megastable.checkpoint.files import FileRecord, Writer, hash_file, write_file
+from megastable.errors import CheckpointError
+from megastable.jsonl import sync_directory
+
+MANIFEST, STATE, LATEST = "manifest.json", "state.json", "latest"
+SAVING = ".saving-"  # prefix of a checkpoint that is being written
+
+
+class LayoutState(BaseModel):
+    """How the ranks were laid out when a checkpoint was written."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tensor: int
+    pipeline: int
+    data: int
+    zero: int
+    precision: str
+
+
+class RunState(BaseModel):
+    """Where a run stands; everything that is needed to continue besides weights, moments and RNG.
+
+    step: steps done, discarded ones included. updates: those that were applied; the learning rate follows from
+    it. cursor: the next data position. detector: the stability detector's state (empty until it has one).
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal[1] = 1
+    step: int = 0
+    updates: int = 0
+    cursor: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    discards_in_a_row: int = 0
+    first_loss: float | None = None
+    recent_losses: list[float] = []
+    order_fingerprint: str
+    layout: LayoutState
+    detector: dict[str, Any] = {}
+    versions: dict[str, str] = {}
+
+
+class Contents(BaseModel):
+    """manifest.json of a checkpoint."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal[1] = 1
+    step: int
+    files: dict[str, FileRecord]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Outcome of a save: the checkpoint, or why there is none."""
+
+    path: Path | None
+    problem: str = ""
+    size: int = 0
+
+
+def name_of(step: int) -> str:
+    return f"step-{step}"
+
+
+def save(folder: Path, engine: Any, state: RunState, keep: int) -> Saved:
+    """Write `folder`/step-N. Never raises for a disk that refuses: the outcome says so, on every rank alike."""
+    target = folder / name_of(state.step)
+    temporary = folder / f"{SAVING}{target.name}"
+    problem = _on_first(lambda: _begin(folder, temporary))
+    if problem:
+        return Saved(None, problem)
+    writer = Writer()
+    engine.save(temporary, writer, {})
+    writer.save(_rng_state(), temporary / f"rng-{dist.get_rank():05d}.pt")
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (writer.records, writer.error or _reread(temporary, writer.records)))
+    problem = next((f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error), "")
+    files = {name: record for records, _ in everyone for name, record in records.items()}
+    if problem:
+        _on_first(lambda: shutil.rmtree(temporary, ignore_errors=True))
+        return Saved(None, problem)
+    problem = _on_first(lambda: _commit(folder, temporary, target, state, files, keep))
+    if problem:
+        return Saved(None, problem)
+    return Saved(target, size=sum(record.size for record in files.values()))
+
+
+def _on_first(action: Any) -> str:
+    """Run `action` on rank 0; its OSError as text, the same on every rank, "" when it went well."""
+    answer = [""]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            answer = [str(error)]
+    dist.broadcast_object_list(answer, src=0)
+    return answer[0]
+
+
+def _begin(folder: Path, temporary: Path) -> None:
+    for stale in folder.glob(f"{SAVING}*"):
+        shutil.rmtree(stale)
+    newest = newest_first(folder)
+    if newest:
+        needed = sum(file.stat().st_size for file in newest[0].iterdir())
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise OSError(
+                f"{folder}: {free / 1e9:.2f} GB free, the last checkpoint took {needed / 1e9:.2f} GB"
+            )
+    temporary.mkdir()
+
+
+def _reread(folder: Path, records: dict[str, FileRecord]) -> str:
+    """Compare what lies on the disk with what was written."""
+    for name, record in records.items():
+        try:
+            found = hash_file(folder / name)
+        except OSError as error:
+            return f"{folder / name}: {error}"
+        if found != record:
+            return f"{folder / name}: reads back differently from what was written"
+    return ""
+
+
+def _commit(
+    folder: Path, temporary: Path, target: Path, state: RunState, files: dict[str, FileRecord], keep: int
+) -> None:
+    try:
+        files[STATE] = write_file(temporary / STATE, state.model_dump_json(indent=1).encode())
+        contents = Contents(step=state.step, files=dict(sorted(files.items())))
+        write_file(temporary / MANIFEST, contents.model_dump_json(indent=1).encode())
+        sync_directory(temporary)
+        replaced = folder / f"{SAVING}replaced-{target.name}"
+        if target.exists():  # the same step again, after a return to an older checkpoint
+            os.replace(target, replaced)
+        os.replace(temporary, target)
+        write_file(folder / f"{LATEST}.tmp", target.name.encode())
+        os.replace(folder / f"{LATEST}.tmp", folder / LATEST)
+        sync_directory(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        (folder / f"{LATEST}.tmp").unlink(missing_ok=True)
+        raise
+    for old in newest_first(folder)[keep:]:
+        if old != target:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _rng_state() -> dict[str, Any]:
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    return {
+        "python": (version, list(internal), gauss),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_rng(checkpoint: Path) -> bool:
+    """Set this rank's random states from a checkpoint; False where it has none for this rank."""
+    path = checkpoint / f"rng-{dist.get_rank():05d}.pt"
+    if not path.exists():
+        return False
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    return True
+
+
+# Finding one again
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The complete-looking checkpoints of a folder, the newest first."""
+    found = []
+    for path in folder.glob("step-*"):
+        number = path.name.removeprefix("step-")
+        if path.is_dir() and number.isdigit():
+            found.append((int(number), path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def read_contents(checkpoint: Path) -> Contents:
+    """manifest.json of a checkpoint. Raises CheckpointError when it is missing or not one."""
+    path = checkpoint / MANIFEST
+    try:
+        return Contents.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing: the save did not finish") from None
+    except (OSError, ValueError, ValidationError) as error:
+        raise CheckpointError(f"{path}: damaged ({str(error).splitlines()[0]})") from None
+
+
+def read_state(checkpoint: Path) -> RunState:
+    """state.json of a checkpoint. Raises CheckpointError when it is missing or not one."""
+    path = checkpoint / STATE
+    try:
+        return RunState.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, ValidationError) as error:
+        raise CheckpointError(f"{path}: damaged ({str(error).splitlines()[0]})") from None
+
+
+def verify(checkpoint: Path, part: int = 0, parts: int = 1) -> None:
+    """Compare every file (or every `parts`-th from `part` on) with the manifest; CheckpointError at the first difference."""
+    contents = read_contents(checkpoint)
+    for name, record in list(contents.files.items())[part::parts]:
+        path = checkpoint / name
+        try:
+            size = path.stat().st_size
+            found = hash_file(path) if size == record.size else None
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror or error}") from None
+        if size != record.size:
+            raise CheckpointError(
+                f"{path}: {size} bytes, the manifest says {record.size}: cut off or changed"
+            )
+        if found != record:
+            raise CheckpointError(f"{path}: its checksum is not the manifest's: damaged")
+
+
+def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
+    """(the newest checkpoint that verifies, why newer ones were passed over). Collective; the ranks share the reading."""
+    rejected: list[str] = []
+    names: list[Any] = [[path.name for path in newest_first(folder)]]
+    dist.broadcast_object_list(names, src=0)
+    for name in names[0]:
+        problem = ""
+        try:
+            verify(folder / name, dist.get_rank(), dist.get_world_size())
+        except CheckpointError as error:
+            problem = str(error)
+        problems: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        problem = next((p for p in problems if p), "")
+        if not problem:
+            return folder / name, rejected
+        rejected.append(problem)
+    return None, rejected

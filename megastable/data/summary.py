@@ -1,0 +1,81 @@
+"""What a command did to a corpus, for people and for machines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal, Self
+
+from rich.filesize import decimal
+
+from megastable.data.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Counts of a corpus; `documents` and `tokens` (with end-of-document tokens) by split."""
+
+    action: Literal["prepared", "reused", "adopted", "verified"]
+    directory: str
+    name: str
+    fingerprint: str
+    vocab_size: int
+    shards: int
+    documents: dict[str, int]
+    tokens: dict[str, int]
+    text_bytes: int | None
+    seconds: float | None = None
+    tokens_per_second: float | None = None
+    left_out: dict[str, int] = field(default_factory=dict)  # by reason
+    warnings: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        action: Literal["prepared", "reused", "adopted", "verified"],
+        directory: Path,
+        manifest: Manifest,
+        *,
+        seconds: float | None = None,
+        left_out: dict[str, int] | None = None,
+        warnings: list[str] | None = None,
+    ) -> Self:
+        tokens = {split: manifest.tokens(split) for split in manifest.splits}
+        return cls(
+            action=action,
+            directory=str(directory),
+            name=manifest.name,
+            fingerprint=manifest.fingerprint(),
+            vocab_size=manifest.tokenizer.vocab_size,
+            shards=len(manifest.shards),
+            documents={
+                split: sum(part.documents for part in parts) for split, parts in manifest.splits.items()
+            },
+            tokens=tokens,
+            text_bytes=manifest.text_bytes,
+            seconds=round(seconds, 3) if seconds else None,
+            tokens_per_second=round(sum(tokens.values()) / seconds, 1) if seconds else None,
+            left_out=left_out or {},
+            warnings=warnings or [],
+        )
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.action} {self.directory}: {self.shards} shard(s), {self.vocab_size:,} tokens in the vocabulary"
+        ]
+        lines += [
+            f"  {split}: {self.documents[split]:,} documents, {tokens:,} tokens"
+            for split, tokens in self.tokens.items()
+        ]
+        if self.text_bytes is not None:
+            per_token = self.text_bytes / sum(self.tokens.values())
+            lines.append(f"  {decimal(self.text_bytes)} of text, {per_token:.2f} bytes per token")
+        if self.tokens_per_second is not None:
+            lines.append(f"  {self.seconds:.1f} s, {self.tokens_per_second:,.0f} tokens/s")
+        lines += [f"  left out: {count:,} {reason}" for reason, count in self.left_out.items()]
+        lines += [f"  warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines)

@@ -1,0 +1,83 @@
+"""Append-only files of JSON lines that survive a crash: the journal and the skip ledger are kept in them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from megastable.errors import DataError
+
+
+def append(path: Path, line: str) -> None:
+    """Add a line and wait until it is on the disk. Raises DataError when that fails.
+
+    A last line that a crash has torn is moved to NAME.torn first, so that it does not run into this one. A
+    lock keeps two processes from writing at once.
+    """
+    try:
+        new = not path.exists()
+        with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            _mend(path, file)
+            file.write(line.encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if new:
+            sync_directory(path.parent)
+    except OSError as error:
+        raise DataError(f"{path} could not be written: {error}") from error
+
+
+def read(path: Path) -> tuple[list[bytes], bytes]:
+    """(whole lines, torn rest) of a file; nothing when there is none. Raises DataError when it cannot be read.
+
+    A last line without a newline that is valid JSON all the same counts as whole.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return [], b""
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    *lines, tail = content.split(b"\n")
+    return ([*lines, tail], b"") if tail and _whole(tail) else (lines, tail)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _mend(path: Path, file: object) -> None:
+    """Give the file, open for reading and appending, a last line that ends."""
+    import io
+
+    assert isinstance(file, io.BufferedRandom)
+    size = file.seek(0, os.SEEK_END)
+    # A line of ours is short: the tail is found in the last megabyte without reading the whole file.
+    file.seek(max(0, size - (1 << 20)))
+    tail = file.read().rsplit(b"\n", 1)[-1]
+    if not tail:
+        return
+    if _whole(tail):
+        file.write(b"\n")
+        return
+    with path.with_name(path.name + ".torn").open("ab") as torn:
+        torn.write(tail + b"\n")
+        torn.flush()
+        os.fsync(torn.fileno())
+    file.truncate(size - len(tail))
+
+
+def _whole(tail: bytes) -> bool:
+    try:
+        json.loads(tail)
+    except ValueError:
+        return False
+    return True

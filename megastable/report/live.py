@@ -1,0 +1,86 @@
+"""What a person sees of a running run: a progress line on the terminal, curves in TensorBoard. Rank 0 only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megastable.config import LoggingConfig
+from megastable.records import StepRecord
+
+# Record fields and the TensorBoard tags that they appear under.
+CURVES = {
+    "loss": "train/loss",
+    "z_loss": "train/z_loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/learning_rate",
+    "worst_loss": "train/worst_sample_loss",
+    "loss_scale": "train/loss_scale",
+    "parameter_norm": "norms/parameters",
+    "second_moment_norm": "norms/second_moment",
+    "tokens_per_second": "speed/tokens_per_second",
+    "mfu_full": "speed/mfu_full_attention",
+    "mfu_causal": "speed/mfu_causal_attention",
+    "seconds": "speed/step_seconds",
+    "data_seconds": "speed/data_seconds",
+    "memory": "memory/gib",
+}
+
+
+class Live:
+    """Shows steps as they happen. On a terminal one line that moves, elsewhere a line every `interval` steps."""
+
+    def __init__(self, config: LoggingConfig, tensorboard: Path, steps: int, done: int) -> None:
+        self.config, self.steps = config, steps
+        self.console = Console()
+        self.writer: Any = None
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(str(tensorboard), purge_step=done + 1)
+        self.progress: Progress | None = None
+        if self.console.is_terminal:
+            self.progress = Progress(
+                TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"),
+                TimeRemainingColumn(), console=self.console,
+            )  # fmt: skip
+            self.task = self.progress.add_task("", total=steps, completed=done, numbers="")
+            self.progress.start()
+
+    def step(self, record: StepRecord) -> None:
+        """Show one step."""
+        numbers = (
+            f"loss {record.loss:.4f}  norm {record.grad_norm:.3f}  lr {record.lr:.2e}  "
+            f"{record.tokens_per_second:,.0f} tokens/s  MFU {record.mfu_full:.1%}"
+        )
+        if not record.applied:
+            numbers += "  DISCARDED"
+        if self.progress is not None:
+            self.progress.update(self.task, completed=record.step, numbers=numbers)
+        elif record.step % self.config.interval == 0 or record.step == 1 or not record.applied:
+            self.say(f"step {record.step}/{self.steps}  {numbers}")
+        if self.writer is not None:
+            for name, value in asdict(record).items():
+                if name in CURVES and not math.isnan(value):
+                    self.writer.add_scalar(CURVES[name], value, record.step)
+
+    def validation(self, step: int, loss: float) -> None:
+        """Show an evaluation."""
+        self.say(f"step {step}: validation loss {loss:.4f}")
+        if self.writer is not None:
+            self.writer.add_scalar("validation/loss", loss, step)
+
+    def say(self, text: str) -> None:
+        """A line above the progress line."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+        if self.writer is not None:
+            self.writer.close()

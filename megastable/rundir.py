@@ -1,0 +1,136 @@
+"""The run directory: where everything of a run is kept, its frozen recipe and its journal.
+
+A run is resumed from this directory alone. `journal.jsonl` is append-only and fsynced: every decision with its
+reason, in order; it is the truth about the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megastable import jsonl
+from megastable.config import RunConfig
+from megastable.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
+
+# Parts of the tree without which the weights in the directory mean something else.
+IDENTITY = ("model", "run.seed")
+
+
+class RunDirectory:
+    """Paths below `root`, and the journal."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.recipe = root / "recipe.yaml"
+        self.journal = root / "journal.jsonl"
+        self.skips = root / "skips.jsonl"
+        self.steps = root / "steps"
+        self.checkpoints = root / "checkpoints"
+        self.tensorboard = root / "tensorboard"
+        self.summary = root / "summary.json"
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Put an event into the journal; durable when this returns. One rank of a run calls it."""
+        entry = {"time": round(time.time(), 3), "event": event, **fields}
+        jsonl.append(self.journal, json.dumps(entry, default=str))
+
+    def events(self, *kinds: str) -> Iterator[dict[str, Any]]:
+        """The journal's events in order, of `kinds` only when given. A torn last line is left out, with a warning."""
+        lines, torn = jsonl.read(self.journal)
+        if torn:
+            log.warning("%s: the last line was torn by a crash and is ignored", self.journal)
+        for number, line in enumerate(lines, start=1):
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                raise DataError(
+                    f"{self.journal}: line {number} is not JSON: mend or remove that line"
+                ) from None
+            if not kinds or entry.get("event") in kinds:
+                yield entry
+
+    def freeze(self, config: RunConfig, fingerprints: list[str]) -> list[str]:
+        """Write the resolved recipe, or compare it with the frozen one. Returns "key: old -> new" for what changed.
+
+        Raises ConfigError when this directory belongs to another model or seed.
+        """
+        tree = config.model_dump(mode="json")
+        changed: list[str] = []
+        if self.recipe.exists():
+            try:
+                old = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))["config"]
+            except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+                raise ConfigError(
+                    f"{self.recipe}: not a frozen recipe ({error}): restore it, or use another run.dir"
+                ) from None
+            before, after = dict(_leaves(old)), dict(_leaves(tree))
+            changed = [
+                f"{k}: {before.get(k)} -> {after.get(k)}"
+                for k in sorted({*before, *after})
+                if before.get(k) != after.get(k)
+            ]
+            foreign = [
+                c
+                for c in changed
+                if c.startswith(tuple(f"{key}." for key in IDENTITY) + tuple(f"{key}:" for key in IDENTITY))
+            ]
+            if foreign:
+                raise ConfigError(
+                    f"run.dir={self.root} belongs to another run: {'; '.join(foreign)}. "
+                    "Use the old values to resume it, or another run.dir"
+                )
+            changed = [c for c in changed if not c.startswith("run.dir:")]
+        content = {"config": tree, "manifests": fingerprints}
+        temporary = self.recipe.with_suffix(".tmp")
+        temporary.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        os.replace(temporary, self.recipe)
+        return changed
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value, f"{prefix}{key}.")
+    else:
+        yield prefix.removesuffix("."), tree
+
+
+def make(config: RunConfig, recipe: Path) -> RunDirectory:
+    """The directory of a run: `run.dir`, or a new one below runs/ named after the recipe. Creates it."""
+    try:
+        if config.run.dir is not None:
+            root = config.run.dir
+            root.mkdir(parents=True, exist_ok=True)
+        else:
+            root = _fresh(Path("runs"), recipe.stem)
+        run = RunDirectory(root)
+        run.steps.mkdir(exist_ok=True)
+        run.checkpoints.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={config.run.dir or 'runs/'}: the run directory cannot be made: {error}"
+        ) from None
+    return run
+
+
+def _fresh(parent: Path, stem: str) -> Path:
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        root = parent / f"{stem}-{number:03d}"
+        try:
+            root.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return root

@@ -1,0 +1,450 @@
+"""Pretraining, from the first step to the last. Started by the deepspeed launcher on every rank:
+
+    deepspeed --num_gpus 2 --module megastable.train launch/recipes/quickstart.yaml train.steps=100
+
+Each step: the next global batch by absolute position, forward and backward, the gate, the update, the record.
+Once in a while: norms, evaluation, a checkpoint. Everything needed to go on is in the run directory.
+Exit codes are those of errors.py: 0 done, 2 bad input, 75 stopped by a signal with a checkpoint, 76 unstable, 77 no
+space for checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import megastable
+from megastable import deepspeed_config, errors, recipe, rundir
+from megastable.checkpoint import store
+from megastable.config import RunConfig
+from megastable.data.corpora import Corpora, open_corpora
+from megastable.data.loader import Loader, Source
+from megastable.data.skips import Skips, read_ledger
+from megastable.data.statistics import token_counts, unigram_entropy
+from megastable.engine import Engine, Measured, device, start_distributed, stop_distributed
+from megastable.errors import CheckpointError, ConfigError, SpaceError, UnstableError
+from megastable.hardware import memory_gib, peak_tflops
+from megastable.model.flops import flops_per_token, parameters
+from megastable.optim.schedule import rate
+from megastable.parallel.topology import Layout, Topology
+from megastable.records import Recorder, StepRecord
+from megastable.report.live import Live
+from megastable.rundir import RunDirectory
+from megastable.stability.gate import judge
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class StopRequest:
+    """Set by SIGTERM or SIGINT; a second SIGINT interrupts at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._set)
+
+    def _set(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+
+
+class Trainer:
+    """One run on this rank: what it is made of, and where it stands."""
+
+    def __init__(self, config: RunConfig, run: RunDirectory, corpora: Corpora, stop: StopRequest) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        self.run, self.corpora, self.stop = run, corpora, stop
+        self.first = rank == 0
+        # The vocabulary is the corpus's; everything else of the model is the recipe's.
+        model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or corpora.vocab_size})
+        if model.vocab_size < corpora.vocab_size:  # type: ignore[operator]
+            raise ConfigError(
+                f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's {corpora.vocab_size}: "
+                "leave it out, or make it larger"
+            )
+        self.config = config = config.model_copy(update={"model": model})
+        p = config.parallel
+        self.layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(config, world))
+        self.topology = Topology(self.layout, rank)
+        ds_config = deepspeed_config.build(config, world)
+        torch.manual_seed(config.run.seed + rank)
+        self.engine = Engine(config, ds_config, self.topology)
+        self.state = store.RunState(
+            order_fingerprint=corpora.order_fingerprint,
+            layout=store.LayoutState(**vars(self.layout), zero=p.zero, precision=config.precision.kind),
+            versions={
+                "megastable": megastable.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        )
+        self.validation = self._validation_batches()
+
+    # Starting
+
+    def resume(self) -> None:
+        """Continue from the newest good checkpoint of the run directory, if there is one."""
+        found, rejected = store.newest_good(self.run.checkpoints)
+        for problem in rejected:
+            self.note("checkpoint_rejected", problem=problem)
+            self.say(f"passed over a damaged checkpoint: {problem}")
+        if found is None:
+            if rejected:
+                raise CheckpointError(
+                    f"{self.run.checkpoints}: none of its {len(rejected)} checkpoints can be used; see the lines above. "
+                    "Restore one, or start again with another run.dir"
+                )
+            return
+        saved = store.read_state(found)
+        self._check_order(saved, found)
+        if saved.layout != self.state.layout:
+            raise CheckpointError(f"{found} was written by {saved.layout}, this run has {self.state.layout}")
+        self.engine.load(found, store.Writer())
+        store.restore_rng(found)
+        versions = self.state.versions
+        self.state = saved.model_copy(update={"layout": self.state.layout, "versions": versions})
+        self.state.order_fingerprint = self.corpora.order_fingerprint
+        self.note("resumed", step=saved.step, checkpoint=found.name, cursor=saved.cursor)
+        self.say(f"resumed from {found} at step {saved.step}")
+
+    def _check_order(self, saved: store.RunState, found: Path) -> None:
+        if saved.order_fingerprint == self.corpora.order_fingerprint:
+            return
+        message = (
+            f"{found}: the data is not what it was when this checkpoint was written: a manifest, weight, seed or "
+            "sequence length of data.corpora changed, so positions mean other samples now"
+        )
+        if not self.config.data.accept_changed_manifest:
+            raise CheckpointError(
+                f"{message}. Restore the old corpora, or say data.accept_changed_manifest=true to go on with the new order"
+            )
+        self.note("order_changed", old=saved.order_fingerprint, new=self.corpora.order_fingerprint)
+        self.say(f"note: {message}")
+
+    # The loop
+
+    def train(self) -> int:
+        """Run to the last step, or until asked to stop. The exit code."""
+        c, s = self.config, self.state
+        if s.step >= c.train.steps:
+            self.say(f"nothing to do: step {s.step} of {c.train.steps} is already done in {self.run.root}")
+            return errors.OK
+        peak, peak_source = (c.logging.peak_tflops, "given") if c.logging.peak_tflops else self._peak()
+        self.say(self._introduction(peak, peak_source))
+        live = Live(c.logging, self.run.tensorboard, c.train.steps, s.step) if self.first else None
+        recorder = Recorder(self.run.steps, c.logging.flush_steps)
+        loader = self._loader(self.corpora.train, self._skips(), s.cursor)
+        total = c.schedule.total_steps or c.train.steps
+        tokens = c.train.global_batch * c.model.sequence_length
+        last_saved, stopping, validation = s.step, False, None
+        self.note("training", step=s.step, cursor=s.cursor, world=self.layout.world)
+        try:
+            while s.step < c.train.steps and not stopping:
+                begin = time.perf_counter()
+                batch = next(loader)
+                waited = time.perf_counter() - begin
+
+                # Forward, backward, gate, update
+                lr = rate(c.schedule, c.optimizer.lr, total, s.updates)
+                vote = 0.0 if self.stop.signal is None else 1.0
+                measured, applied = self.engine.train_step(batch.micro_batches, lr, self._judge, vote)
+                stopping = measured.note > 0
+                seconds = time.perf_counter() - begin
+
+                # Where the run stands now
+                s.step += 1
+                s.cursor = batch.next
+                s.tokens += tokens
+                s.seconds += seconds
+                s.updates += applied
+                s.discards_in_a_row = 0 if applied else s.discards_in_a_row + 1
+                if s.first_loss is None:
+                    s.first_loss = measured.loss
+                s.recent_losses = [*s.recent_losses, measured.loss][-20:]
+
+                # The record
+                due = c.logging.norms_interval and s.step % c.logging.norms_interval == 0
+                norms = self.engine.norms() if due else None
+                if live is not None:
+                    worst = int(torch.nan_to_num(measured.losses, nan=torch.inf).argmax())
+                    per_second = tokens / seconds
+                    flops = per_second / self.layout.world / (peak * 1e12)
+                    record = StepRecord(
+                        step=s.step,
+                        time=time.time(),
+                        first_position=batch.first,
+                        next_position=batch.next,
+                        applied=applied,
+                        loss=measured.loss,
+                        z_loss=float(measured.squares.mean()) * c.model.z_loss,
+                        grad_norm=measured.grad_norm,
+                        lr=lr,
+                        worst_position=int(batch.positions[worst]),
+                        worst_loss=float(measured.losses[worst]),
+                        seconds=seconds,
+                        data_seconds=waited,
+                        tokens_per_second=per_second,
+                        mfu_full=flops * flops_per_token(c.model, causal=False),
+                        mfu_causal=flops * flops_per_token(c.model, causal=True),
+                        memory=memory_gib(self.engine.device),
+                        loss_scale=measured.loss_scale,
+                        parameter_norm=norms.parameters if norms else torch.nan,
+                        second_moment_norm=norms.second_moment if norms else torch.nan,
+                    )
+                    recorder.add(record)
+                    live.step(record)
+                if not applied:
+                    self._discarded(measured, batch.first, batch.next)
+
+                # Once in a while
+                if c.train.eval_interval and s.step % c.train.eval_interval == 0 and s.step < c.train.steps:
+                    validation = self._evaluate(live)
+                if c.checkpoint.interval and s.step % c.checkpoint.interval == 0:
+                    last_saved = self._checkpoint(recorder) or last_saved
+
+            if s.step > last_saved and (stopping or c.checkpoint.at_end):
+                self._checkpoint(recorder)
+            if stopping and s.step < c.train.steps:
+                self.note("stopped", step=s.step, cursor=s.cursor)
+                self.say(f"stopped at step {s.step} as asked; the same command goes on from {self.run.root}")
+                return errors.STOPPED
+            validation = self._evaluate(live)
+            self._finish(validation)
+            return errors.OK
+        finally:
+            loader.close()
+            if self.first:
+                recorder.flush()
+            if live is not None:
+                live.close()
+
+    def _judge(self, measured: Measured) -> bool:
+        return judge(measured.loss, measured.grad_norm).apply
+
+    def _discarded(self, measured: Measured, first: int, end: int) -> None:
+        """Journal a refused update; stop when that goes on and on."""
+        s = self.state
+        reason = judge(measured.loss, measured.grad_norm).reason or "overflow of the loss scale"
+        self.note(
+            "discarded", step=s.step, reason=reason, first_position=first, next_position=end,
+            loss=measured.loss, grad_norm=measured.grad_norm, loss_scale=measured.loss_scale,
+        )  # fmt: skip
+        if s.discards_in_a_row >= self.config.stability.max_discards:
+            self.note("unstable", step=s.step, discards=s.discards_in_a_row)
+            raise UnstableError(
+                f"{s.discards_in_a_row} updates in a row were refused ({reason}), up to step {s.step}: the weights or the "
+                f"optimizer's state are damaged. The last checkpoint in {self.run.checkpoints} is from before or "
+                "amid this: look at journal.jsonl, lower optimizer.lr, or skip the data (data.skip)"
+            )
+
+    # Once in a while
+
+    def _evaluate(self, live: Live | None) -> float | None:
+        """Mean cross-entropy over the evaluation samples, nats per token; always the same samples."""
+        if self.validation is None:
+            return None
+        micro_batches, samples = self.validation
+        losses = self.engine.evaluate(micro_batches)[:samples]
+        loss = float(losses.mean())
+        self.note("evaluated", step=self.state.step, loss=loss, samples=samples)
+        if live is not None:
+            live.validation(self.state.step, loss)
+        return loss
+
+    def _checkpoint(self, recorder: Recorder) -> int | None:
+        """Save; the step when it worked. A disk that refuses is journaled and, if the recipe says so, ends the run."""
+        begin = time.perf_counter()
+        if self.first:
+            recorder.flush()
+        saved = store.save(self.run.checkpoints, self.engine, self.state, self.config.checkpoint.keep)
+        seconds = round(time.perf_counter() - begin, 3)
+        if saved.path is not None:
+            self.note(
+                "checkpoint", step=self.state.step, name=saved.path.name, bytes=saved.size, seconds=seconds
+            )
+            return self.state.step
+        self.note("checkpoint_failed", step=self.state.step, problem=saved.problem)
+        message = f"the checkpoint of step {self.state.step} could not be written: {saved.problem}. Earlier ones are intact"
+        if self.config.checkpoint.on_failure == "stop":
+            raise SpaceError(f"{message}. Make room and start again, or set checkpoint.on_failure=continue")
+        self.say(f"WARNING: {message}; training goes on (checkpoint.on_failure=continue)")
+        return None
+
+    def _finish(self, validation: float | None) -> None:
+        """summary.json and the last word."""
+        c, s = self.config, self.state
+        if not self.first:
+            return
+        entropy = None
+        if self.corpora.validation is not None:
+            counts = sum(
+                token_counts(stream, self.corpora.vocab_size) for stream in self.corpora.validation.streams
+            )
+            entropy = unigram_entropy(np.asarray(counts))
+        recent = s.recent_losses
+        summary = {
+            "steps": s.step,
+            "updates": s.updates,
+            "parameters": parameters(c.model),
+            "tokens": s.tokens,
+            "first_loss": s.first_loss,
+            "final_loss": sum(recent) / len(recent),
+            "val_loss": validation,
+            "val_unigram_entropy": entropy,
+            "tokens_per_second": s.tokens / s.seconds,
+            "seconds": s.seconds,
+            "world_size": self.layout.world,
+            "tensor": self.layout.tensor,
+            "pipeline": self.layout.pipeline,
+            "data": self.layout.data,
+            "zero_stage": c.parallel.zero,
+            "precision": c.precision.kind,
+            "cursor": s.cursor,
+        }
+        temporary = self.run.summary.with_suffix(".tmp")
+        temporary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, self.run.summary)
+        self.note("finished", **summary)
+        self.say(f"finished: {self.run.summary}")
+
+    # Parts
+
+    def _skips(self) -> Skips:
+        """The recipe's ranges and the ledger's, read by rank 0 so that no rank sees a line that others do not."""
+        ranges: list[Any] = [None]
+        if self.first:
+            ledger = [(entry.first, entry.end) for entry in read_ledger(self.run.skips)]
+            ranges = [[*self.config.data.skip, *ledger]]
+        dist.broadcast_object_list(ranges, src=0)
+        return Skips.of([(first, end) for first, end in ranges[0]])
+
+    def _loader(self, source: Source, skips: Skips, cursor: int, batch: int | None = None) -> Loader:
+        c = self.config
+        return Loader(
+            source, skips, cursor, batch or c.train.global_batch, c.train.micro_batch, self.topology.data_rank,
+            self.layout.data, c.data.keep_documents_apart, c.data.prefetch, pin_memory=torch.cuda.is_available(),
+        )  # fmt: skip
+
+    def _validation_batches(self) -> tuple[Any, int] | None:
+        """This rank's part of the evaluation samples, and how many of the padded batch count."""
+        samples, source = self.config.train.eval_samples, self.corpora.validation
+        if not samples or source is None:
+            return None
+        # Rounded up to whole micro-batches on every rank; what is too much is cut off again.
+        unit = self.config.train.micro_batch * self.layout.data
+        with self._loader(source, Skips.of([]), 0, -(-samples // unit) * unit) as loader:
+            return next(loader).micro_batches, samples
+
+    def _peak(self) -> tuple[float, str]:
+        """The device's peak, as rank 0 sees it, so that all ranks report the same MFU."""
+        found: list[Any] = [
+            peak_tflops(self.engine.device, DTYPES[self.config.precision.kind]) if self.first else None
+        ]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def _introduction(self, peak: float, peak_source: str) -> str:
+        c, layout = self.config, self.layout
+        return (
+            f"{parameters(c.model) / 1e6:,.1f}M parameters, {layout.world} ranks: tensor {layout.tensor} x pipeline "
+            f"{layout.pipeline} x data {layout.data}, ZeRO {c.parallel.zero}, {c.precision.kind} on {self.engine.device.type}\n"
+            f"optimizer wrapper {type(self.engine.optimizer).__name__}, attention {c.model.attention}, recomputation "
+            f"{c.parallel.recompute}, peak {peak:.3g} TFLOP/s a device ({peak_source})\n"
+            f"{c.train.global_batch} samples of {c.model.sequence_length} tokens a step, run directory {self.run.root}"
+        )
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Journal, on rank 0."""
+        if self.first:
+            self.run.note(event, **fields)
+
+    def say(self, text: str) -> None:
+        """Print, on rank 0."""
+        if self.first:
+            print(text, flush=True)
+
+
+def open_run(config: RunConfig, recipe_path: Path) -> tuple[RunConfig, RunDirectory]:
+    """The run directory: chosen and made by rank 0, known to all."""
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [rundir.make(config, recipe_path).root]
+        except errors.MegastableError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], errors.MegastableError):
+        raise answer[0]
+    run = config.run.model_copy(update={"dir": answer[0]})
+    return config.model_copy(update={"run": run}), RunDirectory(answer[0])
+
+
+def train(config: RunConfig, recipe_path: Path) -> int:
+    """A whole run on this rank; the process group exists already. The exit code."""
+    stop = StopRequest()
+    config, run = open_run(config, recipe_path)
+    corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
+    trainer = Trainer(config, run, corpora, stop)
+    changed: list[Any] = [None]
+    if trainer.first:
+        try:
+            changed = [run.freeze(trainer.config, corpora.fingerprints)]
+        except errors.MegastableError as error:
+            changed = [error]
+    dist.broadcast_object_list(changed, src=0)
+    if isinstance(changed[0], errors.MegastableError):
+        raise changed[0]
+    if changed[0]:
+        trainer.note("config_changed", changes=changed[0])
+    trainer.resume()
+    return trainer.train()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point of every rank."""
+    parser = argparse.ArgumentParser(
+        prog="deepspeed --module megastable.train",
+        description="Train a GPT as a recipe says; resume when run.dir holds a run already.",
+        epilog="example: deepspeed --num_gpus 4 --module megastable.train launch/recipes/quickstart.yaml "
+        "parallel.tensor=2 parallel.pipeline=2 train.steps=20",
+    )
+    parser.add_argument("recipe", help="a YAML file, e.g. launch/recipes/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", help="dotted overrides, e.g. train.steps=20 run.dir=runs/x")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher adds it
+    args = parser.parse_intermixed_args(arguments)
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        config = recipe.load(args.recipe, args.overrides)
+        deepspeed_config.build(config, int(os.environ.get("WORLD_SIZE", "1")))
+    except errors.MegastableError as error:
+        # The same on every rank: one message is enough.
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.code) from None
+    if "RANK" not in os.environ:
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"
+        )
+    with errors.user_errors():
+        start_distributed(config.run.timeout)
+        code = train(config, recipe.find(args.recipe))
+        stop_distributed()
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

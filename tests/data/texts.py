@@ -1,0 +1,51 @@
+"""Real text, and tokenizers trained on it, for the tests of the preparation of corpora."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from functools import cache
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from megastable.data.train_tokenizer import train_sentencepiece
+
+EOD_NAME = "<|endoftext|>"
+
+
+@cache
+def source_code() -> str:
+    """About 100 kB of text that every machine has: a module of the standard library."""
+    return inspect.getsource(argparse)
+
+
+def documents(count: int, length: int = 400) -> list[str]:
+    """`count` different documents of about `length` characters."""
+    code = source_code()
+    return [
+        f"# {number}\n" + code[(at := number * 37 % (len(code) - length)) : at + length]
+        for number in range(count)
+    ]
+
+
+def sentencepiece_file(directory: Path, vocab_size: int = 600) -> Path:
+    return train_sentencepiece([source_code()], directory / "tokenizer.model", vocab_size).file
+
+
+def hugging_face_file(directory: Path, vocab_size: int = 600) -> Path:
+    """A byte-level BPE like GPT-2's."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        [source_code()],
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[EOD_NAME],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory / "tokenizer.json"
