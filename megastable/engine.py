@@ -22,9 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import deepspeed
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+
+if not torch.cuda.is_available():
+    # Before the import: left to guess, DeepSpeed warns in every rank that it guessed the CPU.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import __compatible_ops__
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -40,7 +47,6 @@ from deepspeed.utils import (
     safe_get_local_optimizer_state,
 )
 from deepspeed.utils import logger as deepspeed_logger
-from torch import Tensor, nn
 
 from megastable.config import OptimizerConfig, RunConfig
 from megastable.data.loader import MicroBatch
@@ -97,6 +103,15 @@ def start_distributed(timeout: float) -> None:
     deepspeed_logger.setLevel(logging.WARNING)
     # Its pipeline sends activations that require gradients; the gradients come back by a send of their own.
     warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
+    # It calls collectives by names that torch 2.13 replaced.
+    warnings.filterwarnings("ignore", message=".*`torch.distributed.* is deprecated.*")
+    if get_accelerator().device_name() == "cpu":
+        # DeepSpeed refuses fp16 on CPUs without its instructions; torch computes it on all of them, slowly.
+        get_accelerator().is_fp16_supported = lambda: True
+    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        # Every rank would start a thread per core: ranks of one host share them.
+        ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     # Its shared-memory collectives need a compiler and leave 66 MiB a rank in /dev/shm after every run.
     __compatible_ops__["deepspeed_shm_comm"] = False
     with _silence():

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import signal
 import sys
 import time
@@ -81,6 +82,8 @@ class Trainer:
         self.layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(config, world))
         self.topology = Topology(self.layout, rank)
         ds_config = deepspeed_config.build(config, world)
+        random.seed(config.run.seed + rank)
+        np.random.seed(config.run.seed + rank)
         torch.manual_seed(config.run.seed + rank)
         self.engine = Engine(config, ds_config, self.topology)
         self.state = store.RunState(

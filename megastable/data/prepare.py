@@ -101,7 +101,9 @@ def prepare_shards(
             raise DataError(_nothing_found(inputs, corpus))
         settled = settle_threshold(threshold, *written.hashes)
         if settled != threshold:
-            written = job.write(settled)
+            first, written = written, job.write(settled)
+            if written.hashes != first.hashes:
+                raise DataError("the input changed while it was read, or is a pipe: put it into a file")
         manifest = written.manifest(name, tokenizer, source or ", ".join(str(path) for path in inputs))
         manifest.save(staging)
     warnings = []

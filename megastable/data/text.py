@@ -114,7 +114,8 @@ class Corpus:
         yield from self._json_lines(path, chunks) if kind in JSON_LINES else self._whole(path, chunks)
 
     def _chunks(self, path: Path) -> Iterator[bytes]:
-        with path.open("rb") as file:
+        # Unbuffered: a buffered read of a slow pipe waits for a whole chunk, deaf to Ctrl-C.
+        with path.open("rb", buffering=0) as file:
             while chunk := file.read(CHUNK):
                 self.read_bytes += len(chunk)
                 yield chunk

@@ -141,24 +141,24 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         parts = [list(self._parts(text)) for text in texts]
-        plain = [part for of_text in parts for part in of_text if part != SPACE]
+        plain = [part for of_text in parts for part in of_text if part is not None]
         encoded = iter(self._model.encode(plain, return_type="numpy", num_threads=1))
         return [
-            np.concatenate([self._spelled_space if part == SPACE else next(encoded) for part in of_text])
+            np.concatenate([self._spelled_space if part is None else next(encoded) for part in of_text])
             for of_text in parts
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._model.decode(self._checked(ids)))
 
-    def _parts(self, text: str) -> Iterator[str]:
-        """Cut `text` around each literal "▁": SentencePiece takes it for a space unless spelled in bytes."""
+    def _parts(self, text: str) -> Iterator[str | None]:
+        """Cut `text` at each literal "▁", given as None: SentencePiece would take it for a space."""
         if SPACE not in text or not self._keeps_spaces or not self._spelled_space.size:
             yield from self._short_parts(text)
             return
         for number, part in enumerate(text.split(SPACE)):
             if number:
-                yield SPACE
+                yield None
             yield from self._short_parts(part)
 
     def _short_parts(self, text: str) -> Iterator[str]:

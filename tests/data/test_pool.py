@@ -20,17 +20,17 @@ def test_results_come_in_order(workers: int) -> None:
 
 
 def test_a_slow_consumer_stops_the_reading_and_closing_ends_the_workers() -> None:
-    taken = 0
+    taken: list[int] = []
 
     def items() -> Iterator[int]:
-        nonlocal taken
-        for taken in range(1, 1001):
-            yield taken
+        for number in range(1, 1001):
+            taken.append(number)
+            yield number
 
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with closing(ordered_map(operator.neg, items(), 2)) as results:
         assert [next(results), next(results)] == [-1, -2]
-        assert taken <= 2 + 3 * 2
+        assert len(taken) <= 2 + 3 * 2
         workers = [child for child in psutil.Process().children() if child.pid not in before]
         assert len([child for child in workers if "spawn_main" in " ".join(child.cmdline())]) == 2
     assert not [child for child in workers if "spawn_main" in _command(child)]

@@ -1,4 +1,4 @@
-"""The unigram entropy, against closed forms and scipy-free arithmetic."""
+"""The unigram entropy, against closed forms."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from megastable.data import statistics
 from megastable.data.manifest import Stream
 from megastable.data.statistics import token_counts, unigram_entropy
-
-from .conftest import VOCABULARY, MakeCorpus
+from tests.data.conftest import VOCABULARY, MakeCorpus
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ BAD_LINES = [
     (b'{"text": null}\n', "'text' is NoneType, not text"),
     (b'{"text": ["a"]}\n', "'text' is list, not text"),
     (b'{"text": "caf\xe9"}\n', r"not UTF-8 \(byte 13 is 0xe9\)"),
-    (b'{"text": "\\ud800"}\n', "half of a surrogate pair"),
+    (b'{"text": "\\ud800"}\n', "'text' contains half of a surrogate pair"),
 ]
 
 

@@ -113,6 +113,8 @@ def test_foreign_models_encode_as_their_library(tmp_path: Path, options: dict[st
     for text in (source_code(), "  a  b ", *AWKWARD):
         if "\u2581" not in text:
             assert tokenizer.encode(text) == whole.encode(text)
+    if not options:
+        assert tokenizer.encode("\u2581") == whole.encode("\u2581")
 
 
 def test_the_file_is_described_and_copied(tokenizer: Tokenizer, tmp_path: Path) -> None:

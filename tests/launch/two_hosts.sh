@@ -6,12 +6,13 @@
 #
 # FOLDER gets: hostfile, .deepspeed_env, bin/ (an ssh that knows the key), received (bytes that came in over each
 # eth0), logs. Needs root, iproute2, openssh and pdsh. Everything happens inside namespaces that end with this
-# script's first process, however it ends: the kernel then ends every process in them and takes the network away.
+# script or with whoever called it, however they end: the kernel then ends every process in them and takes the
+# network away.
 set -euo pipefail
 
 if [ -z "${MEGASTABLE_TWO_HOSTS_INSIDE:-}" ]; then
   export MEGASTABLE_TWO_HOSTS_INSIDE=1
-  exec unshare --mount --net --pid --ipc --fork --kill-child --mount-proc bash "${BASH_SOURCE[0]}" "$@"
+  exec setpriv --pdeathsig KILL unshare --mount --net --pid --ipc --fork --kill-child --mount-proc bash "${BASH_SOURCE[0]}" "$@"
 fi
 
 folder=$(cd "$1" && pwd)

@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# From a clone to a trained GPT in minutes, without a GPU: installs, prepares the source of Python's standard library
+# as a corpus, trains on two processes through the deepspeed launcher, and says where everything is.
+#
+#   bash launch/quickstart.sh [OVERRIDE ...]     e.g. train.steps=50 run.dir=runs/short
+#
+# Call it again to train again (the finished run is kept beside it), or to go on where an interrupted one stopped.
+# Exit code: that of the training (0 done, 75 stopped with a checkpoint, others in docs/clusters.md).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/install.sh
+
+.venv/bin/python tools/prepare_data.py stdlib --output data/stdlib
+
+run=runs/quickstart
+for argument in "$@"; do
+  case $argument in run.dir=*) run=${argument#run.dir=} ;; esac
+done
+if [ -f "$run/summary.json" ]; then
+  kept=$run-$(date -r "$run/summary.json" +%Y%m%d-%H%M%S)
+  mv -T "$run" "$kept"
+  echo "the finished run of before is now $kept"
+elif [ -d "$run" ]; then
+  echo "going on with the unfinished run in $run"
+fi
+
+ranks=2
+gpus=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
+[ "$gpus" -ge "$ranks" ] || export DS_ACCELERATOR=cpu
+cores=$(env -u OMP_NUM_THREADS nproc)
+export OMP_NUM_THREADS=$((cores < ranks ? 1 : cores > 8 * ranks ? 8 : cores / ranks))
+port=$(.venv/bin/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+
+# In a session of its own, so that Ctrl-C comes here first: given to the launcher it would kill the ranks after 30
+# seconds, checkpoint or not. Told to stop themselves, they save, and the launcher ends with their exit code.
+setsid .venv/bin/deepspeed --num_gpus "$ranks" --master_port "$port" --quiet \
+  --module megastable.train launch/recipes/quickstart.yaml "$@" run.dir="$run" &
+launcher=$!
+stop() {
+  interrupted=1
+  trap 'interrupted=1; kill -TERM -- "-$launcher"' INT TERM HUP
+  .venv/bin/python - "$launcher" <<'PYTHON'
+import sys
+import psutil
+
+for node in psutil.Process(int(sys.argv[1])).children():
+    for rank in node.children():
+        rank.terminate()
+PYTHON
+}
+trap stop INT TERM HUP
+interrupted=1
+while [ -n "$interrupted" ]; do # a signal ends `wait` early
+  interrupted='' code=0
+  wait "$launcher" || code=$?
+done
+
+if [ "$code" -eq 75 ]; then
+  echo "stopped; a checkpoint is in $run. The same command goes on from there"
+  exit 75
+elif [ "$code" -ne 0 ] || [ ! -f "$run/summary.json" ]; then
+  echo "error: the training ended with code $code before it was done; its last words are above" >&2
+  exit $((code ? code : 1))
+fi
+
+.venv/bin/python - "$run" <<'PYTHON'
+import json
+import sys
+from pathlib import Path
+
+run = Path(sys.argv[1])
+s = json.loads((run / "summary.json").read_text())
+print(f"""
+{s["parameters"] / 1e6:.1f}M parameters, {s["steps"]} steps, {s["tokens"] / 1e6:.2f}M tokens at {s["tokens_per_second"]:,.0f} a second, \
+on {s["world_size"]} processes with ZeRO {s["zero_stage"]}
+training loss    {s["first_loss"]:.3f} -> {s["final_loss"]:.3f} nats per token
+validation loss  {s["val_loss"]:.3f}; knowing only how frequent each token is would give {s["val_unigram_entropy"]:.3f}
+
+{run}/summary.json    these figures, and more
+{run}/journal.jsonl   what happened, in order
+{run}/steps/          every step's measurements (Parquet)
+{run}/checkpoints/    what a run resumes from
+{run}/recipe.yaml     the configuration, resolved
+data/stdlib/          the corpus and its tokenizer
+
+Curves:  .venv/bin/tensorboard --logdir {run}/tensorboard   then open http://localhost:6006""")
+PYTHON

@@ -1,0 +1,56 @@
+"""What every test may use: a tiny real corpus, and recipes for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megastable.config import RunConfig
+from megastable.data.manifest import Manifest, TokenizerInfo, adopt
+from megastable.data.shards import ShardWriter
+
+VOCABULARY = 250
+LENGTH = 32
+
+
+def write_corpus(directory: Path, tokens: int = 40_000, seed: int = 0, validation: float = 0.05) -> Manifest:
+    """A corpus that can be learnt: a random walk over token ids in documents of 5 to 200 tokens, ended by 0."""
+    directory.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(seed)
+    with ShardWriter(directory / "part-0", VOCABULARY) as writer:
+        while writer.tokens < tokens:
+            steps = random.integers(-3, 4, random.integers(5, 200))
+            document = (random.integers(1, VOCABULARY) + steps.cumsum()) % (VOCABULARY - 1) + 1
+            writer.add_document(np.append(document, 0))
+    tokenizer = TokenizerInfo(file="tokenizer.model", kind="sentencepiece", xxh3="0" * 32, vocab_size=VOCABULARY, eod=0)
+    manifest = adopt(directory, tokenizer, validation)
+    manifest.save(directory)
+    return manifest
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny prepared corpus; not to be changed."""
+    folder = tmp_path_factory.mktemp("corpus")
+    write_corpus(folder)
+    return folder
+
+
+def tiny(corpus: Path, run: Path, **parts: Any) -> RunConfig:
+    """A configuration that trains in seconds; `parts` are merged into the tree."""
+    tree: dict[str, Any] = {
+        "run": {"dir": run, "timeout": 120},
+        "model": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "sequence_length": LENGTH, "vocab_multiple": 64},
+        "data": {"corpora": [{"path": corpus}]},
+        "optimizer": {"lr": 3e-3},
+        "schedule": {"warmup_steps": 5, "total_steps": 20},
+        "train": {"steps": 20, "global_batch": 8, "micro_batch": 2, "eval_samples": 8, "eval_interval": 0},
+        "checkpoint": {"interval": 10},
+        "logging": {"tensorboard": False, "interval": 1000, "norms_interval": 5, "peak_tflops": 1.0},
+    }  # fmt: skip
+    for key, value in parts.items():
+        tree[key] = {**tree.get(key, {}), **value} if isinstance(value, dict) else value
+    return RunConfig.model_validate(tree)

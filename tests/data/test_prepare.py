@@ -1,0 +1,355 @@
+"""Corpora contain exactly the input, are the same bytes for any number of workers, and never half made."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.data import prepare
+from megastable.data.manifest import Manifest, Stream
+from megastable.data.prepare import adopt_directory, prepare_shards, settle_threshold
+from megastable.data.shards import Shard, ShardWriter
+from megastable.data.tokenizer import load_tokenizer
+from megastable.data.verify import verify_corpus
+from megastable.errors import DataError
+from tests.data.texts import documents, hugging_face_file, sentencepiece_file
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sentencepiece_file(tmp_path_factory.mktemp("tokenizer"))
+
+
+def write_lines(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def texts_of(directory: Path, split: str) -> list[str]:
+    """The documents of a split, read back from the shards alone."""
+    manifest = Manifest.load(directory)
+    tokenizer = load_tokenizer(directory / manifest.tokenizer.file, manifest.tokenizer.eod)
+    texts = []
+    for segment in manifest.splits.get(split, []):
+        shard = Shard(directory / segment.shard)
+        for document in range(shard.documents):
+            first, end = shard.document_bounds(document)
+            ids = shard.read(first, end - first)
+            assert (ids == tokenizer.eod).nonzero()[0].tolist() == [len(ids) - 1]
+            texts.append(tokenizer.decode(ids[:-1]))
+    return texts
+
+
+def shard_bytes(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix in (".bin", ".idx")}
+
+
+def test_every_document_is_in_one_split_in_its_order(tmp_path: Path, tokenizer: Path) -> None:
+    texts = documents(400)
+    lines = write_lines(tmp_path / "a.jsonl", texts)
+    made = prepare_shards([lines], tmp_path / "out", tokenizer, name="mine", validation=0.1)
+    train, validation = texts_of(tmp_path / "out", "train"), texts_of(tmp_path / "out", "validation")
+    assert 15 < len(validation) < 80
+    held_back = set(validation)
+    assert train == [text for text in texts if text not in held_back]
+    assert validation == [text for text in texts if text in held_back]
+    assert made.documents == {"train": len(train), "validation": len(validation)}
+    assert made.text_bytes == sum(len(text.encode()) for text in texts)
+    manifest = Manifest.load(tmp_path / "out")
+    assert made.tokens == {
+        split: Stream(tmp_path / "out", manifest, split).tokens for split in manifest.splits
+    }
+    assert made.fingerprint == manifest.fingerprint()
+    assert manifest.name == "mine"
+    assert manifest.tokenizer == load_tokenizer(tokenizer).info
+    assert {shard.name for shard in manifest.shards} == {"mine-train-00000", "mine-validation-00000"}
+    verify_corpus(tmp_path / "out")
+
+
+@pytest.mark.parametrize("make", [sentencepiece_file, hugging_face_file])
+def test_workers_do_not_change_a_byte(
+    tmp_path: Path, make: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "BATCH", 5_000)  # some 30 batches
+    lines = write_lines(tmp_path / "a.jsonl", [*documents(300), "x" * 20_000])
+    made = [
+        prepare_shards(
+            [lines],
+            tmp_path / f"out{workers}",
+            make(tmp_path),
+            name="n",
+            workers=workers,
+            shard_tokens=10_000,
+        )
+        for workers in (1, 2, 3)
+    ]
+    one, two, three = (shard_bytes(tmp_path / f"out{workers}") for workers in (1, 2, 3))
+    assert len(one) == 2 * made[0].shards > 6
+    assert one == two == three
+    assert len({summary.fingerprint for summary in made}) == 1
+
+
+def test_batches_do_not_change_a_byte(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", documents(50))
+    for batch in (1, 3_000, 1 << 20):
+        monkeypatch.setattr(prepare, "BATCH", batch)
+        prepare_shards([lines], tmp_path / f"out{batch}", tokenizer, name="n")
+    assert (
+        shard_bytes(tmp_path / "out1")
+        == shard_bytes(tmp_path / "out3000")
+        == shard_bytes(tmp_path / "out1048576")
+    )
+
+
+def test_a_shard_ends_after_the_document_that_fills_it(tmp_path: Path, tokenizer: Path) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", documents(100))
+    made = prepare_shards([lines], tmp_path / "out", tokenizer, validation=0, shard_tokens=3_000)
+    manifest = Manifest.load(tmp_path / "out")
+    assert made.documents == {"train": 100}
+    assert [shard.name for shard in manifest.shards] == [f"out-train-{n:05d}" for n in range(made.shards)]
+    assert made.shards > 4
+    for info in manifest.shards[:-1]:
+        last, end = Shard(tmp_path / "out" / info.name).document_bounds(info.documents - 1)
+        assert last < 3_000 <= end == info.tokens
+    assert texts_of(tmp_path / "out", "train") == documents(100)
+
+
+def test_duplicates_never_straddle_the_split(tmp_path: Path, tokenizer: Path) -> None:
+    texts = documents(100)
+    lines = write_lines(tmp_path / "a.jsonl", texts * 3)
+    prepare_shards([lines], tmp_path / "out", tokenizer, validation=0.2)
+    train, validation = texts_of(tmp_path / "out", "train"), texts_of(tmp_path / "out", "validation")
+    assert len(validation) >= 3
+    assert not set(train) & set(validation)
+    assert sorted(train + validation) == sorted(texts * 3)
+
+
+def test_the_split_depends_on_text_and_seed_alone(tmp_path: Path, tokenizer: Path) -> None:
+    texts = documents(200)
+    held_back = {}
+    for name, part, seed in (
+        ("all", texts, 0),
+        ("reversed", texts[::-1], 0),
+        ("half", texts[:100], 0),
+        ("other", texts, 1),
+    ):
+        lines = write_lines(tmp_path / f"{name}.jsonl", part)
+        prepare_shards([lines], tmp_path / name, tokenizer, validation=0.2, seed=seed)
+        held_back[name] = set(texts_of(tmp_path / name, "validation"))
+    assert held_back["all"] == held_back["reversed"]
+    assert held_back["half"] == held_back["all"] & set(texts[:100])
+    assert held_back["all"] != held_back["other"]
+
+
+@pytest.mark.parametrize("validation", [1e-12, 0.01, 0.999999999999])
+@pytest.mark.parametrize("count", [2, 3])
+def test_tiny_corpora_have_both_splits(
+    tmp_path: Path, tokenizer: Path, validation: float, count: int
+) -> None:
+    texts = documents(count)
+    lines = write_lines(tmp_path / "a.jsonl", texts)
+    made = prepare_shards([lines], tmp_path / "out", tokenizer, validation=validation)
+    train, held_back = texts_of(tmp_path / "out", "train"), texts_of(tmp_path / "out", "validation")
+    assert sorted(train + held_back) == sorted(texts)
+    assert min(len(train), len(held_back)) == 1
+    assert made.warnings == []
+    assert len(shard_bytes(tmp_path / "out")) == 4
+    verify_corpus(tmp_path / "out")
+
+
+@pytest.mark.parametrize("validation", [1e-12, 0.999999999999])
+def test_one_text_is_for_training_and_that_is_said(
+    tmp_path: Path, tokenizer: Path, validation: float
+) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", ["the same"] * 3)
+    made = prepare_shards([lines], tmp_path / "out", tokenizer, validation=validation)
+    assert made.documents == {"train": 3}
+    assert ["no validation split" in warning for warning in made.warnings] == [True]
+    assert "warning: no validation split" in str(made)
+
+
+hashes = st.integers(0, 2**64 - 1)
+
+
+@given(wanted=st.integers(1, 2**64), ends=st.tuples(hashes, hashes))
+def test_a_settled_threshold_leaves_both_splits_a_document(wanted: int, ends: tuple[int, int]) -> None:
+    lowest, highest = sorted(ends)
+    settled = settle_threshold(wanted, lowest, highest)
+    assert settled <= highest  # there is something to train on
+    assert lowest < settled or lowest == highest
+    assert settle_threshold(settled, lowest, highest) == settled
+    if lowest < wanted <= highest:
+        assert settled == wanted
+    assert settle_threshold(0, lowest, highest) == 0
+
+
+def test_a_large_vocabulary_takes_four_bytes(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A tokenizer.json whose only use of its vocabulary is the last word: 70,000 words.
+    words = {f"w{number}": number for number in range(70_000)} | {"</s>": 70_000}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
+    added = [
+        {"id": 70_000, "content": "</s>", "special": True}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    ]
+    file = tmp_path / "tokenizer.json"
+    file.write_text(
+        json.dumps(
+            {"version": "1.0", "added_tokens": added, "pre_tokenizer": {"type": "Whitespace"}, "model": model}
+            | dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+        )
+    )
+    (tmp_path / "a.txt").write_text("w69999 w1")
+    prepare_shards([tmp_path / "a.txt"], tmp_path / "out", file, name="n")
+    assert Manifest.load(tmp_path / "out").dtype == "int32"
+    raw = (tmp_path / "out" / "n-train-00000.bin").read_bytes()
+    assert np.frombuffer(raw, "<i4").tolist() == [69_999, 1, 70_000]
+    verify_corpus(tmp_path / "out")
+
+
+def test_left_out_documents_are_counted(tmp_path: Path, tokenizer: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", ["one", "", "two"])
+    (folder / "b.jsonl").write_text("{\n")
+    (folder / "c.bin").write_bytes(b"\0")
+    with pytest.raises(DataError, match=r"b\.jsonl:1"):
+        prepare_shards([folder], tmp_path / "out", tokenizer)
+    assert sorted(os.listdir(tmp_path)) == ["in"]
+    made = prepare_shards([folder], tmp_path / "out", tokenizer, skip_bad=True)
+    assert sum(made.documents.values()) == 2
+    assert made.left_out == {"empty documents": 1, "bad documents": 1, "binary files": 1}
+
+
+def test_an_input_that_can_be_read_once_is_refused_where_it_is_needed_twice(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    read, write = os.pipe()
+    os.write(write, b"one document")
+    os.close(write)
+    (tmp_path / "a.txt").write_text("another")
+    inputs = [tmp_path / "a.txt", Path(f"/dev/fd/{read}")]
+    with pytest.raises(DataError, match="or is a pipe"):
+        prepare_shards(inputs, tmp_path / "out", tokenizer, validation=1e-12)
+    os.close(read)
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_an_empty_corpus_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    with pytest.raises(DataError, match=r"corpus is empty: no text in 0 file\(s\)"):
+        prepare_shards([folder], tmp_path / "out", tokenizer)
+    (folder / "a.bin").write_bytes(b"\0")
+    (folder / "a.txt").write_bytes(b"")
+    with pytest.raises(DataError, match=r"in 2 file\(s\) .* \(1 binary files, 1 empty documents left out\)"):
+        prepare_shards([folder], tmp_path / "out", tokenizer)
+    assert sorted(os.listdir(tmp_path)) == ["in"]
+
+
+def test_what_exists_is_replaced_only_if_told_and_only_if_it_is_a_corpus(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    output, lines = tmp_path / "out", write_lines(tmp_path / "a.jsonl", documents(5))
+
+    def make(file: Path = tokenizer, overwrite: bool = False) -> dict[str, bytes]:
+        prepare_shards([lines], output, file, overwrite=overwrite)
+        verify_corpus(output)
+        return shard_bytes(output)
+
+    first = make()
+    with pytest.raises(DataError, match="--overwrite"):
+        make()
+    write_lines(lines, documents(9))
+    second = make(overwrite=True)
+    assert first.keys() == second.keys()
+    assert first != second
+    # Another tokenizer, under the same name and with the same output: nothing of the old one is reused.
+    third = make(sentencepiece_file(tmp_path, 500), overwrite=True)
+    assert third != second
+    assert texts_of(output, "train") + texts_of(output, "validation") != []
+    (output / "precious.txt").write_text("")
+    with pytest.raises(DataError, match=r"will not be replaced: precious\.txt"):
+        make(overwrite=True)
+    (output / "precious.txt").unlink()
+    (output / "manifest.json").unlink()
+    with pytest.raises(DataError, match="is not a prepared corpus"):
+        make(overwrite=True)
+    assert shard_bytes(output) == third
+
+
+def test_a_failure_leaves_the_old_corpus_and_nothing_else(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", documents(5))
+    prepare_shards([lines], tmp_path / "out", tokenizer)
+    before = shard_bytes(tmp_path / "out")
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(DataError, match="No space left on device"):
+        prepare_shards([lines], tmp_path / "out", tokenizer, overwrite=True)
+    assert shard_bytes(tmp_path / "out") == before
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "out"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"validation": 1.0}, "at least 0, below 1"),
+        ({"validation": -0.1}, "at least 0, below 1"),
+        ({"validation": float("nan")}, "at least 0, below 1"),
+        ({"workers": 0}, "1 at least"),
+        ({"shard_tokens": 0}, "1 at least"),
+        ({"name": "a/b"}, "leave out the /"),
+        ({"eod": "<stop>"}, "no token '<stop>'"),
+    ],
+)
+def test_bad_options_are_refused(
+    tmp_path: Path, tokenizer: Path, options: dict[str, object], message: str
+) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", ["text"])
+    with pytest.raises(DataError, match=message):
+        prepare_shards([lines], tmp_path / "out", tokenizer, **options)  # type: ignore[arg-type]
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_an_output_inside_of_the_input_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(DataError, match="inside of the input"):
+        prepare_shards([tmp_path], tmp_path / "deep" / "out", tokenizer)
+
+
+def test_shards_of_another_program_are_adopted(tmp_path: Path, tokenizer: Path) -> None:
+    model = load_tokenizer(tokenizer)
+    texts = documents(40)
+    for number, part in enumerate((texts[:30], texts[30:])):
+        with ShardWriter(tmp_path / f"foreign_{number}", model.vocab_size) as writer:
+            for text in part:
+                writer.add_document(np.array([*model.encode(text), model.eod]))
+    made = adopt_directory(tmp_path, tokenizer, validation=0.2)
+    assert made.documents["train"] + made.documents["validation"] == 40
+    assert verify_corpus(tmp_path).fingerprint == made.fingerprint
+    with pytest.raises(DataError, match="--overwrite"):
+        adopt_directory(tmp_path, tokenizer)
+    assert adopt_directory(tmp_path, tokenizer, overwrite=True).documents == {"train": 40}
+
+
+def test_shards_beyond_the_vocabulary_are_not_adopted(tmp_path: Path, tokenizer: Path) -> None:
+    with ShardWriter(tmp_path / "foreign", 5_000) as writer:
+        writer.add_document(np.array([1, 4_999]))
+    with pytest.raises(DataError, match="4999"):
+        adopt_directory(tmp_path, tokenizer)
+    assert sorted(os.listdir(tmp_path)) == ["foreign.bin", "foreign.idx"]
