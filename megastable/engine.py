@@ -40,16 +40,11 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.utils import get_global_norm_of_tensors
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_optimizer_state,
-)
 from deepspeed.utils import logger as deepspeed_logger
 
 from megastable.config import OptimizerConfig, RunConfig
 from megastable.data.loader import MicroBatch
+from megastable.flatstate import FlatState, Fragment
 from megastable.model import gpt
 from megastable.model.loss import LossFunction
 from megastable.parallel.pipeline import partition
@@ -85,14 +80,6 @@ class Judge(Protocol):
     """The gate: True lets DeepSpeed clip and update, False drops the gradients. Must be a pure function of its input."""
 
     def __call__(self, measured: Measured) -> bool: ...
-
-
-@dataclass(frozen=True)
-class Norms:
-    """Global L2 norms over the fp32 master weights and Adam's second moments."""
-
-    parameters: float
-    second_moment: float
 
 
 def start_distributed(timeout: float) -> None:
@@ -371,67 +358,71 @@ class Engine:
 
     # State
 
-    @torch.no_grad()
-    def norms(self) -> Norms:
-        """Norms of the master weights and of Adam's second moments, each parameter counted once."""
-        self._link_moments()
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+    def flat_state(self) -> FlatState:
+        """Masters and moments of this rank by parameter; see flatstate.py. Views: what is written there counts."""
+        o, fragments = self.optimizer, []
         for parameter in self.ds.module.parameters():
-            if getattr(parameter, "ds_pipe_replicated", False):
-                continue
-            if not parameter.tensor_model_parallel and self.topology.tensor_rank:  # type: ignore[attr-defined]
-                continue
-            for i, piece in enumerate(self._pieces(parameter)):
-                if piece is not None:
-                    total[i] += piece.double().pow(2).sum()
-        if isinstance(self.optimizer, FP16_UnfusedOptimizer):
-            total /= self.topology.layout.data  # this wrapper keeps everything on every data-parallel rank
-        dist.all_reduce(total)
-        weights, moments = total.sqrt().tolist()
-        return Norms(weights, moments)
-
-    def _link_moments(self) -> None:
-        # ZeRO-1/2 links parameters to Adam's state while it steps the first parameter group, when that of the
-        # second (our norms) does not exist yet; link again.
-        o = self.optimizer
-        if isinstance(o, DeepSpeedZeroOptimizer) and o.optimizer.state:
-            o._hp_optimizer_states_linked = False
-            o._lazy_init_hp_params_optimizer_state()
-
-    def _pieces(self, parameter: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """This data-parallel rank's part of the fp32 master and of the second moment."""
-        o = self.optimizer
-        if isinstance(o, FP16_UnfusedOptimizer):
-            for low, high in zip(o.fp16_groups, o.fp32_groups, strict=True):
-                for p, master in zip(low, high, strict=True):
-                    if p is parameter:
-                        return master, o.optimizer.state[master].get("exp_avg_sq")
-            return None, None
-        if isinstance(o, DeepSpeedZeroOptimizer_Stage3):
-            started = bool(o.optimizer.state)
-            moment = safe_get_local_optimizer_state(parameter, "exp_avg_sq") if started else None
-            return safe_get_local_fp32_param(parameter), moment
-        mapping = getattr(parameter, "_hp_mapping", None)
-        if mapping is None:
-            return None, None
-        moments = mapping.optim_fragment or {}
-        return mapping.get_hp_fragment(), moments.get("exp_avg_sq")
-
-    def whole_state(self, kind: str = "weight") -> dict[str, Tensor]:
-        """This rank's parameters by their names in the whole model: fp32 masters ("weight"), or Adam's "exp_avg"
-        or "exp_avg_sq"; whole over data parallelism, this tensor rank's shard, this stage's layers.
-        """
-        if isinstance(self.optimizer, FP16_UnfusedOptimizer):
-            raise TypeError("with parallel.zero=0 the master weights are the checkpoint's alone")
-        self._link_moments()
-        state = {}
-        for parameter in self.ds.module.parameters():
-            if kind == "weight":
-                value = safe_get_full_fp32_param(parameter)
+            placement = placement_of(parameter)
+            counted = not getattr(parameter, "ds_pipe_replicated", False)
+            counted &= parameter.tensor_model_parallel or self.topology.tensor_rank == 0  # type: ignore[attr-defined]
+            if isinstance(o, DeepSpeedZeroOptimizer_Stage3):
+                shape = tuple(parameter.ds_shape)  # type: ignore[attr-defined]
+                group, offset, size = o.grad_position[o.get_param_id(parameter)]
+                start = self.topology.data_rank * size
+                numel = min(size, parameter.ds_numel - start)  # type: ignore[attr-defined]
             else:
-                value = safe_get_full_optimizer_state(parameter, kind)
-            state[placement_of(parameter).name] = value.detach().float().cpu().clone()
-        return state
+                shape = tuple(parameter.shape)
+                held = getattr(parameter, "_hp_mapping", None)
+                if held is None:
+                    continue
+                group, offset = held.param_group_index, held.hp_fragment_address.start
+                start, numel = held.lp_fragment_address.start, held.lp_fragment_address.numel
+            if numel > 0:
+                fragments.append(
+                    Fragment(
+                        name=placement.name, dim=placement.dim, sections=placement.sections, shape=shape, group=group,
+                        offset=offset, start=start, numel=numel, counted=counted,
+                    )
+                )  # fmt: skip
+        return FlatState(self._masters(), o.optimizer, fragments, self.topology.data_group)
+
+    def _masters(self) -> list[Tensor]:
+        o = self.optimizer
+        if isinstance(o, BF16_Optimizer):
+            return list(o.fp32_groups_flat_partition)
+        if isinstance(o, DeepSpeedZeroOptimizer_Stage3):
+            return list(o.fp32_partitioned_groups_flat)
+        if isinstance(o, DeepSpeedZeroOptimizer):
+            return list(o.single_partition_of_fp32_groups)
+        return []  # parallel.zero=0 keeps no flat buffers
+
+    def refresh_weights(self) -> None:
+        """Bring the parameters that compute up to date with the master weights."""
+        o = self.optimizer
+        if isinstance(o, DeepSpeedZeroOptimizer_Stage3):
+            for master, low in zip(
+                o.fp32_partitioned_groups_flat, o.fp16_partitioned_groups_flat, strict=True
+            ):
+                low.data.copy_(master.data)
+            for group in range(len(o.fp16_partitioned_groups_flat)):
+                o._unflatten_partitioned_parameters(group)
+            if o.persistent_parameters:
+                o.persistent_parameters[0].all_gather(o.persistent_parameters)
+        else:
+            o.update_lp_params()
+            if isinstance(o, DeepSpeedZeroOptimizer):
+                for group in range(len(o.bit16_groups)):
+                    o._update_model_bit16_weights(group)
+
+    def set_loss_scale(self, scale: float) -> None:
+        """fp16: go on with this loss scale. Elsewhere there is none."""
+        if self.config.precision.kind == "fp16":
+            self.optimizer.loss_scaler.cur_scale = scale
+
+    @property
+    def optimizer_file(self) -> str:
+        """Name of the file in which `save` keeps this rank's masters and moments."""
+        return Path(self.ds._get_zero_ckpt_name("", "")).name
 
     def save(self, folder: Path, writer: Any, client_state: dict[str, Any]) -> None:
         """DeepSpeed's files into `folder`, through `writer` (see checkpoint/files.py), without `latest`."""

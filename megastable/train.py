@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 import megastable
 from megastable import deepspeed_config, errors, recipe, rundir
-from megastable.checkpoint import store
+from megastable.checkpoint import reshape, store
 from megastable.config import RunConfig
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.loader import Loader, Source
@@ -114,10 +114,14 @@ class Trainer:
             return
         saved = store.read_state(found)
         self._check_order(saved, found)
-        if saved.layout != self.state.layout:
-            raise CheckpointError(f"{found} was written by {saved.layout}, this run has {self.state.layout}")
-        self.engine.load(found, store.Writer())
-        store.restore_rng(found)
+        if saved.layout == self.state.layout:
+            self.engine.load(found, store.Writer())
+            store.restore_rng(found)
+        else:
+            # Other ranks hold other pieces: every weight and moment is put together and shared out anew.
+            reshape.load(found, self.engine)
+            self.note("reshaped", old=vars(saved.layout), new=vars(self.state.layout))
+            self.say(f"{found.name} was written by another layout ({saved.layout}): reshaped")
         versions = self.state.versions
         self.state = saved.model_copy(update={"layout": self.state.layout, "versions": versions})
         self.state.order_fingerprint = self.corpora.order_fingerprint
@@ -181,7 +185,7 @@ class Trainer:
 
                 # The record
                 due = c.logging.norms_interval and s.step % c.logging.norms_interval == 0
-                norms = self.engine.norms() if due else None
+                norms = self.engine.flat_state().norms() if due and c.parallel.zero else None
                 if live is not None:
                     worst = int(torch.nan_to_num(measured.losses, nan=torch.inf).argmax())
                     per_second = tokens / seconds

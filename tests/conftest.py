@@ -25,7 +25,9 @@ def write_corpus(directory: Path, tokens: int = 40_000, seed: int = 0, validatio
             steps = random.integers(-3, 4, random.integers(5, 200))
             document = (random.integers(1, VOCABULARY) + steps.cumsum()) % (VOCABULARY - 1) + 1
             writer.add_document(np.append(document, 0))
-    tokenizer = TokenizerInfo(file="tokenizer.model", kind="sentencepiece", xxh3="0" * 32, vocab_size=VOCABULARY, eod=0)
+    tokenizer = TokenizerInfo(
+        file="tokenizer.model", kind="sentencepiece", xxh3="0" * 32, vocab_size=VOCABULARY, eod=0
+    )
     manifest = adopt(directory, tokenizer, validation)
     manifest.save(directory)
     return manifest

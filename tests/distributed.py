@@ -25,7 +25,9 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _rank(rank: int, world: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...], results: Any) -> None:
+def _rank(
+    rank: int, world: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...], results: Any
+) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu",
@@ -51,7 +53,9 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 2
     """`fn(*args)` on `world` ranks of one process group; their results by rank. A failed rank fails the test."""
     results = CONTEXT.Queue()
     port = free_port()
-    processes = [CONTEXT.Process(target=_rank, args=(r, world, port, fn, args, results)) for r in range(world)]
+    processes = [
+        CONTEXT.Process(target=_rank, args=(r, world, port, fn, args, results)) for r in range(world)
+    ]
     for process in processes:
         process.start()
     answers: dict[int, Any] = {}

@@ -48,7 +48,12 @@ def logits(w: dict[str, Tensor], shape: Shape, tokens: Tensor, segments: Tensor 
     position = torch.arange(s).expand(b, s)
     if segments is not None:
         mask = mask & (segments[:, :, None] == segments[:, None, :])
-        position = torch.stack([torch.cat([torch.arange(n) for n in row.unique_consecutive(return_counts=True)[1]]) for row in segments])
+        position = torch.stack(
+            [
+                torch.cat([torch.arange(n) for n in row.unique_consecutive(return_counts=True)[1]])
+                for row in segments
+            ]
+        )
     x = w["embedding.weight"][tokens]
     h, k, d = shape.heads, shape.kv_heads, shape.width
     for i in range(shape.layers):
@@ -64,7 +69,9 @@ def logits(w: dict[str, Tensor], shape: Shape, tokens: Tensor, segments: Tensor 
         for j in range(h):
             group = j // (h // k)
             score = q[:, j].float() @ key[:, group].float().transpose(1, 2) / math.sqrt(d)
-            heads.append((torch.softmax(score.masked_fill(~mask, -math.inf), -1) @ v[:, group].float()).to(x.dtype))
+            heads.append(
+                (torch.softmax(score.masked_fill(~mask, -math.inf), -1) @ v[:, group].float()).to(x.dtype)
+            )
         x = x + torch.cat(heads, -1) @ w[p + "attention.out.weight"].T
         y = norm(x, w[p + "mlp_norm.weight"], shape.eps) @ w[p + "mlp.gate_up.weight"].T
         gate, up = y.chunk(2, -1)
@@ -99,7 +106,10 @@ class AdamW:
     def __post_init__(self) -> None:
         for name, value in self.w.items():
             self.master[name] = value.detach().float().clone()
-            self.m[name], self.v[name] = torch.zeros_like(self.master[name]), torch.zeros_like(self.master[name])
+            self.m[name], self.v[name] = (
+                torch.zeros_like(self.master[name]),
+                torch.zeros_like(self.master[name]),
+            )
 
     def step(self, grads: dict[str, Tensor], lr: float) -> float:
         """Clip, update; the gradient norm before clipping."""

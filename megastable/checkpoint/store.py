@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from megastable.checkpoint import reshape
 from megastable.checkpoint.files import FileRecord, Writer, hash_file, write_file
 from megastable.errors import CheckpointError
 from megastable.jsonl import sync_directory
@@ -99,6 +100,8 @@ def save(folder: Path, engine: Any, state: RunState, keep: int) -> Saved:
     writer = Writer()
     engine.save(temporary, writer, {})
     writer.save(_rng_state(), temporary / f"rng-{dist.get_rank():05d}.pt")
+    pieces = reshape.describe(engine).model_dump_json().encode()
+    writer.save(pieces, temporary / f"{reshape.PREFIX}{dist.get_rank():05d}.json")
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (writer.records, writer.error or _reread(temporary, writer.records)))
     problem = next((f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error), "")

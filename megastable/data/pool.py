@@ -51,12 +51,23 @@ def ordered_map(
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Workers are started inside: they inherit the mask, so that Ctrl-C reaches this process alone."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Hold Ctrl-C back while workers are started: they inherit the mask, so that it reaches this process alone.
+
+    The mask is this thread's; when another thread takes the signal, Python still calls the handler here.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _start_worker() -> None:

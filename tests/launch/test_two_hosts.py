@@ -19,7 +19,7 @@ TWO_HOSTS = Path(__file__).with_name("two_hosts.sh")
 DEEPSPEED = Path(sys.executable).with_name("deepspeed")
 STEPS = 6
 # Whatever is started behind this ends with it, and it ends with the tests.
-CONTAINED = ["setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+CONTAINED = "setpriv --pdeathsig KILL unshare --pid --fork --kill-child --mount-proc".split()
 # What `two_hosts.sh` does with namespaces, the network in them and mounts, and nothing else.
 TRIAL = (
     "ip link add try0 type bridge && ip link add try1 type veth peer name try2 && mount -t tmpfs tmpfs /run"
@@ -31,13 +31,11 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "making network namespaces needs root"
     absent = [
-        name
-        for name in ("unshare", "setpriv", "ip", "ssh", "ssh-keygen", "sshd", "pdsh")
-        if not shutil.which(name)
+        tool for tool in "unshare setpriv ip ssh ssh-keygen sshd pdsh".split() if not shutil.which(tool)
     ]
     if absent:
         return f"not installed: {', '.join(absent)} (Debian: apt-get install iproute2 openssh-server pdsh)"
-    unshare = ["unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--mount-proc"]
+    unshare = "unshare --mount --net --pid --ipc --uts --fork --mount-proc".split()
     trial = subprocess.run([*unshare, "sh", "-c", TRIAL], capture_output=True, text=True, timeout=30)
     return f"namespaces may not be made here: {trial.stderr.strip()}" if trial.returncode else None
 
@@ -46,33 +44,18 @@ def arguments(corpus: Path, run: Path) -> list[str]:
     overrides = (
         "model.layers=2 model.hidden=64 model.heads=2 model.kv_heads=1 model.ffn=128 model.sequence_length=64 "
         f"train.steps={STEPS} train.global_batch=8 train.micro_batch=2 train.eval_interval=0 train.eval_samples=8 "
-        "checkpoint.interval=0 logging.tensorboard=false logging.peak_tflops=1"
-    )
-    corpora = f"data.corpora=[{{path: {corpus}}}]"
-    return [
-        "--module",
-        "megastable.train",
-        "launch/recipes/quickstart.yaml",
-        *overrides.split(),
-        corpora,
-        f"run.dir={run}",
-    ]
+        f"checkpoint.interval=0 logging.tensorboard=false logging.peak_tflops=1 run.dir={run}"
+    ).split()
+    recipe = "launch/recipes/quickstart.yaml"
+    return ["--module", "megastable.train", recipe, *overrides, f"data.corpora=[{{path: {corpus}}}]"]
 
 
-def train(command: list[str | Path]) -> str:
+def train(*command: str | Path) -> str:
     """What it printed. Fails with all of it unless it ends with 0."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=200,
-    )
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}"
-    return done.stdout
+    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=200, text=True, capture_output=True)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
 
 
 def measured(run: Path) -> dict[str, list[float]]:
@@ -89,18 +72,10 @@ def test_two_hosts_train_what_one_does(corpus: Path, tmp_path: Path) -> None:
         pytest.skip(reason)
     hosts = tmp_path / "hosts"
     hosts.mkdir()
-    across = [DEEPSPEED, "--hostfile", hosts / "hostfile", *arguments(corpus, tmp_path / "across")]
-    printed = train(["bash", TWO_HOSTS, hosts, *across])
-    train(
-        [
-            DEEPSPEED,
-            "--num_gpus",
-            "2",
-            "--master_port",
-            str(free_port()),
-            *arguments(corpus, tmp_path / "single"),
-        ]
-    )
+    launcher: list[str | Path] = [DEEPSPEED, "--hostfile", hosts / "hostfile"]
+    printed = train("bash", TWO_HOSTS, hosts, *launcher, *arguments(corpus, tmp_path / "across"))
+    launcher = [DEEPSPEED, "--num_gpus", "2", "--master_port", str(free_port())]
+    train(*CONTAINED, *launcher, *arguments(corpus, tmp_path / "single"))
 
     summary = json.loads((tmp_path / "across" / "summary.json").read_text())
     assert (summary["steps"], summary["world_size"], summary["data"]) == (STEPS, 2, 2)

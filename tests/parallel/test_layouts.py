@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megastable.config import RunConfig
+from megastable.flatstate import KINDS
 from megastable.model.gpt import GPT
-from megastable.model.init import initialise  # noqa: F401  (the model fills itself)
 from megastable.parallel.sharding import Placement, placement_of, unshard
 from megastable.parallel.topology import Layout, TensorParallel
 from tests import reference
@@ -41,7 +41,9 @@ def batches(apart: bool = False) -> list[tuple[torch.Tensor, torch.Tensor, torch
     for _ in range(STEPS):
         t = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=g)
         starts = (torch.rand(BATCH, LENGTH, generator=g) < 0.1).int()
-        made.append((t[:, :-1].contiguous(), t[:, 1:].contiguous(), starts.cumsum(1).int() if apart else None))
+        made.append(
+            (t[:, :-1].contiguous(), t[:, 1:].contiguous(), starts.cumsum(1).int() if apart else None)
+        )
     return made
 
 
@@ -61,7 +63,13 @@ def train_rank(c: RunConfig, world: int, apart: bool) -> dict[str, Any]:
     for (tokens, labels, segments), lr in zip(batches(apart), RATES, strict=True):
         index = torch.arange(BATCH).view(-1, layout.data, c.train.micro_batch)[:, topology.data_rank]
         micro = [
-            MicroBatch(tokens[i], labels[i], positions=i, segments=None if segments is None else segments[i], position_ids=None)
+            MicroBatch(
+                tokens[i],
+                labels[i],
+                positions=i,
+                segments=None if segments is None else segments[i],
+                position_ids=None,
+            )
             for i in index
         ]
         measured, applied = engine.train_step(micro, lr, judge=lambda m: m.finite)
@@ -69,9 +77,10 @@ def train_rank(c: RunConfig, world: int, apart: bool) -> dict[str, Any]:
         losses.append(measured.loss)
         norms.append(measured.grad_norm)
         samples.append(measured.losses.tolist())
-    state = {kind: engine.whole_state(kind) for kind in ("weight", "exp_avg", "exp_avg_sq")}
+    flat = engine.flat_state()
+    state = {kind: flat.shards(kind) for kind in KINDS}
     placements = {placement_of(p).name: placement_of(p) for p in engine.ds.module.parameters()}
-    final = engine.norms()
+    final = flat.norms()
     return {
         "losses": losses, "norms": norms, "samples": samples, "state": state, "placements": placements,
         "coordinates": layout.coordinates(topology.rank), "final": (final.parameters, final.second_moment),
@@ -158,7 +167,10 @@ def compare(world: int, options: dict[str, Any], precision: str, tolerance: dict
         assert got.keys() == wanted.keys()
         for name in wanted:
             assert relative(got[name], wanted[name]) < tolerance[kind], f"{kind} of {name}"
-    want_norms = [sum(float(t.double().square().sum()) for t in d.values()) ** 0.5 for d in (optimizer.master, optimizer.v)]
+    want_norms = [
+        sum(float(t.double().square().sum()) for t in d.values()) ** 0.5
+        for d in (optimizer.master, optimizer.v)
+    ]
     assert ranks[0]["final"] == pytest.approx(want_norms, rel=tolerance["exp_avg_sq"])
 
 

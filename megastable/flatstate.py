@@ -1,0 +1,135 @@
+"""The optimizer's state of this rank, whatever ZeRO made of it: flat fp32 buffers, and which piece belongs to which
+parameter.
+
+DeepSpeed's wrappers all keep a few flat buffers of fp32 master weights and Adam moments. A `Fragment` says where
+a parameter's piece lies in them, so norms, whole tensors, a checkpoint of another layout (and later snapshots) are
+one piece of code for all wrappers. Imports no DeepSpeed: engine.py finds the fragments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from megastable.parallel.sharding import Placement, shard
+
+KINDS = ("weight", "exp_avg", "exp_avg_sq")  # fp32 master weights, Adam's first and second moment
+
+
+class Fragment(BaseModel):
+    """`numel` elements of a parameter, from `start` of its flattened tensor-parallel shard, at `offset` of buffer
+    `group`. name, dim, sections: its `Placement`; shape: of the shard. counted: False for a copy that another
+    rank counts (a replica over the tensor group, a tied weight on a later stage).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    dim: int | None
+    sections: tuple[int, ...]
+    shape: tuple[int, ...]
+    group: int
+    offset: int
+    start: int
+    numel: int
+    counted: bool
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.name, self.dim, self.sections)
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Global L2 norms over the fp32 master weights and Adam's second moments."""
+
+    parameters: float
+    second_moment: float
+
+
+class FlatState:
+    """Flat buffers, the torch optimizer that owns the moments, and the fragments of this rank."""
+
+    def __init__(
+        self,
+        masters: list[Tensor],
+        optimizer: torch.optim.Optimizer,
+        fragments: list[Fragment],
+        data_group: Any,
+    ) -> None:
+        self.masters, self.optimizer, self.fragments, self.data_group = (
+            masters,
+            optimizer,
+            fragments,
+            data_group,
+        )
+
+    def buffer(self, group: int, kind: str) -> Tensor | None:
+        """The flat fp32 buffer of a group; None for moments before the first update."""
+        master = self.masters[group]
+        return master.data if kind == "weight" else self.optimizer.state.get(master, {}).get(kind)
+
+    def piece(self, fragment: Fragment, kind: str) -> Tensor | None:
+        """A view of a fragment's elements."""
+        buffer = self.buffer(fragment.group, kind)
+        return None if buffer is None else buffer.narrow(0, fragment.offset, fragment.numel)
+
+    @torch.no_grad()
+    def norms(self) -> Norms:
+        """Collective over the world; every parameter counts once."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.masters[0].device)
+        for fragment in self.fragments:
+            if fragment.counted:
+                for i, kind in enumerate(("weight", "exp_avg_sq")):
+                    piece = self.piece(fragment, kind)
+                    if piece is not None:
+                        total[i] += piece.double().square().sum()
+        dist.all_reduce(total)
+        weights, moments = total.sqrt().tolist()
+        return Norms(weights, moments)
+
+    @torch.no_grad()
+    def shards(self, kind: str) -> dict[str, Tensor]:
+        """This tensor rank's and stage's parameters by name, whole over data parallelism, fp32 on the CPU.
+
+        Collective over the data group, which sums the pieces.
+        """
+        found: dict[str, Tensor] = {}
+        names = sorted({(f.name, f.shape) for f in self.fragments})
+        everyone: list[Any] = [None] * dist.get_world_size(self.data_group)
+        dist.all_gather_object(everyone, names, group=self.data_group)
+        for name, shape in sorted({item for held in everyone for item in held}):
+            flat = torch.zeros(shape, device=self.masters[0].device).flatten()
+            for fragment in self.fragments:
+                piece = self.piece(fragment, kind) if fragment.name == name else None
+                if piece is not None:
+                    flat[fragment.start : fragment.start + fragment.numel] = piece
+            dist.all_reduce(flat, group=self.data_group)
+            found[name] = flat.view(shape).cpu()
+        return found
+
+    @torch.no_grad()
+    def fill(
+        self, whole: Callable[[str, str], Tensor], step: float, tensor_rank: int, tensor_size: int
+    ) -> None:
+        """Set masters and moments from whole tensors: `whole(name, kind)`; `step` is Adam's count of updates.
+
+        The caller brings the low-precision parameters up to date afterwards.
+        """
+        for master in self.masters if step else []:
+            state = self.optimizer.state[master]
+            state["step"] = torch.tensor(float(step))
+            for kind in KINDS[1:]:
+                state[kind] = torch.zeros_like(master.data)
+        for kind in KINDS if step else KINDS[:1]:
+            for fragment in self.fragments:
+                piece = self.piece(fragment, kind)
+                assert piece is not None
+                mine = shard(whole(fragment.name, kind), fragment.placement, tensor_rank, tensor_size)
+                piece.copy_(mine.flatten()[fragment.start : fragment.start + fragment.numel])

@@ -1,0 +1,132 @@
+"""The scripts of launch/: what they do where something is missing, fails or stops."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from deepspeed.launcher.runner import fetch_hostfile
+
+from megastable import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = [
+    ".ci/run",
+    *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("launch/*.s*")),
+    "tests/launch/two_hosts.sh",
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_is_bash(script: str) -> None:
+    checked = subprocess.run(["bash", "-n", ROOT / script], capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert (ROOT / script).read_text().startswith("#!/usr/bin/env bash\n")
+
+
+def test_the_scripts_are_all_there() -> None:
+    assert {"launch/install.sh", "launch/quickstart.sh", "launch/slurm.sbatch", "launch/test.sh"} <= set(
+        SCRIPTS
+    )
+
+
+def test_deepspeed_reads_the_hostfile_example() -> None:
+    assert fetch_hostfile(str(ROOT / "launch/hostfile.example")) == {"node-01": 8, "node-02": 8}
+
+
+def test_deepspeed_reads_the_environment_example() -> None:
+    for line in (ROOT / "launch/deepspeed_env.example").read_text().splitlines():
+        key, value = line.split("=", maxsplit=1)  # as its launcher does, to every line
+        assert key.isidentifier()
+        assert value
+
+
+# install.sh
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """What install.sh needs of the project, elsewhere, with no package index in reach."""
+    (tmp_path / "launch").mkdir()
+    for file in ("pyproject.toml", "constraints.txt", "launch/install.sh"):
+        shutil.copy(ROOT / file, tmp_path / file)
+    return tmp_path
+
+
+def install(clone: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
+    return subprocess.run(
+        ["bash", clone / "launch/install.sh", "dev"],
+        env={**os.environ, **offline, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_an_old_python_is_refused(clone: Path) -> None:
+    old = clone / "python3.9"
+    old.write_text("#!/bin/sh\n[ $1 = -V ] && echo Python 3.9.2\nexit 1\n")
+    old.chmod(0o755)
+    done = install(clone, PYTHON=str(old))
+    assert done.returncode == errors.BAD_INPUT
+    assert "needs Python 3.11 or newer" in done.stderr
+    assert "Python 3.9.2" in done.stderr
+
+
+def test_an_interrupted_install_is_begun_anew_and_a_failed_one_shows_why(clone: Path) -> None:
+    environment = clone / ".venv"
+    environment.mkdir()
+    (environment / ".installing").touch()
+    (environment / "half-written").touch()
+    done = install(clone)
+    assert "making it anew" in done.stdout
+    assert not (environment / "half-written").exists()
+
+    assert done.returncode == errors.BAD_INPUT
+    assert "setuptools" in done.stderr  # pip's own words
+    assert ".venv/install.log" in done.stderr
+    assert not (environment / ".installed").exists()
+
+    again = install(clone)  # what pip undid is built upon
+    assert "making it anew" not in again.stdout
+    assert "virtual environment" not in again.stdout
+
+
+# slurm.sbatch
+
+
+@pytest.mark.parametrize("code", [errors.OK, errors.STOPPED, errors.FAILED])
+def test_slurm_requeues_a_run_that_stopped_with_a_checkpoint(code: int, tmp_path: Path) -> None:
+    """With stand-ins for Slurm's commands: srun runs its command as the last of four ranks."""
+    stand_ins = {
+        "srun": 'until [ "$1" = bash ]; do shift; done\n'
+        'SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_LOCALID=1 SLURM_NNODES=2 SLURM_NODEID=1 exec "$@"\n',
+        "scontrol": '[ "$1" = show ] && printf "n1\\nn2\\n" || echo "scontrol $*"\n',
+        ".venv/bin/python": "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_SIZE $CROSS_RANK/$CROSS_SIZE\n"
+        "echo $MASTER_ADDR:$MASTER_PORT\n"
+        f'printf "<%s>" "$@"\nexit {code}\n',
+    }
+    for name, body in stand_ins.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{body}")
+        path.chmod(0o755)
+    done = subprocess.run(
+        ["bash", ROOT / "launch/slurm.sbatch", "recipe.yaml", "data.skip=[[1, 2]]"],
+        cwd=tmp_path,
+        env={
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "70042",
+            "SLURM_JOB_NODELIST": "n[1-2]",
+        },
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == code
+    assert "3/4 1/2 1/2\nn1:20042\n<-u><-m><megastable.train><recipe.yaml><data.skip=[[1, 2]]>" in done.stdout
+    assert ("scontrol requeue 70042" in done.stdout) == (code == errors.STOPPED)
