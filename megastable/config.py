@@ -20,16 +20,17 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
+    model_validator,
 )
-from pydantic import field_validator, model_validator
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Part(BaseModel):
-    """A part of the tree: frozen, and without room for keys that nobody reads."""
+    """A part of the tree: frozen, finite, and without room for keys that nobody reads."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelConfig(Part):
@@ -196,8 +197,8 @@ class RunConfig(Part):
 
     @model_validator(mode="after")
     def _possible(self) -> RunConfig:
-        for problem in _impossible(self):
-            raise ValueError(problem)
+        if problems := _impossible(self):
+            raise ValueError("\n  ".join(problems))
         return self
 
 

@@ -25,12 +25,15 @@ FORBIDDEN = {
     "data_efficiency": "it changes the order of the data, which is a pure function here",
 }
 
+# The last two are older names, which DeepSpeed still follows.
+OFFLOADING = {"offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param"}
+
 
 def data_parallel(config: RunConfig, world: int) -> int:
     """Data-parallel size of `world` ranks; `ConfigError` when the layout does not factor."""
     p = config.parallel
     model = p.tensor * p.pipeline
-    if world % model:
+    if world < 1 or world % model:
         raise ConfigError(
             f"{world} ranks cannot be laid out as parallel.tensor={p.tensor} x parallel.pipeline={p.pipeline}: "
             f"the number of ranks must be a multiple of {model}"
@@ -52,17 +55,22 @@ def accumulation(config: RunConfig, world: int) -> int:
 
 def build(config: RunConfig, world: int) -> dict[str, Any]:
     """The complete DeepSpeed configuration of `config` on `world` ranks."""
-    path = find(config.deepspeed.format(zero=config.parallel.zero))
+    path = find(config.deepspeed.replace("{zero}", str(config.parallel.zero)))
     given = _read(path)
     for key, why in FORBIDDEN.items():
         if key in given:
             raise ConfigError(f"{path}: key {key!r} is not used here: {why}")
-    if "offload_optimizer" in given.get("zero_optimization", {}) or "offload_param" in given.get(
-        "zero_optimization", {}
-    ):
+    zero = given.get("zero_optimization")
+    for key in sorted(OFFLOADING & set(zero if isinstance(zero, dict) else ())):
         raise ConfigError(
-            f"{path}: zero_optimization.offload_*: offloading is not supported: with pipelines and tied embeddings it "
+            f"{path}: zero_optimization.{key}: offloading is not supported: with pipelines and tied embeddings it "
             "lets the copies drift apart silently; use more ranks or a higher parallel.zero"
+        )
+    steps = accumulation(config, world)
+    if config.precision.kind == "fp16" and config.parallel.zero == 0 and steps > 1:
+        raise ConfigError(
+            f"parallel.zero=0 with precision.kind=fp16 and {steps} micro-batches a step and rank: DeepSpeed then "
+            "accumulates gradients in fp16; use parallel.zero=1, or raise train.micro_batch until one is left"
         )
     return _merge(given, _filled(config, world), path, "")
 
@@ -108,9 +116,8 @@ def _filled(config: RunConfig, world: int) -> dict[str, Any]:
             "loss_scale_window": p.scale_window,
         }
         if config.parallel.zero == 0:
-            del filled[
-                "data_types"
-            ]  # its wrapper keeps fp16 gradients; the config allows it without accumulation only
+            # Its wrapper keeps gradients in fp16: `build` allows it where nothing is accumulated.
+            del filled["data_types"]
     return filled
 
 

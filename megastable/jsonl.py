@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 from pathlib import Path
+from typing import IO
 
 from megastable.errors import DataError
 
@@ -54,11 +55,8 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _mend(path: Path, file: object) -> None:
+def _mend(path: Path, file: IO[bytes]) -> None:
     """Give the file, open for reading and appending, a last line that ends."""
-    import io
-
-    assert isinstance(file, io.BufferedRandom)
     size = file.seek(0, os.SEEK_END)
     # A line of ours is short: the tail is found in the last megabyte without reading the whole file.
     file.seek(max(0, size - (1 << 20)))

@@ -7,7 +7,7 @@ import difflib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -71,17 +71,18 @@ def override(tree: dict[str, Any], assignment: str) -> None:
 
 def _child(node: Any, name: str, path: str) -> Any:
     if isinstance(node, list):
-        return node[_index(node, name, path)]
-    child = node.setdefault(name, {})
-    if child is None:
-        child = node[name] = {}
+        child = node[_index(node, name, path)]
+    else:
+        child = node.setdefault(name, {})
+        if child is None:
+            child = node[name] = {}
     if not isinstance(child, dict | list):
         raise ConfigError(f"{path} is a value ({child!r}), it has no keys below it")
     return child
 
 
 def _index(node: list[Any], name: str, path: str) -> int:
-    if not name.isdigit() or int(name) >= len(node):
+    if not name.isdecimal() or int(name) >= len(node):
         raise ConfigError(f"{path}: {name!r} is not an entry of a list of {len(node)}")
     return int(name)
 
@@ -108,9 +109,14 @@ def _explain(detail: ErrorDetails) -> str:
     location = [str(part) for part in detail["loc"]]
     key = ".".join(location)
     if detail["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, _keys(RunConfig), n=1, cutoff=0.6)
-        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(_siblings(location))}"
+        *parents, last = location
+        siblings = list(_part(parents).model_fields)
+        beside = [".".join((*parents, name)) for name in difflib.get_close_matches(last, siblings, n=1)]
+        near = beside or difflib.get_close_matches(key, _keys(RunConfig), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(siblings)}"
         return f"{key}: unknown key; {hint}"
+    if detail["type"] == "missing":
+        return f"{key}: missing"
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "value_error":
         return f"{key}: {message}" if key else message
@@ -124,14 +130,16 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _keys(field.annotation, f"{prefix}{name}.")
 
 
-def _siblings(location: list[str]) -> list[str]:
-    parent = ".".join(location[:-1])
-    prefix = f"{parent}." if parent else ""
-    return [
-        k.removeprefix(prefix)
-        for k in _keys(RunConfig)
-        if k.startswith(prefix) and "." not in k[len(prefix) :]
-    ]
+def _part(location: Sequence[str]) -> type[BaseModel]:
+    """The model at a place of the tree, e.g. CorpusConfig at ["data", "corpora", "0"]."""
+    model: type[BaseModel] = RunConfig
+    for name in location:
+        if name in model.model_fields:
+            annotation = model.model_fields[name].annotation
+            for kind in (annotation, *get_args(annotation)):
+                if isinstance(kind, type) and issubclass(kind, BaseModel):
+                    model = kind
+    return model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -150,7 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_intermixed_args(arguments)
     with user_errors():
         config = load(args.recipe, args.overrides)
-        world = args.world or config.parallel.tensor * config.parallel.pipeline
+        replica = config.parallel.tensor * config.parallel.pipeline
+        world = replica if args.world is None else args.world
         ds = deepspeed_config.build(config, world)
         tree = config.model_dump(mode="json")
         if args.json:

@@ -74,7 +74,15 @@ class Recorder:
         first, last = self.pending[0], self.pending[-1]
         path = self.folder / f"{first.step:08d}-{last.step:08d}-{int(last.time * 1000)}.parquet"
         temporary = path.with_suffix(".tmp")
-        pq.write_table(table, temporary, compression="zstd")
+        # A file is small: dictionaries, statistics and Arrow's own schema would be half of it.
+        pq.write_table(
+            table,
+            temporary,
+            compression="zstd",
+            use_dictionary=False,
+            write_statistics=False,
+            store_schema=False,
+        )
         os.replace(temporary, path)
         self.pending.clear()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ class RunDirectory:
     def note(self, event: str, **fields: Any) -> None:
         """Put an event into the journal; durable when this returns. One rank of a run calls it."""
         entry = {"time": round(time.time(), 3), "event": event, **fields}
-        jsonl.append(self.journal, json.dumps(entry, default=str))
+        jsonl.append(self.journal, json.dumps(_plain(entry), default=str))
 
     def events(self, *kinds: str) -> Iterator[dict[str, Any]]:
         """The journal's events in order, of `kinds` only when given. A torn last line is left out, with a warning."""
@@ -52,24 +53,25 @@ class RunDirectory:
         for number, line in enumerate(lines, start=1):
             try:
                 entry = json.loads(line)
-            except ValueError:
+                kind = entry["event"]
+            except (ValueError, KeyError, TypeError):
                 raise DataError(
-                    f"{self.journal}: line {number} is not JSON: mend or remove that line"
+                    f"{self.journal}: line {number} is not an event in JSON: mend or remove that line"
                 ) from None
-            if not kinds or entry.get("event") in kinds:
+            if not kinds or kind in kinds:
                 yield entry
 
     def freeze(self, config: RunConfig, fingerprints: list[str]) -> list[str]:
         """Write the resolved recipe, or compare it with the frozen one. Returns "key: old -> new" for what changed.
 
-        Raises ConfigError when this directory belongs to another model or seed.
+        Raises ConfigError when this directory belongs to another model or seed, or cannot be written to.
         """
         tree = config.model_dump(mode="json")
         changed: list[str] = []
         if self.recipe.exists():
             try:
                 old = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))["config"]
-            except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+            except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
                 raise ConfigError(
                     f"{self.recipe}: not a frozen recipe ({error}): restore it, or use another run.dir"
                 ) from None
@@ -92,9 +94,25 @@ class RunDirectory:
             changed = [c for c in changed if not c.startswith("run.dir:")]
         content = {"config": tree, "manifests": fingerprints}
         temporary = self.recipe.with_suffix(".tmp")
-        temporary.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-        os.replace(temporary, self.recipe)
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                yaml.safe_dump(content, file, sort_keys=False)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.recipe)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise ConfigError(f"{self.recipe} could not be written: {error}") from None
         return changed
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no nan and no infinity: as text every reader takes them, and float() gives them back."""
+    if isinstance(value, dict):
+        return {key: _plain(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(below) for below in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 import xxhash
@@ -47,7 +47,7 @@ def write_file(path: Path, content: Any) -> FileRecord:
         if isinstance(content, bytes):
             hashing.write(content)
         else:
-            torch.save(content, hashing)
+            torch.save(content, cast(IO[bytes], hashing))  # it only writes and flushes
         file.flush()
         os.fsync(file.fileno())
     return FileRecord(size=hashing.size, xxh3=hashing.hash.hexdigest())

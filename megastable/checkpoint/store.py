@@ -50,7 +50,8 @@ class RunState(BaseModel):
     it. cursor: the next data position. detector: the stability detector's state (empty until it has one).
     """
 
-    model_config = ConfigDict(extra="forbid")
+    # A loss may be nan: the default would write null, which is no number when it is read again.
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     format: Literal[1] = 1
     step: int = 0
@@ -180,7 +181,7 @@ def _commit(
 
 def _rng_state() -> dict[str, Any]:
     version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": (version, list(internal), gauss),
         "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
@@ -239,7 +240,7 @@ def read_state(checkpoint: Path) -> RunState:
 
 
 def verify(checkpoint: Path, part: int = 0, parts: int = 1) -> None:
-    """Compare every file (or every `parts`-th from `part` on) with the manifest; CheckpointError at the first difference."""
+    """Compare every file (or each `parts`-th from `part` on) with the manifest; CheckpointError where one differs."""
     contents = read_contents(checkpoint)
     for name, record in list(contents.files.items())[part::parts]:
         path = checkpoint / name
@@ -257,7 +258,7 @@ def verify(checkpoint: Path, part: int = 0, parts: int = 1) -> None:
 
 
 def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
-    """(the newest checkpoint that verifies, why newer ones were passed over). Collective; the ranks share the reading."""
+    """(the newest checkpoint that verifies, why newer ones were passed over). Collective: ranks share the reading."""
     rejected: list[str] = []
     names: list[Any] = [[path.name for path in newest_first(folder)]]
     dist.broadcast_object_list(names, src=0)

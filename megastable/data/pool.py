@@ -51,7 +51,7 @@ def ordered_map(
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back while workers are started: they inherit the mask, so that it reaches this process alone.
+    """Hold Ctrl-C back while workers start: they inherit the mask, so that it reaches this process alone.
 
     The mask is this thread's; when another thread takes the signal, Python still calls the handler here.
     """

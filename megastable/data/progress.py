@@ -15,7 +15,7 @@ SECONDS_PER_LINE = 10.0
 
 
 class Meter:
-    """Shows bytes read out of `total_bytes`, documents/s and tokens/s; a context manager, silent if told so."""
+    """Shows bytes read out of `total_bytes`, documents/s and tokens/s; a context manager."""
 
     def __init__(self, total_bytes: int, silent: bool) -> None:
         self._total, self._silent = total_bytes, silent

@@ -64,9 +64,7 @@ class Summary:
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.action} {self.directory}: {self.shards} shard(s), {self.vocab_size:,} tokens in the vocabulary"
-        ]
+        lines = [f"{self.action} {self.directory}: {self.shards} shard(s), vocabulary of {self.vocab_size:,}"]
         lines += [
             f"  {split}: {self.documents[split]:,} documents, {tokens:,} tokens"
             for split, tokens in self.tokens.items()

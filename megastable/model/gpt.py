@@ -72,7 +72,7 @@ class Block(nn.Module):
 class FinalNorm(RMSNorm):
     """The last norm; what follows needs no segments."""
 
-    def forward(self, stream: Stream) -> Tensor:  # type: ignore[override]
+    def forward(self, stream: Stream) -> Tensor:
         return super().forward(_open(stream)[0])
 
 
@@ -145,13 +145,17 @@ class GPT(nn.Sequential):
         self.loss = loss
         self.tied = config.tied
 
-    def forward(self, inputs: Stream, labels: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, inputs: Stream, labels: Tensor | None = None) -> Tensor:
         x = inputs
         for module in self._modules.values():
             assert module is not None
             x = module(x)
         assert isinstance(x, Tensor)
-        logits = tied_head(self[0], x) if self.tied else x
+        logits = x
+        if self.tied:
+            embedding = self[0]
+            assert isinstance(embedding, VocabParallelEmbedding)
+            logits = tied_head(embedding, x)
         if labels is None:
             return logits
         assert self.loss is not None

@@ -46,7 +46,7 @@ class _CrossEntropy(torch.autograd.Function):
         return log_total - target, log_total + highest
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, grad_lse: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor, grad_lse: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, local, elsewhere = ctx.saved_tensors
         grad = softmax * (grad_loss + grad_lse).unsqueeze(-1)
         at_target = grad_loss.masked_fill(elsewhere, 0.0).unsqueeze(-1)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megastable.parallel.topology import TensorParallel
 
-
 # torch 2.13 renamed both; older ones know only the second names.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -46,7 +45,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # A clone: autograd may hand the same gradient to another branch.
         return _all_reduce(grad.clone(), ctx.tp), None
 
@@ -58,7 +57,7 @@ class _Share(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # In fp32: a sum of partial gradients must not lose what one process would have kept.
         return _all_reduce(grad.to(torch.float32, copy=True), ctx.tp).to(grad.dtype), None
 
@@ -69,7 +68,7 @@ class _Reduce(torch.autograd.Function):
         return _all_reduce(x.clone(), tp)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -80,7 +79,7 @@ class _Gather(torch.autograd.Function):
         return _all_gather(x, tp)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _reduce_scatter(grad, ctx.tp), None
 
 
@@ -91,19 +90,19 @@ class _ReduceScatter(torch.autograd.Function):
         return _reduce_scatter(x, tp)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _all_gather(grad, ctx.tp), None
 
 
 def enter(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Into a tensor-parallel region: whole activations [s, b, h] on every rank; gradients are summed on the way back."""
+    """Into a tensor-parallel region: x [s, b, h] whole on every rank; gradients are summed on the way back."""
     if tp.size == 1:
         return x
     return _Gather.apply(x, tp) if tp.sequence else _Copy.apply(x, tp)
 
 
 def leave(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Out of a tensor-parallel region: partial sums [s, b, h] are summed (and split along s with sequence parallelism)."""
+    """Out of a tensor-parallel region: partial sums [s, b, h] are added up (with sequence parallelism: and split)."""
     if tp.size == 1:
         return x
     return _ReduceScatter.apply(x, tp) if tp.sequence else _Reduce.apply(x, tp)

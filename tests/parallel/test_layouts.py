@@ -147,7 +147,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def compare(world: int, options: dict[str, Any], precision: str, tolerance: dict[str, float]) -> None:
+def compare(world: int, options: dict[str, Any], precision: str) -> None:
     options = dict(options)
     apart = options.pop("apart", False)
     c = config(precision=precision, **options)
@@ -156,27 +156,59 @@ def compare(world: int, options: dict[str, Any], precision: str, tolerance: dict
     parts = BATCH // c.train.micro_batch
     assert parts % data == 0
     losses, norms, optimizer = expected(c.model.tied, precision, apart, parts, c.model.qk_norm)
+    exact_losses, exact_norms, exact = expected(c.model.tied, "fp32", apart, parts, c.model.qk_norm)
     for rank in ranks:
         assert rank["losses"] == ranks[0]["losses"] and rank["norms"] == ranks[0]["norms"]
         assert rank["samples"] == ranks[0]["samples"]
         assert rank["final"] == ranks[0]["final"]
-    assert ranks[0]["losses"] == pytest.approx(losses, rel=tolerance["loss"])
-    assert ranks[0]["norms"] == pytest.approx(norms, rel=tolerance["norm"])
-    for kind, wanted in (("weight", optimizer.master), ("exp_avg", optimizer.m), ("exp_avg_sq", optimizer.v)):
-        got = merge(ranks, kind, c.parallel.tensor)
-        assert got.keys() == wanted.keys()
-        for name in wanted:
-            assert relative(got[name], wanted[name]) < tolerance[kind], f"{kind} of {name}"
-    want_norms = [
-        sum(float(t.double().square().sum()) for t in d.values()) ** 0.5
-        for d in (optimizer.master, optimizer.v)
-    ]
-    assert ranks[0]["final"] == pytest.approx(want_norms, rel=tolerance["exp_avg_sq"])
+
+    def close(
+        got: torch.Tensor, wanted: torch.Tensor, unrounded: torch.Tensor, tolerance: float, what: str
+    ) -> None:
+        allowed = tolerance if precision == "fp32" else 3 * relative(wanted, unrounded)
+        assert relative(got, wanted) <= allowed, f"{what}: {relative(got, wanted):.2e} > {allowed:.2e}"
+
+    for what, got, wanted, unrounded in (
+        ("loss", "losses", losses, exact_losses),
+        ("norm", "norms", norms, exact_norms),
+    ):
+        close(torch.tensor(ranks[0][got]), torch.tensor(wanted), torch.tensor(unrounded), 1e-5, what)
+        if precision == "fp32":
+            assert ranks[0][got] == pytest.approx(wanted, rel=1e-5)
+    for kind, values, unrounded_values in (
+        ("weight", optimizer.master, exact.master),
+        ("exp_avg", optimizer.m, exact.m),
+        ("exp_avg_sq", optimizer.v, exact.v),
+    ):
+        whole = merge(ranks, kind, c.parallel.tensor)
+        assert whole.keys() == values.keys()
+        for name in values:
+            close(whole[name], values[name], unrounded_values[name], FP32[kind], f"{kind} of {name}")
+        total = sum(float(t.double().square().sum()) for t in whole.values()) ** 0.5
+        if kind != "exp_avg":
+            assert ranks[0]["final"][kind == "exp_avg_sq"] == pytest.approx(total, rel=1e-6)
 
 
-FP32 = {"loss": 1e-5, "norm": 1e-5, "weight": 1e-5, "exp_avg": 1e-4, "exp_avg_sq": 1e-4}
+FP32 = {"weight": 1e-5, "exp_avg": 1e-5, "exp_avg_sq": 1e-5}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_fp32_equals_the_reference(name: str) -> None:
-    compare(*LAYOUTS[name], "fp32", FP32)
+    compare(*LAYOUTS[name], "fp32")
+
+
+# A layout rounds at other places than one process does: partial sums of a tensor group, activations between stages.
+# That must not cost more than the low precision itself: every deviation from the reference of the same precision is
+# held against that reference's own deviation from fp32. Two such roundings are independent, so they differ by up to
+# twice either; and where a first gradient is close to zero, Adam's update is the rate times its sign, so a few flipped
+# elements dominate a tensor's deviation (measured: up to 2.5 times, in the embedding under fp16). Hence three times.
+@pytest.mark.parametrize(
+    "name", ["accumulation-4", "tp2-pp2", "zero2-dp2", "zero3-dp2", "sequence-tp2", "tied-pp2"]
+)
+def test_bf16_costs_no_more_than_bf16(name: str) -> None:
+    compare(*LAYOUTS[name], "bf16")
+
+
+@pytest.mark.parametrize("name", ["tp2", "pp2", "zero2-dp2", "zero3-dp2"])
+def test_fp16_with_loss_scaling_costs_no_more_than_fp16(name: str) -> None:
+    compare(*LAYOUTS[name], "fp16")

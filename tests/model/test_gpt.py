@@ -1,0 +1,192 @@
+"""The whole model in one process: against tests/reference.py, under recomputation, and who may see whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megastable.config import ModelConfig
+from megastable.model import gpt
+from megastable.model.gpt import GPT
+from megastable.model.loss import LossFunction
+from megastable.parallel.pipeline import partition
+from megastable.parallel.sharding import placement_of
+from megastable.parallel.topology import TensorParallel
+from tests import reference
+
+VOCABULARY, LENGTH, BATCH, Z = 50, 24, 3, 0.01
+
+
+def config(**changes: Any) -> ModelConfig:
+    fields: dict[str, Any] = dict(
+        layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, sequence_length=LENGTH, vocab_size=VOCABULARY,
+        vocab_multiple=32, init_std=0.2, z_loss=Z,
+    )  # fmt: skip
+    return ModelConfig(**fields | changes)
+
+
+def build(c: ModelConfig, recompute: str = "none", dtype: torch.dtype = torch.float32) -> GPT:
+    loss = LossFunction(VOCABULARY, c.z_loss, TensorParallel())
+    model = GPT(c, TensorParallel(), recompute, seed=7, loss=loss).to(dtype)
+    with torch.no_grad():  # norms start at one: their gradients are a weaker test there
+        for index, p in enumerate(model.parameters()):
+            if p.dim() == 1:
+                p.copy_(1 + 0.3 * torch.sin(torch.arange(len(p)) + index))
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, labels, segments, each [b, s]."""
+    g = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=g)
+    segments = (torch.rand(BATCH, LENGTH, generator=g) < 0.2).int().cumsum(1).int()
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), segments
+
+
+def stream(tokens: Tensor, segments: Tensor | None) -> gpt.Stream:
+    return tokens if segments is None else (tokens, segments)
+
+
+def gradients(model: GPT, inputs: gpt.Stream, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model(inputs, labels)
+    loss.backward()
+    grads = {placement_of(p).name: p.grad for p in model.parameters() if p.grad is not None}
+    assert len(grads) == len(list(model.parameters()))
+    return loss.detach(), grads
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tied": True}, {"qk_norm": False}, {"kv_heads": None, "head_dim": 16}, {"attention": "reference"}],
+    ids=["untied", "tied", "no-qk-norm", "wide-heads", "reference-attention"],
+)
+def test_logits_loss_and_gradients_are_the_references(changes: dict[str, Any], apart: bool) -> None:
+    c = config(**changes)
+    model, (tokens, labels, segments) = build(c), batch()
+    held = segments if apart else None
+    loss, grads = gradients(model, stream(tokens, held), labels)
+
+    weights = {placement_of(p).name: p.detach().clone().requires_grad_() for p in model.parameters()}
+    shape = reference.Shape(
+        c.layers, c.heads, c.key_value_heads, c.head_width, VOCABULARY, z=Z, qk_norm=c.qk_norm, tied=c.tied
+    )
+    wanted = reference.logits(weights, shape, tokens, held)
+    with torch.no_grad():
+        logits = model(stream(tokens, held))
+    assert logits.shape == (LENGTH, BATCH, c.padded_vocab)
+    torch.testing.assert_close(logits.transpose(0, 1)[..., :VOCABULARY], wanted, rtol=1e-4, atol=1e-4)
+    objective, _ = reference.losses(wanted, labels, Z)
+    assert float(loss) == pytest.approx(float(objective.detach()), rel=1e-6)
+    assert grads.keys() == weights.keys()
+    for name, g in zip(weights, torch.autograd.grad(objective, list(weights.values())), strict=True):
+        assert float((grads[name] - g).norm() / g.norm()) < 1e-5, name
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recomputation_changes_no_bit(recompute: str, apart: bool, dtype: torch.dtype) -> None:
+    tokens, labels, segments = batch()
+    inputs = stream(tokens, segments if apart else None)
+    loss, grads = gradients(build(config(), dtype=dtype), inputs, labels)
+    again, recomputed = gradients(build(config(), recompute, dtype), inputs, labels)
+    assert torch.equal(loss, again)
+    for name, g in grads.items():
+        assert torch.equal(recomputed[name], g), name
+
+
+@pytest.mark.parametrize(("recompute", "fewer"), [("selective", 0.9), ("full", 0.2)])
+def test_recomputation_keeps_less(recompute: str, fewer: float) -> None:
+    """Bytes that autograd keeps from forward to backward."""
+
+    def kept(recompute: str) -> int:
+        model, (tokens, labels, _) = build(config(layers=4), recompute), batch()
+        sizes: dict[int, int] = {}
+
+        def pack(t: Tensor) -> Tensor:
+            sizes[t.data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = model(tokens, labels)
+        weights = {p.data_ptr() for p in model.parameters()}
+        loss.backward()
+        return sum(size for pointer, size in sizes.items() if pointer not in weights)
+
+    assert kept(recompute) < fewer * kept("none")
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_documents_kept_apart_do_not_see_each_other(attention: str) -> None:
+    """Other tokens in one document, or none before it at all: the logits of the other are the same."""
+    model = build(config(attention=attention))
+    tokens, *_ = batch()
+    segments = torch.zeros(BATCH, LENGTH, dtype=torch.int32)
+    segments[:, 9:] = 1
+    segments[:, 17:] = 2
+    changed = tokens.clone()
+    changed[:, 9:17] = (tokens[:, 9:17] + 1) % VOCABULARY
+    with torch.no_grad():
+        before, after = model((tokens, segments)), model((changed, segments))
+        alone = model((tokens[:, 17:].contiguous(), segments[:, 17:].contiguous()))
+    for outside in (slice(0, 9), slice(17, None)):
+        assert torch.equal(before[outside], after[outside])
+    assert not torch.equal(before[9:17], after[9:17])
+    torch.testing.assert_close(before[17:], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["causal", "documents"])
+def test_the_future_is_not_seen(apart: bool) -> None:
+    model, (tokens, _, segments) = build(config()), batch()
+    changed = tokens.clone()
+    changed[:, 10:] = (tokens[:, 10:] + 1) % VOCABULARY
+    held = segments if apart else None
+    with torch.no_grad():
+        before, after = model(stream(tokens, held)), model(stream(changed, held))
+    assert torch.equal(before[:10], after[:10])
+    assert not torch.equal(before[10:], after[10:])
+
+
+def test_one_document_is_the_same_as_none() -> None:
+    model, (tokens, *_) = build(config()), batch()
+    with torch.no_grad():
+        one = model((tokens, torch.zeros_like(tokens)))
+        none = model(tokens)
+    torch.testing.assert_close(one, none, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_list_of_layers_is_the_model(tied: bool) -> None:
+    """Run one after the other, as a pipeline does, with the same names and bytes of the parameters."""
+    c = config(tied=tied)
+    entries = gpt.layers(c, TensorParallel(), "none", seed=7)
+    assert [entry.is_block for entry in entries] == [False, True, True, False, False]
+    assert [entry.tied for entry in entries] == [tied, False, False, False, tied]
+    model = GPT(c, TensorParallel(), "none", seed=7)
+    modules = [entry.build() for entry in entries]
+    tokens, _, segments = batch()
+    x: Any = (tokens, segments)
+    with torch.no_grad():
+        for index, module in enumerate(modules):
+            last = tied and index == len(modules) - 1
+            x = gpt.tied_head(module, x) if last else module(x)  # type: ignore[arg-type]
+        assert torch.equal(x, model((tokens, segments)))
+    assert len(model) == (4 if tied else 5)
+
+
+def test_costs_spread_a_large_model_evenly() -> None:
+    """80 blocks and a head of 128,000 tokens on 8 stages: the head weighs about one and a quarter blocks."""
+    c = ModelConfig(
+        layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, sequence_length=8192, vocab_size=128_000
+    )
+    entries = gpt.layers(c, TensorParallel(), "full", seed=0)
+    costs = [entry.cost for entry in entries]
+    assert 1.0 < costs[-1] / costs[1] < 1.5
+    bounds = partition(costs, 8, [entry.is_block for entry in entries])
+    stages = [sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    assert max(stages) < 1.1 * sum(stages) / 8

@@ -1,0 +1,108 @@
+"""Initial weights: a function of seed and name, the same whole tensors under every layout."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megastable.config import ModelConfig
+from megastable.model.gpt import GPT, layers
+from megastable.parallel.sharding import Placement, placement_of, shard, unshard
+from megastable.parallel.topology import TensorParallel
+
+
+def config(**changes: Any) -> ModelConfig:
+    fields: dict[str, Any] = dict(
+        layers=3, hidden=64, heads=8, kv_heads=4, ffn=96, vocab_size=250, vocab_multiple=64, init_std=0.02
+    )
+    return ModelConfig(**fields | changes)
+
+
+def weights(
+    c: ModelConfig, tp: TensorParallel | None = None, seed: int = 1
+) -> dict[str, tuple[Tensor, Placement]]:
+    model = GPT(c, tp or TensorParallel(), "none", seed)
+    return {placement_of(p).name: (p.detach(), placement_of(p)) for p in model.parameters()}
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_one_others() -> None:
+    one, same, other = weights(config()), weights(config()), weights(config(), seed=2)
+    assert one.keys() == same.keys() == other.keys()
+    for name, (w, _) in one.items():
+        assert torch.equal(w, same[name][0])
+        assert torch.equal(w, other[name][0]) == (w.dim() == 1), name
+
+
+def test_no_random_state_is_used_or_moved() -> None:
+    torch.manual_seed(1)
+    one = weights(config())
+    before = torch.get_rng_state()
+    torch.manual_seed(2)
+    other = weights(config())
+    assert all(torch.equal(w, other[name][0]) for name, (w, _) in one.items())
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_two_matrices_are_alike() -> None:
+    beginnings = [tuple(w.flatten()[:4].tolist()) for w, _ in weights(config()).values() if w.dim() > 1]
+    assert len(set(beginnings)) == len(beginnings)
+
+
+def test_a_deeper_model_begins_with_the_same_blocks() -> None:
+    """But for the scale of what goes into the residual stream."""
+    few, many = weights(config(layers=2)), weights(config(layers=8))
+    for name, (w, _) in few.items():
+        scale = 0.5 if name.endswith(("attention.out.weight", "mlp.down.weight")) else 1.0
+        torch.testing.assert_close(many[name][0], w * scale, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_shards_of_a_tensor_group_are_slices_of_the_whole(size: int, tied: bool) -> None:
+    whole = weights(config(tied=tied))
+    ranks = [weights(config(tied=tied), TensorParallel(rank=r, size=size)) for r in range(size)]
+    split = 0
+    for name, (w, placement) in whole.items():
+        parts = [rank[name][0] for rank in ranks]
+        assert all(rank[name][1] == placement for rank in ranks)
+        for r, part in enumerate(parts):
+            assert torch.equal(part, shard(w, placement, r, size)), name
+        assert torch.equal(unshard(parts, placement), w), name
+        split += parts[0].shape != w.shape
+    assert split == 4 * 3 + (1 if tied else 2)  # four products a block, the embedding, the head
+
+
+def test_a_shard_of_qkv_holds_whole_heads_of_each() -> None:
+    """8 query and 4 key/value heads of width 8 on two ranks: rank 1 has queries 4 to 7, keys and values 2 and 3."""
+    name = "blocks.1.attention.qkv.weight"
+    whole = weights(config())[name][0]
+    part = weights(config(), TensorParallel(rank=1, size=2))[name][0]
+    q, k, v = whole.split([64, 32, 32])
+    assert torch.equal(part, torch.cat((q[32:], k[16:], v[16:])))
+
+
+def test_one_layer_built_alone_is_the_same_as_in_the_model() -> None:
+    c = config()
+    block = layers(c, TensorParallel(), "none", seed=1)[2].build()
+    whole = weights(c)
+    for p in block.parameters():
+        assert torch.equal(p, whole[placement_of(p).name][0])
+
+
+def test_standard_deviations() -> None:
+    c = config(layers=2, hidden=256, ffn=512, init_std=0.05)
+    for name, (w, _) in weights(c).items():
+        if w.dim() == 1:
+            assert (w == 1).all(), name
+            continue
+        wanted = 0.05
+        if name.endswith(("attention.out.weight", "mlp.down.weight")):
+            wanted /= math.sqrt(2 * c.layers)
+        # Standard error of a standard deviation of n normal numbers: 1 / sqrt(2 n); five of them.
+        assert float(w.std()) == pytest.approx(wanted, rel=5 / math.sqrt(2 * w.numel())), name
+        assert abs(float(w.mean())) < 5 * wanted / math.sqrt(w.numel()), name

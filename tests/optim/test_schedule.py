@@ -1,0 +1,92 @@
+"""The learning rate: where it begins, peaks and ends, and what it never does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastable.config import ScheduleConfig
+from megastable.optim.schedule import rate
+
+PEAK, TOTAL, WARMUP = 2e-3, 1000, 100
+KINDS = ["cosine", "linear", "constant", "wsd"]
+
+
+def schedule(kind: str, **changes: Any) -> ScheduleConfig:
+    return ScheduleConfig.model_validate({"kind": kind, "warmup_steps": WARMUP, "floor": 0.1, **changes})
+
+
+def rates(kind: str, upto: int = TOTAL + 1, **changes: Any) -> list[float]:
+    return [rate(schedule(kind, **changes), PEAK, TOTAL, n) for n in range(upto)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_warm_up_is_linear_and_never_zero(kind: str) -> None:
+    """The first update moves already, and the last one of the warm-up is at the peak."""
+    found = rates(kind)[:WARMUP]
+    assert found == pytest.approx([PEAK * (n + 1) / WARMUP for n in range(WARMUP)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_warm_up_it_begins_at_the_peak(kind: str) -> None:
+    assert rates(kind, warmup_steps=0)[0] == PEAK
+
+
+@pytest.mark.parametrize(("kind", "end"), [("cosine", 0.1), ("linear", 0.1), ("wsd", 0.1), ("constant", 1.0)])
+def test_it_ends_at_the_floor_and_stays(kind: str, end: float) -> None:
+    found = rates(kind, TOTAL + 500)
+    assert found[TOTAL] == pytest.approx(PEAK * end)
+    assert found[TOTAL:] == pytest.approx([PEAK * end] * 500)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_the_warm_up_it_never_rises(kind: str) -> None:
+    found = rates(kind)[WARMUP:]
+    assert found == sorted(found, reverse=True)
+
+
+def test_half_way_down() -> None:
+    middle = (WARMUP + TOTAL) // 2
+    assert rates("cosine")[middle] == pytest.approx(PEAK * 0.55)
+    assert rates("linear")[middle] == pytest.approx(PEAK * 0.55)
+    quarter = WARMUP + (TOTAL - WARMUP) // 4
+    assert rates("linear")[quarter] == pytest.approx(PEAK * (1 - 0.9 / 4))
+    assert rates("cosine")[quarter] == pytest.approx(PEAK * (0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2))
+
+
+@pytest.mark.parametrize(("decay", "begin"), [(None, 900), (250, 750), (5000, WARMUP)])
+def test_wsd_stays_at_the_peak_until_its_decay(decay: int | None, begin: int) -> None:
+    """A tenth of the run unless said, and never into the warm-up."""
+    found = rates("wsd", decay_steps=decay)
+    assert set(found[WARMUP : begin + 1]) == {PEAK}
+    wanted = [PEAK * (1 - 0.9 * (n - begin) / (TOTAL - begin)) for n in range(begin, TOTAL + 1)]
+    assert found[begin:] == pytest.approx(wanted)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.sampled_from(KINDS),
+    st.integers(0, 300),
+    st.floats(0, 1),
+    st.one_of(st.none(), st.integers(1, 2000)),
+    st.integers(1, 1000),
+    st.integers(0, 3000),
+    st.floats(1e-8, 1.0),
+)
+def test_always_between_nothing_and_the_peak(
+    kind: str, warmup: int, floor: float, decay: int | None, total: int, updates: int, peak: float
+) -> None:
+    """A run that is shorter than its warm-up included."""
+    s = schedule(kind, warmup_steps=warmup, floor=floor, decay_steps=decay)
+    found = rate(s, peak, total, updates)
+    assert 0 <= found <= peak * (1 + 1e-12)
+    if updates < warmup:
+        assert found > 0
+    else:
+        assert found >= peak * floor * (1 - 1e-12)
+    if updates > max(total, warmup) and kind != "constant":
+        assert found == pytest.approx(peak * floor)

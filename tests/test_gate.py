@@ -1,0 +1,160 @@
+"""The gate before the optimizer: a non-finite step leaves weights, moments, schedule and loss scale as they were."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megastable import records
+from megastable.config import RunConfig
+from tests.conftest import tiny
+from tests.distributed import run_ranks
+
+WRAPPERS: dict[str, tuple[int, dict[str, Any], str]] = {
+    "bf16-zero1": (2, {}, "BF16_Optimizer"),
+    "bf16-zero2": (2, {"parallel": {"zero": 2}}, "DeepSpeedZeroOptimizer"),
+    "bf16-zero3": (2, {"parallel": {"zero": 3}}, "DeepSpeedZeroOptimizer_Stage3"),
+    "bf16-pp2": (2, {"parallel": {"pipeline": 2}}, "BF16_Optimizer"),
+    "bf16-tp2": (2, {"parallel": {"tensor": 2}}, "BF16_Optimizer"),
+    "fp32-pp2": (2, {"parallel": {"pipeline": 2}, "precision": {"kind": "fp32"}}, "DeepSpeedZeroOptimizer"),
+    "fp32-zero1": (1, {"precision": {"kind": "fp32"}}, "DeepSpeedZeroOptimizer"),
+}
+
+
+def train_poisoned(config: RunConfig, bad: list[int], where: str) -> dict[str, Any]:
+    """Train with NaN in one rank's gradient, or in the loss, at the steps `bad`; bytes of the state around them."""
+    import torch.distributed as dist
+
+    from megastable import train as module
+    from megastable.flatstate import KINDS
+
+    stop = module.StopRequest()
+    config, run = module.open_run(config, Path("recipe.yaml"))
+    corpora = module.open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
+    trainer = module.Trainer(config, run, corpora, stop)
+    engine = trainer.engine
+    last = dist.get_rank() == dist.get_world_size() - 1
+    kept: dict[str, Any] = {}
+
+    def state() -> dict[str, torch.Tensor]:
+        flat = engine.flat_state()
+        found = {f"{kind}/{name}": t for kind in KINDS for name, t in flat.shards(kind).items()}
+        for index, parameter in enumerate(engine.ds.module.parameters()):
+            found[f"low/{index}"] = getattr(parameter, "ds_tensor", parameter).detach().float().clone()
+        for group, master in enumerate(flat.masters):
+            for key, value in flat.optimizer.state.get(master, {}).items():
+                found[f"inner/{group}/{key}"] = value.detach().clone().cpu()
+        return found
+
+    real = engine.train_step
+
+    def train_step(micro_batches: Any, lr: float, judge: Any, note: float = 0.0) -> Any:
+        step = trainer.state.step + 1
+        handle = None
+        if step in bad:
+            kept[f"before-{step}"] = state()
+            # The last rank's own block: a real gradient of the real backward pass, spoilt on its way.
+            weight = next(p for n, p in engine.ds.module.named_parameters() if n.endswith("mlp.down.weight"))
+            if where == "gradient" and last:
+                handle = weight.register_hook(lambda g: torch.full_like(g, math.nan))
+            elif where == "loss":
+                original = type(engine.loss).__call__
+                type(engine.loss).__call__ = lambda self, *a: original(self, *a) * math.nan  # type: ignore[method-assign]
+        try:
+            result = real(micro_batches, lr, judge, note)
+        finally:
+            if handle is not None:
+                handle.remove()
+            if step in bad and where == "loss":
+                type(engine.loss).__call__ = original  # type: ignore[method-assign]
+        if step in bad:
+            kept[f"after-{step}"] = state()
+        return result
+
+    engine.train_step = train_step  # type: ignore[method-assign]
+    code = trainer.train()
+    return {
+        "code": code,
+        "wrapper": type(engine.optimizer).__name__,
+        "kept": kept,
+        "updates": trainer.state.updates,
+    }
+
+
+# A loss that is not finite is seen above the wrapper: two of them are enough.
+CASES = [*((name, "gradient") for name in WRAPPERS), ("bf16-zero1", "loss"), ("bf16-pp2", "loss")]
+
+
+@pytest.mark.parametrize(("name", "where"), CASES)
+def test_a_non_finite_step_changes_nothing(name: str, where: str, corpus: Path, tmp_path: Path) -> None:
+    world, parts, wrapper = WRAPPERS[name]
+    bad = [3, 7]
+    config = tiny(corpus, tmp_path / "run", **parts, train={"steps": 10, "global_batch": 8, "micro_batch": 2, "eval_samples": 8})  # fmt: skip
+    ranks = run_ranks(world, train_poisoned, config, bad, where)
+    for rank in ranks:
+        assert rank["code"] == 0 and rank["wrapper"] == wrapper and rank["updates"] == 8
+        for step in bad:
+            before, after = rank["kept"][f"before-{step}"], rank["kept"][f"after-{step}"]
+            assert before.keys() == after.keys() and len(before) > 20
+            for key, value in before.items():
+                assert torch.equal(value, after[key]), key
+    events = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
+    discarded = [e for e in events if e["event"] == "discarded"]
+    assert [e["step"] for e in discarded] == bad
+    assert all(e["reason"].startswith("non-finite") for e in discarded)
+    table = records.read(tmp_path / "run/steps").to_pylist()
+    assert [row["applied"] for row in table] == [step not in bad for step in range(1, 11)]
+    assert [row["first_position"] for row in table] == [8 * i for i in range(10)]  # the data moves on
+    assert table[2]["lr"] == table[3]["lr"] and table[3]["lr"] < table[4]["lr"]  # the schedule does not
+    finite = [row["loss"] for row in table if row["applied"]]
+    assert all(math.isfinite(loss) for loss in finite)
+
+
+def poison_weights(config: RunConfig) -> str:
+    """A NaN in a weight: every step from then on is refused, until the run stops."""
+    from megastable import train as module
+    from megastable.errors import UnstableError
+
+    stop = module.StopRequest()
+    config, run = module.open_run(config, Path("recipe.yaml"))
+    corpora = module.open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
+    trainer = module.Trainer(config, run, corpora, stop)
+    with torch.no_grad():
+        next(iter(trainer.engine.ds.module.parameters())).view(-1)[0:9999] = math.nan
+    try:
+        trainer.train()
+    except UnstableError as error:
+        return f"{error.code}: {error}"
+    return "no error"
+
+
+def test_a_nan_in_the_weights_stops_the_run(corpus: Path, tmp_path: Path) -> None:
+    config = tiny(corpus, tmp_path / "run", stability={"max_discards": 4})
+    for answer in run_ranks(2, poison_weights, config):
+        assert answer.startswith("76: 4 updates in a row were refused (non-finite loss)")
+        assert "journal.jsonl" in answer
+
+
+def overflow(config: RunConfig) -> dict[str, Any]:
+    """fp16 from a loss scale that must overflow: DeepSpeed lowers it, the run goes on."""
+    from megastable.train import train
+
+    return {"code": train(config, Path("recipe.yaml"))}
+
+
+def test_fp16_overflow_lowers_the_loss_scale(corpus: Path, tmp_path: Path) -> None:
+    config = tiny(
+        corpus, tmp_path / "run", precision={"kind": "fp16", "initial_scale_power": 24}, parallel={"zero": 2},
+        train={"steps": 20, "global_batch": 8, "micro_batch": 2, "eval_samples": 0},
+    )  # fmt: skip
+    run_ranks(2, overflow, config)
+    table = records.read(tmp_path / "run/steps").to_pylist()
+    refused = [row for row in table if not row["applied"]]
+    assert refused and table[-1]["applied"]
+    assert table[-1]["loss_scale"] < table[0]["loss_scale"] == 2.0**24
+    assert all(math.isfinite(row["loss"]) for row in table)
