@@ -224,7 +224,8 @@ def _impossible(c: RunConfig) -> list[str]:
         )
     if p.sequence and m.sequence_length % p.tensor:
         bad.append(
-            f"parallel.sequence: parallel.tensor={p.tensor} does not divide model.sequence_length={m.sequence_length}"
+            f"parallel.sequence: parallel.tensor={p.tensor} does not divide "
+            f"model.sequence_length={m.sequence_length}: change one of them"
         )
     if p.pipeline > 1 and p.zero > 1:
         bad.append(

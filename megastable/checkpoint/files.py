@@ -29,9 +29,14 @@ class _Hashing:
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.hash, self.size = file, xxhash.xxh3_128(), 0
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        self.file.write(data)
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.error = error  # torch's zip writer turns it into a RuntimeError that does not say why
+            raise
         self.hash.update(data)
         self.size += len(data)
         return len(data)
@@ -47,7 +52,12 @@ def write_file(path: Path, content: Any) -> FileRecord:
         if isinstance(content, bytes):
             hashing.write(content)
         else:
-            torch.save(content, cast(IO[bytes], hashing))  # it only writes and flushes
+            try:
+                torch.save(content, cast(IO[bytes], hashing))  # it only writes and flushes
+            except RuntimeError:
+                if hashing.error is None:
+                    raise
+                raise hashing.error from None
         file.flush()
         os.fsync(file.fileno())
     return FileRecord(size=hashing.size, xxh3=hashing.hash.hexdigest())
@@ -79,7 +89,6 @@ class Writer:
         try:
             self.records[Path(path).name] = write_file(Path(path), state_dict)
         except (OSError, RuntimeError) as error:
-            # torch reports a full disk as a RuntimeError of its zip writer.
             self.error = f"{path}: {error}".splitlines()[0]
 
     def load(self, path: str, map_location: Any = None) -> Any:

@@ -1,0 +1,127 @@
+"""A checkpoint on the disk: found, read and verified, or refused with the file and the reason."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastable.checkpoint.files import write_file
+from megastable.checkpoint.store import (
+    MANIFEST,
+    STATE,
+    Contents,
+    LayoutState,
+    RunState,
+    newest_first,
+    read_contents,
+    read_state,
+    verify,
+)
+from megastable.errors import CheckpointError
+
+
+def run_state(**changes: Any) -> RunState:
+    layout = LayoutState(tensor=1, pipeline=1, data=2, zero=1, precision="bf16")
+    return RunState(order_fingerprint="abc", layout=layout, **changes)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Two files of weights and a state, with their manifest."""
+    folder = tmp_path / "step-10"
+    folder.mkdir()
+    contents: dict[str, Any] = {"a.pt": {"w": [1, 2]}, "b.pt": {"w": [3, 4]}}
+    contents[STATE] = run_state(step=10).model_dump_json().encode()
+    files = {name: write_file(folder / name, content) for name, content in contents.items()}
+    (folder / MANIFEST).write_text(Contents(step=10, files=files).model_dump_json())
+    return folder
+
+
+def test_a_whole_checkpoint_verifies(checkpoint: Path) -> None:
+    verify(checkpoint)
+    assert read_contents(checkpoint).step == read_state(checkpoint).step == 10
+
+
+@pytest.mark.parametrize("name", ["a.pt", "b.pt", STATE])
+@pytest.mark.parametrize("damage", ["missing", "cut off", "longer", "one bit", "empty"])
+def test_any_damage_to_any_file_is_named(damage: str, name: str, checkpoint: Path) -> None:
+    path = checkpoint / name
+    content = bytearray(path.read_bytes())
+    match damage:
+        case "missing":
+            path.unlink()
+        case "cut off":
+            path.write_bytes(content[:-1])
+        case "longer":
+            path.write_bytes(content + b"\0")
+        case "one bit":
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+        case "empty":
+            path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"step-10/{name}: "):
+        verify(checkpoint)
+
+
+def test_the_ranks_share_the_files_out(checkpoint: Path) -> None:
+    """Of three ranks each reads one file: exactly one finds the damage."""
+    (checkpoint / "b.pt").write_bytes(b"")
+    found = []
+    for rank in range(3):
+        try:
+            verify(checkpoint, rank, 3)
+        except CheckpointError as error:
+            found.append(str(error))
+    assert len(found) == 1 and "b.pt" in found[0]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"step": 1}', b"\xff\xfe"])
+def test_a_damaged_manifest_or_state_is_named(content: bytes, checkpoint: Path) -> None:
+    for name, read in ((MANIFEST, read_contents), (STATE, read_state)):
+        (checkpoint / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=rf"{name}: damaged"):
+            read(checkpoint)
+
+
+def test_a_missing_manifest_means_that_the_save_did_not_finish(checkpoint: Path) -> None:
+    (checkpoint / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match="did not finish"):
+        verify(checkpoint)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_state_after_a_broken_loss_is_read_again(bad: float, checkpoint: Path) -> None:
+    """A discarded step leaves its nan among the recent losses: resuming must not fail over it."""
+    state = run_state(recent_losses=[1.0, bad, 2.0], first_loss=bad, detector={"window": [bad, 0.1]})
+    (checkpoint / STATE).write_text(state.model_dump_json(indent=1))
+    again = read_state(checkpoint)
+    assert again.recent_losses == pytest.approx([1.0, bad, 2.0], nan_ok=True)
+    assert again.first_loss == pytest.approx(bad, nan_ok=True)
+    assert again.detector["window"] == pytest.approx([bad, 0.1], nan_ok=True)
+
+
+def test_floats_of_the_state_are_exact(checkpoint: Path) -> None:
+    losses = [0.1 + 0.2, 1 / 3, 5e-324, 1.7976931348623157e308]
+    (checkpoint / STATE).write_text(run_state(recent_losses=losses, seconds=1e-17).model_dump_json())
+    again = read_state(checkpoint)
+    assert again.recent_losses == losses and again.seconds == 1e-17
+
+
+def test_a_state_with_an_unknown_key_is_refused(checkpoint: Path) -> None:
+    tree = json.loads((checkpoint / STATE).read_text()) | {"colour": "red"}
+    (checkpoint / STATE).write_text(json.dumps(tree))
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_state(checkpoint)
+
+
+def test_the_newest_first_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("step-9", "step-100", "step-20", ".saving-step-200", "step-x", "step-", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-300").write_text("a file")
+    (tmp_path / "latest").write_text("step-100")
+    assert [path.name for path in newest_first(tmp_path)] == ["step-100", "step-20", "step-9"]
+    assert newest_first(tmp_path / "none") == []

@@ -1,0 +1,184 @@
+"""What goes wrong around a run: signals, damaged checkpoints, full disks, changed data. Nothing is lost, all is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastable import errors, records
+from megastable.checkpoint import store
+from megastable.config import RunConfig
+from megastable.data.skips import SkipEntry, append
+from megastable.rundir import RunDirectory
+from tests.conftest import tiny, write_corpus
+from tests.distributed import run_ranks
+from tests.test_resume import identical
+
+
+def train(
+    config: RunConfig, signal_rank: int = -1, signal_step: int = 0, largest_file: int = 0
+) -> tuple[int, str]:
+    """(exit code, message) of a run on this rank, as `main` would end; a signal or a small disk on request."""
+    import torch.distributed as dist
+
+    from megastable import train as module
+    from megastable.engine import Engine
+
+    if largest_file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+    real, calls = Engine.train_step, 0
+
+    def train_step(self: Engine, *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == signal_step and dist.get_rank() == signal_rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, *args, **options)
+
+    Engine.train_step = train_step  # type: ignore[method-assign]
+    try:
+        return module.train(config, Path("recipe.yaml")), ""
+    except errors.MegastableError as error:
+        return error.code, str(error)
+    finally:
+        Engine.train_step = real  # type: ignore[method-assign]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def batch(**options: Any) -> dict[str, Any]:
+    return {"steps": 20, "global_batch": 8, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0} | options
+
+
+def events(run: Path, *kinds: str) -> list[dict[str, Any]]:
+    return list(RunDirectory(run).events(*kinds))
+
+
+def test_sigterm_to_one_rank_ends_all_in_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    run_ranks(2, train, tiny(corpus, straight, train=batch()))
+    answers = run_ranks(2, train, tiny(corpus, stopped, train=batch()), 1, 7)
+    assert [code for code, _ in answers] == [errors.STOPPED, errors.STOPPED]
+    (event,) = events(stopped, "stopped")
+    assert event["step"] in (7, 8)  # the vote of the step in which the signal came, or of the next one
+    assert (stopped / "checkpoints" / store.LATEST).read_text() == f"step-{event['step']}"
+    answers = run_ranks(2, train, tiny(corpus, stopped, train=batch()))
+    assert [code for code, _ in answers] == [0, 0]
+    assert identical(straight / "checkpoints/step-20", stopped / "checkpoints/step-20") > 20
+
+
+def test_a_damaged_checkpoint_is_passed_over(corpus: Path, tmp_path: Path) -> None:
+    straight, damaged = tmp_path / "straight", tmp_path / "damaged"
+    config = tiny(corpus, damaged, train=batch())
+    run_ranks(2, train, config)
+    shutil.copytree(damaged, straight)
+    file = next((damaged / "checkpoints/step-20").glob("*rank_1*optim_states.pt"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    # What a save leaves behind that was killed in the middle.
+    torn = damaged / "checkpoints" / f"{store.SAVING}step-20"
+    torn.mkdir()
+    (torn / "half.pt").write_bytes(b"half")
+    assert [code for code, _ in run_ranks(2, train, config)] == [0, 0]
+    (rejected,) = events(damaged, "checkpoint_rejected")
+    assert file.name in rejected["problem"] and "checksum" in rejected["problem"]
+    assert [e["step"] for e in events(damaged, "resumed")] == [10]
+    assert identical(straight / "checkpoints/step-20", damaged / "checkpoints/step-20") > 20
+    assert not torn.exists()
+    assert records.read(damaged / "steps").num_rows == 20
+
+    for path in (damaged / "checkpoints").glob("step-*/manifest.json"):
+        path.write_text(path.read_text()[:-20])
+    for code, message in run_ranks(2, train, config):
+        assert code == errors.BAD_INPUT and "none of its 2 checkpoints can be used" in message
+
+
+@pytest.mark.parametrize("on_failure", ["continue", "stop"])
+def test_a_full_disk_during_a_save(on_failure: str, corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_ranks(2, train, tiny(corpus, run, train=batch(steps=10), checkpoint={"interval": 10}))
+    kept = {p: p.read_bytes() for p in (run / "checkpoints").rglob("*") if p.is_file()}
+    config = tiny(corpus, run, train=batch(), checkpoint={"interval": 5, "on_failure": on_failure})
+    # The disk holds journal and records, but no file as large as the optimizer's state.
+    answers = run_ranks(2, train, config, -1, 0, 100_000)
+    failed = events(run, "checkpoint_failed")
+    assert failed and "File too large" in failed[0]["problem"]
+    if on_failure == "continue":
+        assert [code for code, _ in answers] == [0, 0]
+        assert [e["step"] for e in failed] == [15, 20]
+        assert records.read(run / "steps").num_rows == 20
+    else:
+        assert [e["step"] for e in failed] == [15]
+        for code, message in answers:
+            assert code == errors.NO_SPACE and "Earlier ones are intact" in message
+    assert {p: p.read_bytes() for p in (run / "checkpoints").rglob("*") if p.is_file()} == kept
+    # With room again the run goes on from the checkpoint before.
+    assert [code for code, _ in run_ranks(2, train, tiny(corpus, run, train=batch()))] == [0, 0]
+    assert events(run, "resumed")[-1]["step"] == 10
+
+
+def test_data_that_changed_since_the_checkpoint(tmp_path: Path) -> None:
+    corpus, run = tmp_path / "corpus", tmp_path / "run"
+    write_corpus(corpus, seed=1)
+    run_ranks(1, train, tiny(corpus, run, train=batch(steps=10)))
+    shutil.rmtree(corpus)
+    write_corpus(corpus, seed=2)
+    ((code, message),) = run_ranks(1, train, tiny(corpus, run, train=batch()))
+    assert (
+        code == errors.BAD_INPUT
+        and "the data is not what it was" in message
+        and "accept_changed_manifest" in message
+    )
+    accepted = {"corpora": [{"path": corpus}], "accept_changed_manifest": True}
+    assert run_ranks(1, train, tiny(corpus, run, train=batch(), data=accepted)) == [(0, "")]
+    assert len(events(run, "order_changed")) == 1
+
+
+def test_a_shard_cut_off_while_training(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    write_corpus(corpus)
+    shard = corpus / "part-0.bin"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    ((code, message),) = run_ranks(1, train, tiny(corpus, tmp_path / "run"))
+    assert code == errors.BAD_INPUT and "part-0.bin" in message and "the manifest says" in message
+
+
+def test_another_model_in_the_same_directory_is_refused(corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_ranks(1, train, tiny(corpus, run, train=batch(steps=2)))
+    model = tiny(corpus, run).model.model_dump() | {"layers": 3}
+    ((code, message),) = run_ranks(1, train, tiny(corpus, run, model=model))
+    assert code == errors.BAD_INPUT and "model.layers: 2 -> 3" in message
+
+
+def test_a_finished_run_is_left_alone(corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = tiny(corpus, run, train=batch(steps=4))
+    run_ranks(1, train, config)
+    before = (run / "summary.json").read_bytes()
+    assert run_ranks(1, train, config) == [(0, "")]
+    assert (run / "summary.json").read_bytes() == before and len(events(run, "finished")) == 1
+
+
+def test_skipped_positions_are_not_trained_on(corpus: Path, tmp_path: Path) -> None:
+    """The recipe's ranges and the ledger's: the steps' positions jump over both, and the rest is as without."""
+    plain, skipping = tmp_path / "plain", tmp_path / "skipping"
+    run_ranks(1, train, tiny(corpus, plain, train=batch(steps=6)))
+    skipping.mkdir()
+    append(skipping / "skips.jsonl", SkipEntry(first=30, end=33, reason="by hand"))
+    data = {"corpora": [{"path": corpus}], "skip": [[8, 16]]}
+    run_ranks(2, train, tiny(corpus, skipping, train=batch(steps=6), data=data))
+    rows = records.read(skipping / "steps").to_pylist()
+    assert [(r["first_position"], r["next_position"]) for r in rows] == [
+        (0, 8), (8, 24), (24, 35), (35, 43), (43, 51), (51, 59),
+    ]  # fmt: skip
+    first = records.read(plain / "steps").to_pylist()[0]
+    assert rows[0]["loss"] == pytest.approx(first["loss"], rel=1e-5)
+    assert json.loads((skipping / "summary.json").read_text())["cursor"] == 59
