@@ -77,7 +77,7 @@ class Measured:
 
 
 class Judge(Protocol):
-    """The gate: True lets DeepSpeed clip and update, False drops the gradients. Must be a pure function of its input."""
+    """The gate: True lets DeepSpeed clip and update, False drops the gradients. A pure function of its input."""
 
     def __call__(self, measured: Measured) -> bool: ...
 
@@ -92,10 +92,10 @@ def start_distributed(timeout: float) -> None:
     warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
     # It calls collectives by names that torch 2.13 replaced.
     warnings.filterwarnings("ignore", message=".*`torch.distributed.* is deprecated.*")
-    if get_accelerator().device_name() == "cpu":
+    if device().type == "cpu":
         # DeepSpeed refuses fp16 on CPUs without its instructions; torch computes it on all of them, slowly.
         get_accelerator().is_fp16_supported = lambda: True
-    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+    if device().type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         # Every rank would start a thread per core: ranks of one host share them.
         ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
@@ -103,7 +103,7 @@ def start_distributed(timeout: float) -> None:
     __compatible_ops__["deepspeed_shm_comm"] = False
     with _silence():
         deepspeed.init_distributed(
-            dist_backend="nccl" if torch.cuda.is_available() else "gloo",
+            dist_backend="nccl" if device().type == "cuda" else "gloo",
             timeout=datetime.timedelta(seconds=timeout),
             verbose=False,
         )
@@ -117,10 +117,10 @@ def stop_distributed() -> None:
 
 
 def device() -> torch.device:
-    """The device of this rank."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    """The device of this rank: DS_ACCELERATOR=cpu keeps a run off the GPUs."""
+    if get_accelerator().device_name() == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 @contextlib.contextmanager
@@ -364,12 +364,12 @@ class Engine:
         for parameter in self.ds.module.parameters():
             placement = placement_of(parameter)
             counted = not getattr(parameter, "ds_pipe_replicated", False)
-            counted &= parameter.tensor_model_parallel or self.topology.tensor_rank == 0  # type: ignore[attr-defined]
+            counted &= parameter.tensor_model_parallel or self.topology.tensor_rank == 0
             if isinstance(o, DeepSpeedZeroOptimizer_Stage3):
-                shape = tuple(parameter.ds_shape)  # type: ignore[attr-defined]
+                shape = tuple(parameter.ds_shape)
                 group, offset, size = o.grad_position[o.get_param_id(parameter)]
                 start = self.topology.data_rank * size
-                numel = min(size, parameter.ds_numel - start)  # type: ignore[attr-defined]
+                numel = min(size, parameter.ds_numel - start)
             else:
                 shape = tuple(parameter.shape)
                 held = getattr(parameter, "_hp_mapping", None)

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import IO
 
+from megastable.durable import sync_directory
 from megastable.errors import DataError
 
 
@@ -44,15 +45,6 @@ def read(path: Path) -> tuple[list[bytes], bytes]:
         raise DataError(f"{path} cannot be read: {error}") from error
     *lines, tail = content.split(b"\n")
     return ([*lines, tail], b"") if tail and _whole(tail) else (lines, tail)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _mend(path: Path, file: IO[bytes]) -> None:

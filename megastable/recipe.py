@@ -111,9 +111,12 @@ def _explain(detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
         *parents, last = location
         siblings = list(_part(parents).model_fields)
-        beside = [".".join((*parents, name)) for name in difflib.get_close_matches(last, siblings, n=1)]
-        near = beside or difflib.get_close_matches(key, _keys(RunConfig), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(siblings)}"
+        near = [".".join((*parents, name)) for name in difflib.get_close_matches(last, siblings, n=1)]
+        if not near:  # a key of another part, perhaps
+            keys = {path: path.rpartition(".")[2] for path in _keys(RunConfig)}
+            best = difflib.get_close_matches(last, keys.values(), n=1, cutoff=0.8)
+            near = [path for path, name in keys.items() if name in best]
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(siblings)}"
         return f"{key}: unknown key; {hint}"
     if detail["type"] == "missing":
         return f"{key}: missing"

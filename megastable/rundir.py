@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from megastable import jsonl
+from megastable import durable, jsonl
 from megastable.config import RunConfig
 from megastable.errors import ConfigError, DataError
 
@@ -93,15 +92,9 @@ class RunDirectory:
                 )
             changed = [c for c in changed if not c.startswith("run.dir:")]
         content = {"config": tree, "manifests": fingerprints}
-        temporary = self.recipe.with_suffix(".tmp")
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                yaml.safe_dump(content, file, sort_keys=False)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.recipe)
+            durable.write_file(self.recipe, yaml.safe_dump(content, sort_keys=False).encode())
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise ConfigError(f"{self.recipe} could not be written: {error}") from None
         return changed
 

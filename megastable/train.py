@@ -28,14 +28,15 @@ import torch
 import torch.distributed as dist
 
 import megastable
-from megastable import deepspeed_config, errors, recipe, rundir
+from megastable import deepspeed_config, durable, errors, recipe, rundir
 from megastable.checkpoint import reshape, store
+from megastable.checkpoint.files import Writer
 from megastable.config import RunConfig
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.loader import Loader, Source
 from megastable.data.skips import Skips, read_ledger
 from megastable.data.statistics import token_counts, unigram_entropy
-from megastable.engine import Engine, Measured, device, start_distributed, stop_distributed
+from megastable.engine import Engine, Measured, start_distributed, stop_distributed
 from megastable.errors import CheckpointError, ConfigError, SpaceError, UnstableError
 from megastable.hardware import memory_gib, peak_tflops
 from megastable.model.flops import flops_per_token, parameters
@@ -108,14 +109,14 @@ class Trainer:
         if found is None:
             if rejected:
                 raise CheckpointError(
-                    f"{self.run.checkpoints}: none of its {len(rejected)} checkpoints can be used; see the lines above. "
-                    "Restore one, or start again with another run.dir"
+                    f"{self.run.checkpoints}: none of its {len(rejected)} checkpoints can be used; "
+                    "see the lines above. Restore one, or start again with another run.dir"
                 )
             return
         saved = store.read_state(found)
         self._check_order(saved, found)
         if saved.layout == self.state.layout:
-            self.engine.load(found, store.Writer())
+            self.engine.load(found, Writer())
             store.restore_rng(found)
         else:
             # Other ranks hold other pieces: every weight and moment is put together and shared out anew.
@@ -137,7 +138,8 @@ class Trainer:
         )
         if not self.config.data.accept_changed_manifest:
             raise CheckpointError(
-                f"{message}. Restore the old corpora, or say data.accept_changed_manifest=true to go on with the new order"
+                f"{message}. Restore the old corpora, or say data.accept_changed_manifest=true to go on "
+                "with the new order"
             )
         self.note("order_changed", old=saved.order_fingerprint, new=self.corpora.order_fingerprint)
         self.say(f"note: {message}")
@@ -253,9 +255,9 @@ class Trainer:
         if s.discards_in_a_row >= self.config.stability.max_discards:
             self.note("unstable", step=s.step, discards=s.discards_in_a_row)
             raise UnstableError(
-                f"{s.discards_in_a_row} updates in a row were refused ({reason}), up to step {s.step}: the weights or the "
-                f"optimizer's state are damaged. The last checkpoint in {self.run.checkpoints} is from before or "
-                "amid this: look at journal.jsonl, lower optimizer.lr, or skip the data (data.skip)"
+                f"{s.discards_in_a_row} updates in a row were refused ({reason}), up to step {s.step}: the weights "
+                f"or the optimizer's state are damaged. The last checkpoint in {self.run.checkpoints} is from before "
+                "or amid this: look at journal.jsonl, lower optimizer.lr, or skip the data (data.skip)"
             )
 
     # Once in a while
@@ -285,7 +287,8 @@ class Trainer:
             )
             return self.state.step
         self.note("checkpoint_failed", step=self.state.step, problem=saved.problem)
-        message = f"the checkpoint of step {self.state.step} could not be written: {saved.problem}. Earlier ones are intact"
+        message = f"the checkpoint of step {self.state.step} could not be written: {saved.problem}. "
+        message += "Earlier ones are intact"
         if self.config.checkpoint.on_failure == "stop":
             raise SpaceError(f"{message}. Make room and start again, or set checkpoint.on_failure=continue")
         self.say(f"WARNING: {message}; training goes on (checkpoint.on_failure=continue)")
@@ -322,9 +325,7 @@ class Trainer:
             "precision": c.precision.kind,
             "cursor": s.cursor,
         }
-        temporary = self.run.summary.with_suffix(".tmp")
-        temporary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, self.run.summary)
+        durable.write_file(self.run.summary, (json.dumps(summary, indent=1) + "\n").encode())
         self.note("finished", **summary)
         self.say(f"finished: {self.run.summary}")
 
@@ -343,7 +344,7 @@ class Trainer:
         c = self.config
         return Loader(
             source, skips, cursor, batch or c.train.global_batch, c.train.micro_batch, self.topology.data_rank,
-            self.layout.data, c.data.keep_documents_apart, c.data.prefetch, pin_memory=torch.cuda.is_available(),
+            self.layout.data, c.data.keep_documents_apart, c.data.prefetch, pin_memory=self.engine.device.type == "cuda",
         )  # fmt: skip
 
     def _validation_batches(self) -> tuple[Any, int] | None:
@@ -368,9 +369,10 @@ class Trainer:
         c, layout = self.config, self.layout
         return (
             f"{parameters(c.model) / 1e6:,.1f}M parameters, {layout.world} ranks: tensor {layout.tensor} x pipeline "
-            f"{layout.pipeline} x data {layout.data}, ZeRO {c.parallel.zero}, {c.precision.kind} on {self.engine.device.type}\n"
-            f"optimizer wrapper {type(self.engine.optimizer).__name__}, attention {c.model.attention}, recomputation "
-            f"{c.parallel.recompute}, peak {peak:.3g} TFLOP/s a device ({peak_source})\n"
+            f"{layout.pipeline} x data {layout.data}, ZeRO {c.parallel.zero}, {c.precision.kind} on "
+            f"{self.engine.device.type}\n"
+            f"optimizer wrapper {type(self.engine.optimizer).__name__}, attention {c.model.attention}, "
+            f"recomputation {c.parallel.recompute}, peak {peak:.3g} TFLOP/s a device ({peak_source})\n"
             f"{c.train.global_batch} samples of {c.model.sequence_length} tokens a step, run directory {self.run.root}"
         )
 

@@ -45,7 +45,8 @@ def tiny(corpus: Path, run: Path, **parts: Any) -> RunConfig:
     """A configuration that trains in seconds; `parts` are merged into the tree."""
     tree: dict[str, Any] = {
         "run": {"dir": run, "timeout": 120},
-        "model": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "sequence_length": LENGTH, "vocab_multiple": 64},
+        "model": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "sequence_length": LENGTH}
+        | {"vocab_multiple": 64},
         "data": {"corpora": [{"path": corpus}]},
         "optimizer": {"lr": 3e-3},
         "schedule": {"warmup_steps": 5, "total_steps": 20},

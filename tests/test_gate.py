@@ -94,7 +94,8 @@ CASES = [*((name, "gradient") for name in WRAPPERS), ("bf16-zero1", "loss"), ("b
 def test_a_non_finite_step_changes_nothing(name: str, where: str, corpus: Path, tmp_path: Path) -> None:
     world, parts, wrapper = WRAPPERS[name]
     bad = [3, 7]
-    config = tiny(corpus, tmp_path / "run", **parts, train={"steps": 10, "global_batch": 8, "micro_batch": 2, "eval_samples": 8})  # fmt: skip
+    train = {"steps": 10, "global_batch": 8, "micro_batch": 2, "eval_samples": 8}
+    config = tiny(corpus, tmp_path / "run", **parts, train=train)
     ranks = run_ranks(world, train_poisoned, config, bad, where)
     for rank in ranks:
         assert rank["code"] == 0 and rank["wrapper"] == wrapper and rank["updates"] == 8

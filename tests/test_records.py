@@ -52,9 +52,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
 
 def test_large_positions_are_exact(tmp_path: Path) -> None:
     position = 10**15 + 1
-    write(
-        tmp_path, [record(1, first_position=position, next_position=position + 1, worst_position=position)]
-    )
+    write(tmp_path, [record(1, first_position=position, next_position=position + 1, worst_position=position)])
     (got,) = read(tmp_path).to_pylist()
     assert (got["first_position"], got["next_position"], got["worst_position"]) == (
         position, position + 1, position,

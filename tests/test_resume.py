@@ -78,7 +78,8 @@ def test_resume_is_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
     model = dict(tiny(corpus, tmp_path).model) | tied
 
     def at(run: str, steps: int) -> RunConfig:
-        return tiny(corpus, tmp_path / run, **parts, model=model, train={"steps": steps, "global_batch": 8, "micro_batch": 2, "eval_samples": 8, "eval_interval": 0})  # fmt: skip
+        train = {"steps": steps, "global_batch": 8, "micro_batch": 2, "eval_samples": 8, "eval_interval": 0}
+        return tiny(corpus, tmp_path / run, **parts, model=model, train=train)
 
     run_ranks(world, train, at("straight", 20))
     run_ranks(world, train, at("stopped", 10))

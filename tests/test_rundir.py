@@ -104,7 +104,9 @@ def test_another_model_or_seed_is_refused(change: dict[str, Any], named: str, ru
     assert run.recipe.read_bytes() == before
 
 
-@pytest.mark.parametrize("content", [b"", b"config", b"a: [", b"model: {}\n", b"\xff\xfe\x80", b"config: 5\n"])
+@pytest.mark.parametrize(
+    "content", [b"", b"config", b"a: [", b"model: {}\n", b"\xff\xfe\x80", b"config: 5\n"]
+)
 def test_a_damaged_frozen_recipe_is_an_error(content: bytes, run: RunDirectory) -> None:
     run.recipe.write_bytes(content)
     with pytest.raises(ConfigError, match=r"another run\.dir"):

@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from megastable import durable
 from megastable.checkpoint import reshape
 from megastable.checkpoint.files import FileRecord, Writer, hash_file, write_file
+from megastable.durable import sync_directory
 from megastable.errors import CheckpointError
-from megastable.jsonl import sync_directory
 
 MANIFEST, STATE, LATEST = "manifest.json", "state.json", "latest"
 SAVING = ".saving-"  # prefix of a checkpoint that is being written
@@ -166,13 +167,10 @@ def _commit(
         if target.exists():  # the same step again, after a return to an older checkpoint
             os.replace(target, replaced)
         os.replace(temporary, target)
-        write_file(folder / f"{LATEST}.tmp", target.name.encode())
-        os.replace(folder / f"{LATEST}.tmp", folder / LATEST)
-        sync_directory(folder)
+        durable.write_file(folder / LATEST, target.name.encode())
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
-        (folder / f"{LATEST}.tmp").unlink(missing_ok=True)
         raise
     for old in newest_first(folder)[keep:]:
         if old != target:

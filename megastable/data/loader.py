@@ -58,15 +58,13 @@ class MicroBatch:
     """b samples of s tokens for one forward pass; on the CPU.
 
     `tokens`, `labels`: int64 [b, s]. `positions`: int64 [b], absolute. `segments`: int32 [b, s], which
-    document of its sample a token belongs to; `position_ids`: int64 [b, s], distance to the beginning of that
-    document or sample; both None when documents of a sample may see each other.
+    document of its sample a token belongs to, None when documents of a sample may see each other.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     positions: torch.Tensor
     segments: torch.Tensor | None
-    position_ids: torch.Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,8 +166,8 @@ class Loader:
         samples = self.source.samples(positions)
         tokens, labels = np.ascontiguousarray(samples[:, :-1]), np.ascontiguousarray(samples[:, 1:])
         if not self.keep_documents_apart:
-            return _Arrays(tokens, labels, positions, None, None)
-        return _Arrays(tokens, labels, positions, *documents_of(tokens, self.source.eod))
+            return _Arrays(tokens, labels, positions, None)
+        return _Arrays(tokens, labels, positions, documents_of(tokens, self.source.eod))
 
     def _micro_batch(self, part: _Arrays) -> MicroBatch:
         return MicroBatch(
@@ -177,7 +175,6 @@ class Loader:
             labels=self._tensor(part.labels),
             positions=self._tensor(part.positions),
             segments=None if part.segments is None else self._tensor(part.segments),
-            position_ids=None if part.position_ids is None else self._tensor(part.position_ids),
         )
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
@@ -185,18 +182,14 @@ class Loader:
         return tensor.pin_memory() if self.pin_memory else tensor
 
 
-def documents_of(tokens: Int64s, eod: int) -> tuple[Int32s, Int64s]:
-    """For tokens [b, s]: int32 ordinal of the document that each belongs to, int64 distance to its beginning.
+def documents_of(tokens: Int64s, eod: int) -> Int32s:
+    """For tokens [b, s]: int32 [b, s], the ordinal in its sample of the document that each belongs to.
 
     A document begins at the first token and after every `eod`.
     """
     begins = np.zeros(tokens.shape, dtype=bool)
     begins[:, 1:] = tokens[:, :-1] == eod
-    index = np.arange(tokens.shape[1])
-    return (
-        np.cumsum(begins, axis=1, dtype=np.int32),
-        index - np.maximum.accumulate(np.where(begins, index, 0), axis=1),
-    )
+    return np.cumsum(begins, axis=1, dtype=np.int32)
 
 
 class _Arrays(NamedTuple):
@@ -206,7 +199,6 @@ class _Arrays(NamedTuple):
     labels: Int64s
     positions: Int64s
     segments: Int32s | None
-    position_ids: Int64s | None
 
 
 class _Planned(NamedTuple):

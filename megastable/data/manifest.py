@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import OrderedDict
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -20,7 +19,8 @@ from typing import Literal, NamedTuple, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from megastable.data.shard_format import DType, ShardInfo, Tokens, file_sizes, sync_directory
+from megastable import durable
+from megastable.data.shard_format import DType, ShardInfo, Tokens, file_sizes
 from megastable.data.shards import Shard
 from megastable.errors import DataError
 
@@ -128,16 +128,9 @@ class Manifest(BaseModel):
     def save(self, directory: Path) -> None:
         """Write DIRECTORY/manifest.json atomically. Raises DataError when the disk refuses."""
         path = directory / FILE
-        temporary = path.with_name(f"{FILE}.tmp")
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(self.model_dump_json(indent=1) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-            sync_directory(directory)
+            durable.write_file(path, (self.model_dump_json(indent=1) + "\n").encode())
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise DataError(f"{path} could not be written: {error}") from error
 
     def fingerprint(self) -> str:

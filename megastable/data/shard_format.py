@@ -73,15 +73,6 @@ def with_suffix(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
 
 
-def sync_directory(directory: Path) -> None:
-    """Make renames inside `directory` survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class IndexEnds(NamedTuple):
     """The header of an `.idx` and the first and last entries of its arrays (0 where there are none)."""
 

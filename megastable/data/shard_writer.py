@@ -23,9 +23,9 @@ from megastable.data.shard_format import (
     chunks,
     dtype_for,
     little_endian,
-    sync_directory,
     with_suffix,
 )
+from megastable.durable import sync_directory
 from megastable.errors import DataError
 
 

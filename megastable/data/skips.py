@@ -6,10 +6,8 @@ position is passed over by a lookup; nothing is read and thrown away. Ranges are
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
+from megastable import jsonl
 from megastable.data.order import LAST_POSITION
-from megastable.data.shard_format import sync_directory
 from megastable.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -108,49 +106,21 @@ class SkipEntry(BaseModel):
 
 
 def append(path: Path, entry: SkipEntry) -> None:
-    """Add a line to the ledger and wait until it is on the disk. Raises DataError when that fails.
-
-    A last line that a crash has torn is moved to `skips.jsonl.torn` first, so that it does not run into
-    this one. A lock keeps two processes from writing at once.
-    """
+    """Add a line to the ledger and wait until it is on the disk. Raises DataError when that fails."""
     if entry.time is None:
         entry = entry.model_copy(update={"time": datetime.now(UTC)})
-    try:
-        new = not path.exists()
-        with path.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            _, tail = _split(file.read())
-            if tail and _is_whole(tail):
-                file.write(b"\n")
-            elif tail:
-                _keep_torn(path.with_name(path.name + ".torn"), tail)
-                file.truncate(file.seek(0, os.SEEK_END) - len(tail))
-            file.write(entry.model_dump_json(exclude_none=True).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        if new:
-            sync_directory(path.parent)
-    except OSError as error:
-        raise DataError(f"{path} could not be written: {error}") from error
+    jsonl.append(path, entry.model_dump_json(exclude_none=True))
 
 
 def read_ledger(path: Path) -> list[SkipEntry]:
     """The entries of a ledger, oldest first; none when there is no such file. Empty lines are ignored.
 
-    A torn last line (a crash while it was written: no newline, no JSON) is reported as a warning and left
-    out. Raises DataError naming the line for anything else that is not a valid entry.
+    A torn last line (a crash while it was written) is reported as a warning and left out. Raises DataError
+    naming the line for anything else that is not a valid entry.
     """
-    try:
-        lines, tail = _split(path.read_bytes())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    if tail and _is_whole(tail):
-        lines.append(tail)
-    elif tail:
-        log.warning("%s: line %d was torn by a crash and is ignored: %r", path, len(lines) + 1, tail[:200])
+    lines, torn = jsonl.read(path)
+    if torn:
+        log.warning("%s: line %d was torn by a crash and is ignored: %r", path, len(lines) + 1, torn[:200])
     return [_parse(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
@@ -165,29 +135,6 @@ def _parse(path: Path, number: int, line: bytes) -> SkipEntry:
         message = ".".join(str(part) for part in detail["loc"]) + " " + str(detail["msg"])
         raise DataError(f"{path} line {number}: {message.strip()}: {remedy}") from problem
     raise DataError(f"{path} line {number} is not JSON ({problem}): {remedy}") from problem
-
-
-def _split(content: bytes) -> tuple[list[bytes], bytes]:
-    """Whole lines, and what follows the last newline."""
-    *lines, tail = content.split(b"\n")
-    return lines, tail
-
-
-def _is_whole(tail: bytes) -> bool:
-    """Whether a last line lacks only its newline: no beginning of a JSON object is one itself."""
-    try:
-        json.loads(tail)
-    except ValueError:
-        return False
-    return True
-
-
-def _keep_torn(path: Path, tail: bytes) -> None:
-    with path.open("ab") as file:
-        file.write(tail + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    log.warning("a line torn by a crash was moved to %s", path)
 
 
 def _checked(item: Range) -> Range:

@@ -11,26 +11,18 @@ from pathlib import Path
 
 import psutil
 
-from megastable.data.shard_format import sync_directory
+from megastable import durable
+from megastable.durable import sync_directory
 from megastable.errors import DataError
 
 
 def write_file(path: Path, content: bytes) -> None:
     """Write a file, on the disk when this returns; an older one is replaced. Raises DataError."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_directory(path.parent)
+        durable.write_file(path, content)
     except OSError as error:
         raise DataError(f"{path} could not be written: {error.strerror}") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import Corpus, Order
 from megastable.data.skips import Skips
 from megastable.errors import ConfigError, DataError
+from megastable.model.rope import document_positions
 
 MakeCorpus = Callable[..., Manifest]
 LENGTH, EOD = 16, 0
@@ -87,7 +88,6 @@ def test_a_step(source: Source) -> None:
         assert batch.tokens.is_contiguous()
         assert batch.labels.is_contiguous()
         assert batch.segments is None
-        assert batch.position_ids is None
 
 
 @pytest.mark.parametrize(("micro_batch", "data_size"), [(24, 1), (1, 1), (4, 2), (2, 3), (1, 24), (3, 8)])
@@ -154,25 +154,25 @@ def test_prefetch_changes_nothing(source: Source, prefetch: int) -> None:
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=12, max_size=12), min_size=1, max_size=3))
 def test_documents_against_a_naive_walk(tokens: list[list[int]]) -> None:
-    segments, position_ids = documents_of(np.array(tokens), eod=0)
-    assert (segments.dtype, position_ids.dtype) == (np.int32, np.int64)
-    for row, found_segments, found_ids in zip(tokens, segments.tolist(), position_ids.tolist(), strict=True):
-        segment = distance = 0
-        for token, found_segment, found_id in zip(row, found_segments, found_ids, strict=True):
-            assert (found_segment, found_id) == (segment, distance)
-            segment, distance = (segment + 1, 0) if token == 0 else (segment, distance + 1)
+    segments = documents_of(np.array(tokens), eod=0)
+    assert segments.dtype == np.int32
+    for row, found in zip(tokens, segments.tolist(), strict=True):
+        segment = 0
+        for token, found_segment in zip(row, found, strict=True):
+            assert found_segment == segment
+            segment += token == 0
 
 
 def test_documents_kept_apart_begin_where_the_index_says(source: Source) -> None:
     for step in load(source, 3, keep_documents_apart=True):
         for batch in step.micro_batches:
             assert batch.segments is not None
-            assert batch.position_ids is not None
-            assert (batch.segments.dtype, batch.position_ids.dtype) == (torch.int32, torch.int64)
+            assert batch.segments.dtype == torch.int32
+            distances = document_positions(batch.segments)
             for row, position in enumerate(batch.positions.tolist()):
                 place = source.order.locate_one(position)
                 starts = source.streams[place.corpus].document_starts(place.first_token, LENGTH)
-                resets = torch.nonzero(batch.position_ids[row] == 0).flatten() + place.first_token
+                resets = torch.nonzero(distances[row] == 0).flatten() + place.first_token
                 assert set(resets.tolist()) == {*starts.tolist(), place.first_token}
                 assert int(batch.segments[row, -1]) == len(resets) - 1
 

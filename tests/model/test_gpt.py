@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -188,5 +189,5 @@ def test_costs_spread_a_large_model_evenly() -> None:
     costs = [entry.cost for entry in entries]
     assert 1.0 < costs[-1] / costs[1] < 1.5
     bounds = partition(costs, 8, [entry.is_block for entry in entries])
-    stages = [sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    stages = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
     assert max(stages) < 1.1 * sum(stages) / 8

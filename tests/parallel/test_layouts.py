@@ -63,13 +63,7 @@ def train_rank(c: RunConfig, world: int, apart: bool) -> dict[str, Any]:
     for (tokens, labels, segments), lr in zip(batches(apart), RATES, strict=True):
         index = torch.arange(BATCH).view(-1, layout.data, c.train.micro_batch)[:, topology.data_rank]
         micro = [
-            MicroBatch(
-                tokens[i],
-                labels[i],
-                positions=i,
-                segments=None if segments is None else segments[i],
-                position_ids=None,
-            )
+            MicroBatch(tokens[i], labels[i], positions=i, segments=None if segments is None else segments[i])
             for i in index
         ]
         measured, applied = engine.train_step(micro, lr, judge=lambda m: m.finite)

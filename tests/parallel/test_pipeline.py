@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ from megastable.parallel.pipeline import partition
 
 
 def stages(bounds: list[int], values: list[int] | list[bool]) -> list[int]:
-    return [sum(values[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [sum(values[a:b]) for a, b in pairwise(bounds)]
 
 
 def all_cuts(layers: int, count: int) -> list[list[int]]:
@@ -53,5 +53,5 @@ def test_large_models_are_cut_at_once() -> None:
     """126 blocks (Llama 3 405B) on 32 stages: nothing combinatorial about it."""
     required = [False] + [True] * 126 + [False, False]
     bounds = partition([1.0] + [100.0] * 126 + [1.0, 150.0], 32, required)
-    assert len(bounds) == 33 and all(a < b for a, b in zip(bounds, bounds[1:], strict=False))
+    assert len(bounds) == 33 and all(a < b for a, b in pairwise(bounds))
     assert set(stages(bounds, [int(r) for r in required])) <= {2, 3, 4}
