@@ -341,10 +341,10 @@ class Trainer:
         return Skips.of([(first, end) for first, end in ranges[0]])
 
     def _loader(self, source: Source, skips: Skips, cursor: int, batch: int | None = None) -> Loader:
-        c = self.config
+        c, on_gpu = self.config, self.engine.device.type == "cuda"
         return Loader(
             source, skips, cursor, batch or c.train.global_batch, c.train.micro_batch, self.topology.data_rank,
-            self.layout.data, c.data.keep_documents_apart, c.data.prefetch, pin_memory=self.engine.device.type == "cuda",
+            self.layout.data, c.data.keep_documents_apart, c.data.prefetch, pin_memory=on_gpu,
         )  # fmt: skip
 
     def _validation_batches(self) -> tuple[Any, int] | None:
