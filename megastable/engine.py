@@ -92,13 +92,16 @@ def start_distributed(timeout: float) -> None:
     warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
     # It calls collectives by names that torch 2.13 replaced.
     warnings.filterwarnings("ignore", message=".*`torch.distributed.* is deprecated.*")
-    if device().type == "cpu":
+    if device().type == "cuda":
+        # Object collectives of NCCL go through the current device: left alone, all ranks' would be GPU 0.
+        torch.cuda.set_device(device())
+    else:
         # DeepSpeed refuses fp16 on CPUs without its instructions; torch computes it on all of them, slowly.
         get_accelerator().is_fp16_supported = lambda: True
-    if device().type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        # Every rank would start a thread per core: ranks of one host share them.
-        ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+        if "OMP_NUM_THREADS" not in os.environ:
+            # Every rank would start a thread per core: ranks of one host share them.
+            ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
     # Its shared-memory collectives need a compiler and leave 66 MiB a rank in /dev/shm after every run.
     __compatible_ops__["deepspeed_shm_comm"] = False
     with _silence():

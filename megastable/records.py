@@ -6,14 +6,15 @@ checkpoint the same steps are recorded again: `read` keeps the newest record of 
 
 from __future__ import annotations
 
+import io
 import math
-import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megastable import durable
 from megastable.errors import DataError
 
 
@@ -67,23 +68,23 @@ class Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending under a temporary name, then rename. Raises OSError when the disk refuses."""
+        """Write what is pending. Raises OSError when the disk refuses; nothing is lost then."""
         if not self.pending:
             return
         table = pa.Table.from_pylist([asdict(r) for r in self.pending], schema=SCHEMA)
         first, last = self.pending[0], self.pending[-1]
         path = self.folder / f"{first.step:08d}-{last.step:08d}-{int(last.time * 1000)}.parquet"
-        temporary = path.with_suffix(".tmp")
+        content = io.BytesIO()
         # A file is small: dictionaries, statistics and Arrow's own schema would be half of it.
         pq.write_table(
             table,
-            temporary,
+            content,
             compression="zstd",
             use_dictionary=False,
             write_statistics=False,
             store_schema=False,
         )
-        os.replace(temporary, path)
+        durable.write_file(path, content.getvalue())
         self.pending.clear()
 
 

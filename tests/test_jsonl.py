@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-import multiprocessing
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -101,21 +102,18 @@ def test_a_folder_in_its_place_is_an_error(tmp_path: Path) -> None:
         jsonl.read(tmp_path)
 
 
-def _append_many(path: Path, who: int) -> None:
-    for number in range(20):
-        jsonl.append(path, json.dumps({"who": who, "n": number, "pad": "x" * 5000}))
-
-
-def test_two_processes_do_not_write_into_each_others_lines(tmp_path: Path) -> None:
+def test_whoever_appends_waits_for_the_other(tmp_path: Path) -> None:
+    """Otherwise a line half-written by another process would be taken for torn and cut off."""
     path = tmp_path / "a.jsonl"
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_append_many, args=(path, who)) for who in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    entries = values(path)
-    for who in range(2):
-        assert [e["n"] for e in entries if e["who"] == who] == list(range(20))  # type: ignore[index]
+    thread = threading.Thread(target=jsonl.append, args=(path, '{"n": 2}'))
+    with path.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        other.write(b'{"n":')
+        other.flush()
+        thread.start()
+        thread.join(timeout=0.3)
+        assert thread.is_alive()
+        other.write(b" 1}\n")
+    thread.join(timeout=60)
+    assert values(path) == [{"n": 1}, {"n": 2}]
     assert not (tmp_path / "a.jsonl.torn").exists()

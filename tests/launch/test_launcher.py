@@ -1,0 +1,60 @@
+"""Through the deepspeed launcher, as a user starts it: several layouts, bad input, leftovers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+DEEPSPEED = Path(sys.executable).with_name("deepspeed")
+TINY = (
+    "model.layers=2 model.hidden=64 model.heads=2 model.kv_heads=2 model.ffn=128 model.sequence_length=64 "
+    "train.steps=3 train.global_batch=8 train.micro_batch=2 train.eval_interval=0 train.eval_samples=8 "
+    "checkpoint.interval=0 logging.tensorboard=true logging.peak_tflops=1 schedule.warmup_steps=1"
+).split()
+
+
+def launch(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        str(DEEPSPEED), "--num_gpus", str(ranks), "--master_port", str(free_port()), "--module", "megastable.train",
+        "launch/recipes/quickstart.yaml", *arguments,
+    ]  # fmt: skip
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, timeout=240, text=True, capture_output=True)
+
+
+def test_tensor_and_pipeline_parallel_on_four_ranks(corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    data = f"data.corpora=[{{path: {corpus}}}]"
+    done = launch(4, *TINY, data, "parallel.tensor=2", "parallel.pipeline=2", f"run.dir={run}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["world_size"], summary["tensor"], summary["pipeline"], summary["steps"]) == (4, 2, 2, 3)
+    assert summary["final_loss"] < summary["first_loss"]
+    assert "tensor 2 x pipeline 2 x data 1" in done.stdout
+    assert list((run / "tensorboard").glob("events*"))
+    assert (run / "checkpoints/latest").read_text() == "step-3"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "override", "message"),
+    [
+        (1, "model.layer=3", "model.layer: unknown key; did you mean model.layers?"),
+        (3, "parallel.tensor=2", "3 ranks cannot be laid out as parallel.tensor=2 x parallel.pipeline=1"),
+        (1, "data.corpora=[{path: no/such/corpus}]", "is not a prepared corpus"),
+    ],
+)
+def test_bad_input_is_told_once_without_a_traceback(
+    ranks: int, override: str, message: str, tmp_path: Path
+) -> None:
+    done = launch(ranks, *TINY, f"run.dir={tmp_path / 'run'}", override)
+    assert done.returncode == 2
+    assert done.stderr.count(message) == 1
+    assert "Traceback" not in done.stdout + done.stderr
