@@ -7,6 +7,7 @@ checkpoint the same steps are recorded again: `read` keeps the newest record of 
 from __future__ import annotations
 
 import io
+import logging
 import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -16,6 +17,8 @@ import pyarrow.parquet as pq
 
 from megastable import durable
 from megastable.errors import DataError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,11 @@ class Recorder:
 
     def add(self, record: StepRecord) -> None:
         self.pending.append(record)
-        if len(self.pending) >= self.flush_steps:
+        if len(self.pending) % self.flush_steps == 0:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending. Raises OSError when the disk refuses; nothing is lost then."""
+        """Write what is pending. When the disk refuses, that is logged, and it stays pending."""
         if not self.pending:
             return
         table = pa.Table.from_pylist([asdict(r) for r in self.pending], schema=SCHEMA)
@@ -84,8 +87,12 @@ class Recorder:
             write_statistics=False,
             store_schema=False,
         )
-        durable.write_file(path, content.getvalue())
-        self.pending.clear()
+        try:
+            durable.write_file(path, content.getvalue())
+        except OSError as error:
+            log.warning("%s: %s; %d step records wait in memory", path, error, len(self.pending))
+        else:
+            self.pending.clear()
 
 
 def read(folder: Path) -> pa.Table:

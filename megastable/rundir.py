@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 # Parts of the tree without which the weights in the directory mean something else.
 IDENTITY = ("model", "run.seed")
+# ... and parts of those that only say how it is computed or trained on.
+FREE = ("model.attention", "model.z_loss")
 
 
 class RunDirectory:
@@ -38,11 +40,21 @@ class RunDirectory:
         self.checkpoints = root / "checkpoints"
         self.tensorboard = root / "tensorboard"
         self.summary = root / "summary.json"
+        self._waiting: list[str] = []
 
     def note(self, event: str, **fields: Any) -> None:
-        """Put an event into the journal; durable when this returns. One rank of a run calls it."""
+        """Put an event into the journal; durable when this returns. One rank of a run calls it.
+
+        A disk that refuses does not end a run: the events wait in memory for the next call, and are logged.
+        """
         entry = {"time": round(time.time(), 3), "event": event, **fields}
-        jsonl.append(self.journal, json.dumps(_plain(entry), default=str))
+        self._waiting.append(as_json(entry))
+        try:
+            while self._waiting:
+                jsonl.append(self.journal, self._waiting[0])
+                self._waiting.pop(0)
+        except DataError as error:
+            log.warning("%s; waiting in memory: %s", error, self._waiting[-1])
 
     def events(self, *kinds: str) -> Iterator[dict[str, Any]]:
         """The journal's events in order, of `kinds` only when given. A torn last line is left out, with a warning."""
@@ -80,11 +92,8 @@ class RunDirectory:
                 for k in sorted({*before, *after})
                 if before.get(k) != after.get(k)
             ]
-            foreign = [
-                c
-                for c in changed
-                if c.startswith(tuple(f"{key}." for key in IDENTITY) + tuple(f"{key}:" for key in IDENTITY))
-            ]
+            keys = {c.partition(":")[0]: c for c in changed}
+            foreign = [c for key, c in keys.items() if _below(key, IDENTITY) and not _below(key, FREE)]
             if foreign:
                 raise ConfigError(
                     f"run.dir={self.root} belongs to another run: {'; '.join(foreign)}. "
@@ -99,13 +108,21 @@ class RunDirectory:
         return changed
 
 
+def as_json(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: nan and infinities become text, which float() gives back."""
+    return json.dumps(_plain(value), default=str, indent=indent)
+
+
 def _plain(value: Any) -> Any:
-    """JSON has no nan and no infinity: as text every reader takes them, and float() gives them back."""
     if isinstance(value, dict):
         return {key: _plain(below) for key, below in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(below) for below in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _below(key: str, parts: tuple[str, ...]) -> bool:
+    return any(key == part or key.startswith(f"{part}.") for part in parts)
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,6 @@ space for checkpoints.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import random
@@ -225,8 +224,11 @@ class Trainer:
                 if c.checkpoint.interval and s.step % c.checkpoint.interval == 0:
                     last_saved = self._checkpoint(recorder) or last_saved
 
-            if s.step > last_saved and (stopping or c.checkpoint.at_end):
-                self._checkpoint(recorder)
+            if s.step > last_saved and (stopping or c.checkpoint.at_end) and not self._checkpoint(recorder):
+                raise SpaceError(
+                    f"step {s.step} is done, but its checkpoint could not be written (see above): make room and start "
+                    f"again; the run goes on from the newest one in {self.run.checkpoints}"
+                )
             if stopping and s.step < c.train.steps:
                 self.note("stopped", step=s.step, cursor=s.cursor)
                 self.say(f"stopped at step {s.step} as asked; the same command goes on from {self.run.root}")
@@ -325,7 +327,12 @@ class Trainer:
             "precision": c.precision.kind,
             "cursor": s.cursor,
         }
-        durable.write_file(self.run.summary, (json.dumps(summary, indent=1) + "\n").encode())
+        try:
+            durable.write_file(self.run.summary, (rundir.as_json(summary, indent=1) + "\n").encode())
+        except OSError as error:
+            raise SpaceError(
+                f"{self.run.summary} could not be written: {error}: make room, start again"
+            ) from None
         self.note("finished", **summary)
         self.say(f"finished: {self.run.summary}")
 

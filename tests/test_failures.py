@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,11 @@ from tests.test_resume import identical
 
 
 def train(
-    config: RunConfig, signal_rank: int = -1, signal_step: int = 0, largest_file: int = 0
+    config: RunConfig, at_rank: int = -1, at_step: int = 0, largest_file: int = 0, filler: Path | None = None
 ) -> tuple[int, str]:
-    """(exit code, message) of a run on this rank, as `main` would end; a signal or a small disk on request."""
+    """(exit code, message) of a run on this rank, as `main` would end. On request: files stay small; and at a step
+    of a rank the disk is filled up by `filler`, or, without one, SIGTERM comes.
+    """
     import torch.distributed as dist
 
     from megastable import train as module
@@ -38,8 +42,13 @@ def train(
     def train_step(self: Engine, *args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == signal_step and dist.get_rank() == signal_rank:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if calls == at_step and dist.get_rank() == at_rank:
+            if filler is None:
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                    while file.write(bytes(4096)):
+                        pass
         return real(self, *args, **options)
 
     Engine.train_step = train_step  # type: ignore[method-assign]
@@ -111,7 +120,8 @@ def test_a_full_disk_during_a_save(on_failure: str, corpus: Path, tmp_path: Path
     failed = events(run, "checkpoint_failed")
     assert failed and "File too large" in failed[0]["problem"]
     if on_failure == "continue":
-        assert [code for code, _ in answers] == [0, 0]
+        # All steps were trained, but the last weights are nowhere: that is no success.
+        assert [code for code, _ in answers] == [errors.NO_SPACE, errors.NO_SPACE]
         assert [e["step"] for e in failed] == [15, 20, 20]  # tried once more at the end
         assert records.read(run / "steps").num_rows == 20
     else:
@@ -182,3 +192,30 @@ def test_skipped_positions_are_not_trained_on(corpus: Path, tmp_path: Path) -> N
     first = records.read(plain / "steps").to_pylist()[0]
     assert rows[0]["loss"] == pytest.approx(first["loss"], rel=1e-5)
     assert json.loads((skipping / "summary.json").read_text())["cursor"] == 59
+
+
+def test_a_disk_without_any_room(corpus: Path, tmp_path: Path) -> None:
+    """A real full file system: checkpoint, records and journal all fail, training ends well and says so."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small file system may not be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        run = disk / "run"
+        run_ranks(2, train, tiny(corpus, run, train=batch(steps=10)))
+        logs = {"tensorboard": False, "interval": 1000, "peak_tflops": 1.0, "flush_steps": 2}
+        config = tiny(corpus, run, train=batch(), checkpoint={"interval": 5}, logging=logs)
+        answers = run_ranks(2, train, config, 0, 3, 0, disk / "filler")
+        assert [code for code, _ in answers] == [errors.NO_SPACE, errors.NO_SPACE]
+        assert not (run / "summary.json").read_text().count('"steps": 20')
+        store.verify(run / "checkpoints/step-10")
+        (disk / "filler").unlink()
+        assert [code for code, _ in run_ranks(2, train, tiny(corpus, run, train=batch()))] == [0, 0]
+        assert events(run, "resumed")[-1]["step"] == 10
+        assert (run / "checkpoints/latest").read_text() == "step-20"
+        assert records.read(run / "steps").num_rows == 20
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
