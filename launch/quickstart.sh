@@ -70,11 +70,16 @@ from pathlib import Path
 
 run = Path(sys.argv[1])
 s = json.loads((run / "summary.json").read_text())
+validation = "none (train.eval_samples=0, or no validation split)"
+if s["val_loss"] is not None:
+    validation = f"{s['val_loss']:.3f}"
+    if s["val_unigram_entropy"] is not None:
+        validation += f"; knowing only how frequent each token is would give {s['val_unigram_entropy']:.3f}"
 print(f"""
 {s["parameters"] / 1e6:.1f}M parameters, {s["steps"]} steps, {s["tokens"] / 1e6:.2f}M tokens at {s["tokens_per_second"]:,.0f} a second, \
 on {s["world_size"]} processes with ZeRO {s["zero_stage"]}
 training loss    {s["first_loss"]:.3f} -> {s["final_loss"]:.3f} nats per token
-validation loss  {s["val_loss"]:.3f}; knowing only how frequent each token is would give {s["val_unigram_entropy"]:.3f}
+validation loss  {validation}
 
 {run}/summary.json    these figures, and more
 {run}/journal.jsonl   what happened, in order

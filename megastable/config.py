@@ -232,19 +232,16 @@ def _impossible(c: RunConfig) -> list[str]:
             f"parallel.zero={p.zero} with parallel.pipeline={p.pipeline}: DeepSpeed's pipeline keeps whole gradients; "
             "use parallel.zero=1 or parallel.pipeline=1"
         )
-    if p.zero == 0 and c.precision.kind == "fp32":
+    if p.zero == 0:
         bad.append(
-            "parallel.zero=0 with precision.kind=fp32: DeepSpeed then has no gradient norm and no check for "
-            "non-finite numbers; use parallel.zero=1"
+            "parallel.zero=0: DeepSpeed's wrappers without ZeRO have no gradient norm (fp32), sum in bf16 (bf16), "
+            "or divide by a loss scale that they never multiplied by (fp16); use parallel.zero=1, which costs nothing "
+            "on one data-parallel rank"
         )
-    if p.zero == 0 and c.precision.kind == "bf16":
+    if m.tied and p.pipeline > 1 and c.precision.kind == "fp16":
         bad.append(
-            "parallel.zero=0 with precision.kind=bf16: DeepSpeed then accumulates gradients in bf16 and gets their "
-            "norm wrong under tensor parallelism; use parallel.zero=1 (on one data-parallel rank it costs nothing)"
-        )
-    if p.zero == 0 and p.tensor * p.pipeline > 1:
-        bad.append(
-            "parallel.zero=0 with tensor or pipeline parallelism: the gradient norm is wrong; use parallel.zero=1"
+            "model.tied with parallel.pipeline and precision.kind=fp16: DeepSpeed does not sum the gradients of the "
+            "two copies, and they drift apart; use precision.kind=bf16, or model.tied=false"
         )
     if c.train.global_batch % c.train.micro_batch:
         bad.append(

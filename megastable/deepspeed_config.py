@@ -1,11 +1,13 @@
 """The DeepSpeed JSON of a run: a file of ds_configs/, completed from the `RunConfig`. Pure; imports no DeepSpeed.
 
 The file holds what is DeepSpeed's alone (buckets, overlap, profilers). megastable fills in batch sizes,
-clipping, precision and the pipeline's settings, and refuses a file that says otherwise.
+clipping, precision and the pipeline's settings, and refuses a file that says otherwise, or that holds a key which
+DeepSpeed would silently ignore.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,19 +16,72 @@ from megastable.config import RunConfig
 from megastable.errors import ConfigError
 from megastable.recipe import find
 
-# Keys that megastable answers by itself, with the reason why a file may not hold them.
-FORBIDDEN = {
+# The keys that a file may hold, section by section: what megastable fills in, and what it has been run with.
+KNOWN: dict[str, set[str]] = {
+    "": {
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+        "zero_allow_untested_optimizer", "communication_data_type", "zero_optimization", "data_types", "bf16", "fp16",
+        "pipeline", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger",
+        "flops_profiler", "timers",
+    },
+    "zero_optimization": {
+        "stage", "allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter",
+        "reduce_bucket_size", "contiguous_gradients", "round_robin_gradients",
+        "use_multi_rank_bucket_allreduce", "ignore_unused_parameters",
+        "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
+        "stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
+        "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params",
+        "stage3_allgather_sequential", "log_trace_cache_warnings", "enable_sanity_checks",
+    },
+    "data_types": {"grad_accum_dtype"},
+    "bf16": {"enabled", "check_grad_overflow"},
+    "fp16": {
+        "enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis",
+        "min_loss_scale",
+    },
+    "pipeline": {"pipe_partitioned", "grad_partitioned", "use_reentrant"},
+}  # fmt: skip
+
+_OFFLOADING = (
+    "offloading is not supported: with pipelines and tied embeddings it lets the copies drift apart silently; use "
+    "more ranks or a higher parallel.zero"
+)
+_PIECES = "it lays out the pieces of the parameters in a way that checkpoints and norms here do not know"
+_QUANTIZED = (
+    "it rounds what the ranks exchange to a few bits: a resumed or reshaped run is no longer the same"
+)
+_LOW_MASTERS = (
+    "master weights and gradients are fp32 here: updates below the precision of the weights get lost"
+)
+
+# Keys of DeepSpeed that are not for a file of ours, with the reason.
+REFUSED = {
     "optimizer": "the optimizer is set by optimizer.* in the recipe",
     "scheduler": "the learning rate is set by schedule.* in the recipe",
     "tensor_parallel": "tensor parallelism is megastable's own: parallel.tensor",
+    "activation_checkpointing": "use parallel.recompute",
     "autotuning": "it restarts the job with other settings behind the run directory's back",
+    "elasticity": "DeepSpeed has removed it; a run goes on with another number of ranks when it is started again",
     "amp": "use precision.kind",
+    "torch_autocast": "use precision.kind",
     "curriculum_learning": "it changes the order of the data, which is a pure function here",
     "data_efficiency": "it changes the order of the data, which is a pure function here",
+    "prescale_gradients": "ZeRO 2 and 3 do not do it; gradients are averaged in fp32 anyway",
+    "gradient_predivide_factor": "ZeRO 2 and 3 do not do it; gradients are averaged in fp32 anyway",
+    "tensorboard": "use logging.tensorboard",
+    "bf16.bf16_master_weights_and_grads": _LOW_MASTERS,
+    "bf16.bf16_optimizer_states": _LOW_MASTERS,
+    "fp16.fp16_master_weights_and_grads": _LOW_MASTERS,
+    "zero_optimization.zero_hpz_partition_size": _PIECES,
+    "zero_optimization.mics_shard_size": _PIECES,
+    "zero_optimization.mics_hierarchical_params_gather": _PIECES,
+    "zero_optimization.zero_quantized_weights": _QUANTIZED,
+    "zero_optimization.zero_quantized_gradients": _QUANTIZED,
+    "zero_optimization.offload_optimizer": _OFFLOADING,
+    "zero_optimization.offload_param": _OFFLOADING,
+    "zero_optimization.cpu_offload": _OFFLOADING,  # this and the next: older names, which DeepSpeed still follows
+    "zero_optimization.cpu_offload_param": _OFFLOADING,
 }
-
-# The last two are older names, which DeepSpeed still follows.
-OFFLOADING = {"offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param"}
 
 
 def data_parallel(config: RunConfig, world: int) -> int:
@@ -57,21 +112,7 @@ def build(config: RunConfig, world: int) -> dict[str, Any]:
     """The complete DeepSpeed configuration of `config` on `world` ranks."""
     path = find(config.deepspeed.replace("{zero}", str(config.parallel.zero)))
     given = _read(path)
-    for key, why in FORBIDDEN.items():
-        if key in given:
-            raise ConfigError(f"{path}: key {key!r} is not used here: {why}")
-    zero = given.get("zero_optimization")
-    for key in sorted(OFFLOADING & set(zero if isinstance(zero, dict) else ())):
-        raise ConfigError(
-            f"{path}: zero_optimization.{key}: offloading is not supported: with pipelines and tied embeddings it "
-            "lets the copies drift apart silently; use more ranks or a higher parallel.zero"
-        )
-    steps = accumulation(config, world)
-    if config.precision.kind == "fp16" and config.parallel.zero == 0 and steps > 1:
-        raise ConfigError(
-            f"parallel.zero=0 with precision.kind=fp16 and {steps} micro-batches a step and rank: DeepSpeed then "
-            "accumulates gradients in fp16; use parallel.zero=1, or raise train.micro_batch until one is left"
-        )
+    _check(given, path, config.parallel.pipeline)
     return _merge(given, _filled(config, world), path, "")
 
 
@@ -87,6 +128,28 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ConfigError(f"deepspeed={path}: expected a JSON object at the top")
     return given
+
+
+def _check(given: dict[str, Any], path: Path, stages: int) -> None:
+    """Refuse what DeepSpeed would ignore, or follow to a bad end."""
+    for section, known in KNOWN.items():
+        content = given.get(section) if section else given
+        for key in content if isinstance(content, dict) else ():
+            name = f"{section}.{key}" if section else key
+            if name in REFUSED:
+                raise ConfigError(f"{path}: {name} is not used here: {REFUSED[name]}. Remove the key")
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}."
+                raise ConfigError(f"{path}: {name}: unknown key; {hint} Correct it, or remove it")
+    profiler = given.get("flops_profiler")
+    profiling = isinstance(profiler, dict) and profiler.get("enabled")
+    if stages > 1 and (given.get("wall_clock_breakdown") or profiling):
+        key = "wall_clock_breakdown" if given.get("wall_clock_breakdown") else "flops_profiler"
+        raise ConfigError(
+            f"{path}: {key} with parallel.pipeline={stages}: DeepSpeed's pipeline starts a timer twice and fails in "
+            "the first step; remove the key, or use parallel.pipeline=1"
+        )
 
 
 def _filled(config: RunConfig, world: int) -> dict[str, Any]:
@@ -115,9 +178,6 @@ def _filled(config: RunConfig, world: int) -> dict[str, Any]:
             "initial_scale_power": p.initial_scale_power,
             "loss_scale_window": p.scale_window,
         }
-        if config.parallel.zero == 0:
-            # Its wrapper keeps gradients in fp16: `build` allows it where nothing is accumulated.
-            del filled["data_types"]
     return filled
 
 

@@ -35,7 +35,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import __compatible_ops__
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.utils import get_global_norm_of_tensors
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -44,6 +44,7 @@ from deepspeed.utils import logger as deepspeed_logger
 
 from megastable.config import OptimizerConfig, RunConfig
 from megastable.data.loader import MicroBatch
+from megastable.errors import ConfigError
 from megastable.flatstate import FlatState, Fragment
 from megastable.model import gpt
 from megastable.model.loss import LossFunction
@@ -155,9 +156,6 @@ class _Mpu:
     def get_data_parallel_group(self) -> Any:
         return self.t.data_group
 
-    def get_data_parallel_rank(self) -> int:
-        return self.t.data_rank
-
     def get_data_parallel_world_size(self) -> int:
         return self.t.layout.data
 
@@ -217,13 +215,19 @@ class Engine:
         self.loss = LossFunction(config.model.vocab_size, config.model.z_loss, self.tp)
         with _silence():
             module = self._module()
-            self.ds, self.optimizer, *_ = deepspeed.initialize(
-                model=module,
-                optimizer=_adamw(module, config.optimizer, self.device),
-                config=ds_config,
-                mpu=_Mpu(topology) if layout.pipeline == 1 else None,
-                dist_init_required=False,
-            )
+            try:
+                self.ds, self.optimizer, *_ = deepspeed.initialize(
+                    model=module,
+                    optimizer=_adamw(module, config.optimizer, self.device),
+                    config=ds_config,
+                    mpu=_Mpu(topology) if layout.pipeline == 1 else None,
+                    dist_init_required=False,
+                )
+            except (AssertionError, ValueError, KeyError, DeepSpeedConfigError) as error:
+                raise ConfigError(
+                    f"deepspeed={config.deepspeed}: DeepSpeed refuses this configuration: {error}. Compare the file "
+                    "with those in ds_configs/, and look at `python -m megastable.config RECIPE`"
+                ) from error
         self.ds._copy_recovery_script = lambda *_: None  # its script cannot read tensor-parallel checkpoints
         self._update = self.ds._take_model_step
         self.ds._take_model_step = self._gate
@@ -275,7 +279,7 @@ class Engine:
             self.ds.eval()
             for micro_batch in micro_batches:
                 self.ds(*self._inputs(micro_batch))
-        return self._collect(len(micro_batches), [])[0]
+        return self._collect(len(micro_batches), self._scalar([]))[0]
 
     def _inputs(self, batch: MicroBatch) -> tuple[gpt.Stream, Tensor]:
         def move(x: Tensor) -> Tensor:
@@ -284,70 +288,65 @@ class Engine:
         tokens, labels = move(batch.tokens), move(batch.labels)
         return (tokens if batch.segments is None else (tokens, move(batch.segments))), labels
 
-    def _collect(self, micro_batches: int, extra: list[float]) -> tuple[Tensor, Tensor, list[float]]:
-        """One sum over the world: per-sample numbers of the last stage, and `extra` of every rank."""
+    def _collect(self, micro_batches: int, extra: Tensor) -> tuple[Tensor, Tensor, list[float]]:
+        """One sum over the world: per-sample numbers of the last stage, and `extra` (fp64 [n]) of every rank."""
         t, b = self.topology, self.config.train.micro_batch
         table = torch.zeros(2, micro_batches, t.layout.data, b, dtype=torch.float64, device=self.device)
         if t.is_last_stage and t.tensor_rank == 0:
             table[:, :, t.data_rank] = torch.stack(self.loss.samples, 1).double()
-        tail = torch.tensor(extra, dtype=torch.float64, device=self.device)
-        flat = torch.cat((table.flatten(), tail))
+        flat = torch.cat((table.flatten(), extra))
         dist.all_reduce(flat)
-        flat = flat.cpu()  # the one host synchronisation of a step
+        flat = flat.cpu()
         n = table.numel() // 2
         return flat[:n], flat[n : 2 * n], flat[2 * n :].tolist()
 
     def _gate(self, lr_kwargs: Any = None) -> None:
         """In place of DeepSpeed's update: measure, judge, then update or drop. Every rank decides alike."""
         norm = self._grad_norm()
-        finite = math.isfinite(norm)
+        valid = torch.isfinite(norm) & (norm >= 0)
         # The norm travels from rank 0 only, so that a last bit that differs cannot split the ranks.
-        mine = norm if finite and self.topology.rank == 0 else 0.0
-        steps = self.ds.gradient_accumulation_steps()
-        losses, squares, (norm, broken, note) = self._collect(steps, [mine, float(not finite), self._note])
+        mine = torch.where(valid & (self.topology.rank == 0), norm, 0.0)
+        extra = torch.stack((mine, (~valid).double(), self._scalar(self._note)))
+        losses, squares, (grad_norm, broken, note) = self._collect(
+            self.ds.gradient_accumulation_steps(), extra
+        )
         scale = float(getattr(self.optimizer, "loss_scale", 1.0))
-        self.measured = Measured(losses, squares, math.inf if broken else norm, note, scale)
+        self.measured = Measured(losses, squares, math.inf if broken else grad_norm, note, scale)
         assert self._judge is not None
         if self._judge(self.measured):
             self._update(lr_kwargs)
             self.applied = bool(self.ds.was_step_applied())
-        elif broken and self.config.precision.kind == "fp16":
-            # An overflow of fp16 is DeepSpeed's to skip: it lowers the loss scale on the way.
+        elif broken and self.config.precision.kind == "fp16" and scale > 1:
+            # An overflow of fp16 is DeepSpeed's to skip: it lowers the loss scale on the way, and raises at the bottom.
             self._update(lr_kwargs)
             self.applied = False
         else:
             self._discard()
             self.applied = False
 
-    def _grad_norm(self) -> float:
-        """Global gradient norm, unscaled and unclipped; inf where DeepSpeed reports an invalid one."""
+    def _grad_norm(self) -> Tensor:
+        """Global gradient norm, unscaled and unclipped, fp64 scalar; negative or not finite when it is invalid."""
         o = self.optimizer
         if isinstance(o, BF16_Optimizer):
             norm = get_global_norm_of_tensors(o.get_grads_for_norm()[0], mpu=o.mpu)
         elif isinstance(o, DeepSpeedZeroOptimizer_Stage3):
-            norm = torch.linalg.vector_norm(
-                torch.stack([torch.as_tensor(n) for n in _checked(o._get_norm_groups())])
-            )
+            norms = torch.stack([self._scalar(n) for n in o._get_norm_groups()])
+            norm = torch.where(norms.min() < 0, -1.0, torch.linalg.vector_norm(norms))  # -1: an invalid group
         elif isinstance(o, DeepSpeedZeroOptimizer):
             norm = o.scaled_global_norm()
-        elif isinstance(o, FP16_UnfusedOptimizer):
-            norm = torch.nn.utils.get_total_norm(
-                [p.grad.float() for group in o.fp16_groups for p in group if p.grad is not None]
-            )
         else:
             raise TypeError(f"DeepSpeed chose {type(o).__name__}, which the gate does not know")
-        value = float(norm)
-        return (
-            value / float(getattr(o, "loss_scale", 1.0)) if math.isfinite(value) and value >= 0 else math.inf
-        )
+        return self._scalar(norm) / float(getattr(o, "loss_scale", 1.0))
+
+    def _scalar(self, value: Any) -> Tensor:
+        return torch.as_tensor(value, dtype=torch.float64, device=self.device)
 
     def _discard(self) -> None:
         """Forget the gradients. Weights, moments and loss scale stay as they are, bit for bit."""
         o = self.optimizer
         o.zero_grad()
         if isinstance(o, DeepSpeedZeroOptimizer_Stage3):
-            o.micro_step_id = -1
-            o.averaged_gradients = {}
+            o.averaged_gradients = {}  # and its micro_step_id begins at 0: zero_grad has seen to it
         elif isinstance(o, DeepSpeedZeroOptimizer):
             o.micro_step_id = -1
             o._release_preflattened_grad_buffers()
@@ -395,9 +394,7 @@ class Engine:
             return list(o.fp32_groups_flat_partition)
         if isinstance(o, DeepSpeedZeroOptimizer_Stage3):
             return list(o.fp32_partitioned_groups_flat)
-        if isinstance(o, DeepSpeedZeroOptimizer):
-            return list(o.single_partition_of_fp32_groups)
-        return []  # parallel.zero=0 keeps no flat buffers
+        return list(o.single_partition_of_fp32_groups)
 
     def refresh_weights(self) -> None:
         """Bring the parameters that compute up to date with the master weights."""
@@ -443,11 +440,6 @@ class Engine:
                 str(folder.parent), tag=folder.name, load_lr_scheduler_states=False
             )
         assert path is not None
-
-
-def _checked(norms: list[Any]) -> list[Any]:
-    """Group norms of ZeRO-3, where -1 stands for an invalid one."""
-    return [math.inf if float(n) < 0 else n for n in norms]
 
 
 def _adamw(module: nn.Module, config: OptimizerConfig, on: torch.device) -> torch.optim.Optimizer:

@@ -20,9 +20,10 @@ NO_SPACE = 77  # checkpoints cannot be written
 
 
 class MegastableError(Exception):
-    """An error whose message is all that its reader needs."""
+    """An error whose message is all that its reader needs. `collective`: every rank has raised it."""
 
     code = FAILED
+    collective = False
 
 
 class ConfigError(MegastableError):

@@ -89,7 +89,7 @@ class FlatState:
                 for i, kind in enumerate(("weight", "exp_avg_sq")):
                     piece = self.piece(fragment, kind)
                     if piece is not None:
-                        total[i] += piece.double().square().sum()
+                        total[i] += torch.linalg.vector_norm(piece, dtype=torch.float64).square()
         dist.all_reduce(total)
         weights, moments = total.sqrt().tolist()
         return Norms(weights, moments)
@@ -124,7 +124,9 @@ class FlatState:
         """
         for master in self.masters if step else []:
             state = self.optimizer.state[master]
-            state["step"] = torch.tensor(float(step))
+            # The fused kernel wants its count where the weights are, the plain one on the CPU.
+            fused = self.optimizer.defaults.get("fused")
+            state["step"] = torch.tensor(float(step), device=master.device if fused else "cpu")
             for kind in KINDS[1:]:
                 state[kind] = torch.zeros_like(master.data)
         for kind in KINDS if step else KINDS[:1]:

@@ -7,23 +7,38 @@ import time
 import psutil
 import torch
 
-# Dense bf16 peaks by NVIDIA's data sheets, in TFLOP/s.
-NOMINAL = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "A100": 312.0, "B200": 2250.0}
+# Dense bf16 and fp16 peaks by NVIDIA's data sheets, in TFLOP/s; a more special name goes before a shorter one.
+NOMINAL = {
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "B200": 2250.0,
+}
+
+
+def nominal_tflops(name: str, dtype: torch.dtype) -> float | None:
+    """The data sheet's figure for a GPU by its name; None where it is not known, or `dtype` is not of 16 bits."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return None  # fp32 products run as fp32 or TF32, as torch is set: only a measurement can tell
+    return next((peak for key, peak in NOMINAL.items() if key in name), None)
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(TFLOP/s, where it comes from): a data sheet's figure for a known GPU, else a matrix product, measured."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for key, value in NOMINAL.items():
-            if key in name:
-                return value, f"nominal, {name}"
-    return measured_tflops(device, dtype), "measured matrix product"
+    if device.type != "cuda":
+        return measured_tflops(device, dtype, 1024), "measured matrix product"
+    name = torch.cuda.get_device_name(device)
+    if nominal := nominal_tflops(name, dtype):
+        return nominal, f"nominal, {name}"
+    # A smaller product would measure how fast kernels are launched.
+    return measured_tflops(device, dtype, 8192), f"measured matrix product, {name}"
 
 
-def measured_tflops(
-    device: torch.device, dtype: torch.dtype, size: int = 1024, seconds: float = 0.3
-) -> float:
+def measured_tflops(device: torch.device, dtype: torch.dtype, size: int, seconds: float = 0.3) -> float:
     """TFLOP/s of a square matrix product of `size`: the best of as many as fit into `seconds`."""
     a = torch.randn(size, size, device=device).to(dtype)
     best, end = 0.0, time.perf_counter() + seconds

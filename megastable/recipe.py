@@ -91,6 +91,8 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe, apply overrides in order, validate."""
     path = find(recipe)
     tree = read_yaml(path)
+    if "manifests" in tree and isinstance(tree.get("config"), dict):
+        tree = tree["config"]  # the frozen recipe of a run directory
     for assignment in overrides:
         override(tree, assignment)
     return validate(tree, str(path))

@@ -6,6 +6,7 @@ reason, in order; it is the truth about the run.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
@@ -72,40 +73,55 @@ class RunDirectory:
             if not kinds or kind in kinds:
                 yield entry
 
-    def freeze(self, config: RunConfig, fingerprints: list[str]) -> list[str]:
-        """Write the resolved recipe, or compare it with the frozen one. Returns "key: old -> new" for what changed.
+    def compare(self, config: RunConfig) -> list[str]:
+        """What differs from the frozen recipe, as "key: old -> new"; nothing where there is none yet.
 
-        Raises ConfigError when this directory belongs to another model or seed, or cannot be written to.
+        Raises ConfigError when this directory belongs to another model or seed.
         """
-        tree = config.model_dump(mode="json")
-        changed: list[str] = []
-        if self.recipe.exists():
-            try:
-                old = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))["config"]
-            except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
-                raise ConfigError(
-                    f"{self.recipe}: not a frozen recipe ({error}): restore it, or use another run.dir"
-                ) from None
-            before, after = dict(_leaves(old)), dict(_leaves(tree))
-            changed = [
-                f"{k}: {before.get(k)} -> {after.get(k)}"
-                for k in sorted({*before, *after})
-                if before.get(k) != after.get(k)
-            ]
-            keys = {c.partition(":")[0]: c for c in changed}
-            foreign = [c for key, c in keys.items() if _below(key, IDENTITY) and not _below(key, FREE)]
-            if foreign:
-                raise ConfigError(
-                    f"run.dir={self.root} belongs to another run: {'; '.join(foreign)}. "
-                    "Use the old values to resume it, or another run.dir"
-                )
-            changed = [c for c in changed if not c.startswith("run.dir:")]
-        content = {"config": tree, "manifests": fingerprints}
+        if not self.recipe.exists():
+            return []
+        try:
+            old = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))["config"]
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.recipe}: not a frozen recipe ({error}): restore it, or use another run.dir"
+            ) from None
+        before, after = dict(_leaves(old)), dict(_leaves(config.model_dump(mode="json")))
+        changed = {
+            key: f"{key}: {before.get(key)} -> {after.get(key)}"
+            for key in sorted({*before, *after} - {"run.dir"})
+            if before.get(key) != after.get(key)
+        }
+        foreign = [text for key, text in changed.items() if _below(key, IDENTITY) and not _below(key, FREE)]
+        if foreign:
+            raise ConfigError(
+                f"run.dir={self.root} belongs to another run: {'; '.join(foreign)}. "
+                "Use the old values to resume it, or another run.dir"
+            )
+        return list(changed.values())
+
+    def freeze(self, config: RunConfig, fingerprints: list[str], ds_config: dict[str, Any]) -> None:
+        """Write the resolved recipe: it can be started again as it stands. Raises ConfigError when it cannot."""
+        content = {
+            "config": config.model_dump(mode="json"), "manifests": fingerprints, "deepspeed_json": ds_config,
+        }  # fmt: skip
         try:
             durable.write_file(self.recipe, yaml.safe_dump(content, sort_keys=False).encode())
         except OSError as error:
             raise ConfigError(f"{self.recipe} could not be written: {error}") from None
-        return changed
+
+    def lock(self) -> None:
+        """Keep every other training process out for as long as this one lives. Raises ConfigError when there is one."""
+        path = self.root / ".lock"
+        try:
+            self._lock = path.open("a")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"run.dir={self.root}: another process trains here: stop it, or use another run.dir"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be locked: {error}") from None
 
 
 def as_json(value: Any, indent: int | None = None) -> str:

@@ -11,10 +11,14 @@ space for checkpoints.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import platform
 import random
+import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -41,11 +45,13 @@ from megastable.hardware import memory_gib, peak_tflops
 from megastable.model.flops import flops_per_token, parameters
 from megastable.optim.schedule import rate
 from megastable.parallel.topology import Layout, Topology
+from megastable.ranks import agree, first, strangers
 from megastable.records import Recorder, StepRecord
 from megastable.report.live import Live
 from megastable.rundir import RunDirectory
 from megastable.stability.gate import judge
 
+ENTROPY_TOKENS = 50_000_000  # of the validation text: more would not change its unigram entropy
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -68,24 +74,16 @@ class Trainer:
 
     def __init__(self, config: RunConfig, run: RunDirectory, corpora: Corpora, stop: StopRequest) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
-        self.run, self.corpora, self.stop = run, corpora, stop
+        self.config, self.run, self.corpora, self.stop = config, run, corpora, stop
         self.first = rank == 0
-        # The vocabulary is the corpus's; everything else of the model is the recipe's.
-        model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or corpora.vocab_size})
-        if model.vocab_size < corpora.vocab_size:  # type: ignore[operator]
-            raise ConfigError(
-                f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's {corpora.vocab_size}: "
-                "leave it out, or make it larger"
-            )
-        self.config = config = config.model_copy(update={"model": model})
         p = config.parallel
         self.layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(config, world))
-        self.topology = Topology(self.layout, rank)
-        ds_config = deepspeed_config.build(config, world)
+        self.topology = Topology(self.layout, rank, config.run.timeout)
+        self.ds_config = deepspeed_config.build(config, world)
         random.seed(config.run.seed + rank)
         np.random.seed(config.run.seed + rank)
         torch.manual_seed(config.run.seed + rank)
-        self.engine = Engine(config, ds_config, self.topology)
+        self.engine = agree(lambda: Engine(config, self.ds_config, self.topology))
         self.state = store.RunState(
             order_fingerprint=corpora.order_fingerprint,
             layout=store.LayoutState(**vars(self.layout), zero=p.zero, precision=config.precision.kind),
@@ -95,38 +93,48 @@ class Trainer:
                 "python": platform.python_version(),
             },
         )
-        self.validation = self._validation_batches()
+        self.validation = agree(self._validation_batches)
 
     # Starting
 
     def resume(self) -> None:
         """Continue from the newest good checkpoint of the run directory, if there is one."""
         found, rejected = store.newest_good(self.run.checkpoints)
-        for problem in rejected:
-            self.note("checkpoint_rejected", problem=problem)
+        for name, problem in rejected.items():
+            self.note("checkpoint_rejected", name=name, problem=problem)
             self.say(f"passed over a damaged checkpoint: {problem}")
         if found is None:
             if rejected:
-                raise CheckpointError(
-                    f"{self.run.checkpoints}: none of its {len(rejected)} checkpoints can be used; "
-                    "see the lines above. Restore one, or start again with another run.dir"
+                raise shared(
+                    CheckpointError(
+                        f"{self.run.checkpoints}: none of its {len(rejected)} checkpoints can be used; see the lines "
+                        "above. Restore one, or start again with another run.dir"
+                    )
                 )
             return
-        saved = store.read_state(found)
-        self._check_order(saved, found)
-        if saved.layout == self.state.layout:
+        saved = agree(lambda: store.read_state(found))
+        agree(lambda: self._check_order(saved, found))
+        if saved.layout == self.state.layout and self._same_pieces(found):
             self.engine.load(found, Writer())
             store.restore_rng(found)
         else:
             # Other ranks hold other pieces: every weight and moment is put together and shared out anew.
-            reshape.load(found, self.engine)
+            agree(lambda: reshape.load(found, self.engine, fp16=saved.layout.precision == "fp16"))
             self.note("reshaped", old=vars(saved.layout), new=vars(self.state.layout))
             self.say(f"{found.name} was written by another layout ({saved.layout}): reshaped")
+        for name in rejected if self.first else ():
+            store.set_aside(self.run.checkpoints / name)
         versions = self.state.versions
         self.state = saved.model_copy(update={"layout": self.state.layout, "versions": versions})
         self.state.order_fingerprint = self.corpora.order_fingerprint
         self.note("resumed", step=saved.step, checkpoint=found.name, cursor=saved.cursor)
         self.say(f"resumed from {found} at step {saved.step}")
+
+    def _same_pieces(self, found: Path) -> bool:
+        mine = agree(lambda: reshape.same_pieces(found, self.engine))
+        everyone: list[Any] = [None] * self.layout.world
+        dist.all_gather_object(everyone, mine)
+        return all(everyone)
 
     def _check_order(self, saved: store.RunState, found: Path) -> None:
         if saved.order_fingerprint == self.corpora.order_fingerprint:
@@ -148,7 +156,7 @@ class Trainer:
     def train(self) -> int:
         """Run to the last step, or until asked to stop. The exit code."""
         c, s = self.config, self.state
-        if s.step >= c.train.steps:
+        if s.step >= c.train.steps and first(self.run.summary.exists):
             self.say(f"nothing to do: step {s.step} of {c.train.steps} is already done in {self.run.root}")
             return errors.OK
         peak, peak_source = (c.logging.peak_tflops, "given") if c.logging.peak_tflops else self._peak()
@@ -185,8 +193,7 @@ class Trainer:
                 s.recent_losses = [*s.recent_losses, measured.loss][-20:]
 
                 # The record
-                due = c.logging.norms_interval and s.step % c.logging.norms_interval == 0
-                norms = self.engine.flat_state().norms() if due and c.parallel.zero else None
+                norms = self.engine.flat_state().norms() if due(c.logging.norms_interval, s.step) else None
                 if live is not None:
                     worst = int(torch.nan_to_num(measured.losses, nan=torch.inf).argmax())
                     per_second = tokens / seconds
@@ -219,15 +226,17 @@ class Trainer:
                     self._discarded(measured, batch.first, batch.next)
 
                 # Once in a while
-                if c.train.eval_interval and s.step % c.train.eval_interval == 0 and s.step < c.train.steps:
+                if due(c.train.eval_interval, s.step) and s.step < c.train.steps and not stopping:
                     validation = self._evaluate(live)
-                if c.checkpoint.interval and s.step % c.checkpoint.interval == 0:
+                if due(c.checkpoint.interval, s.step):
                     last_saved = self._checkpoint(recorder) or last_saved
 
             if s.step > last_saved and (stopping or c.checkpoint.at_end) and not self._checkpoint(recorder):
-                raise SpaceError(
-                    f"step {s.step} is done, but its checkpoint could not be written (see above): make room and start "
-                    f"again; the run goes on from the newest one in {self.run.checkpoints}"
+                raise shared(
+                    SpaceError(
+                        f"step {s.step} is done, but its checkpoint could not be written (see above): make room and "
+                        f"start again; the run goes on from the newest one in {self.run.checkpoints}"
+                    )
                 )
             if stopping and s.step < c.train.steps:
                 self.note("stopped", step=s.step, cursor=s.cursor)
@@ -256,10 +265,12 @@ class Trainer:
         )  # fmt: skip
         if s.discards_in_a_row >= self.config.stability.max_discards:
             self.note("unstable", step=s.step, discards=s.discards_in_a_row)
-            raise UnstableError(
-                f"{s.discards_in_a_row} updates in a row were refused ({reason}), up to step {s.step}: the weights "
-                f"or the optimizer's state are damaged. The last checkpoint in {self.run.checkpoints} is from before "
-                "or amid this: look at journal.jsonl, lower optimizer.lr, or skip the data (data.skip)"
+            raise shared(
+                UnstableError(
+                    f"{s.discards_in_a_row} updates in a row were refused ({reason}), up to step {s.step}: the weights "
+                    "or the optimizer's state are damaged, or the data is. Look at journal.jsonl; the checkpoints in "
+                    f"{self.run.checkpoints} are finite: lower optimizer.lr, or skip the data (data.skip)"
+                )
             )
 
     # Once in a while
@@ -281,6 +292,12 @@ class Trainer:
         begin = time.perf_counter()
         if self.first:
             recorder.flush()
+        norms = self.engine.flat_state().norms()
+        if not math.isfinite(norms.parameters + norms.second_moment):
+            # It would push out a good one, and nobody could go on from it.
+            self.note("checkpoint_refused", step=self.state.step, **vars(norms))
+            self.say(f"WARNING: no checkpoint of step {self.state.step}: weights or moments are not finite")
+            return None
         saved = store.save(self.run.checkpoints, self.engine, self.state, self.config.checkpoint.keep)
         seconds = round(time.perf_counter() - begin, 3)
         if saved.path is not None:
@@ -292,20 +309,23 @@ class Trainer:
         message = f"the checkpoint of step {self.state.step} could not be written: {saved.problem}. "
         message += "Earlier ones are intact"
         if self.config.checkpoint.on_failure == "stop":
-            raise SpaceError(f"{message}. Make room and start again, or set checkpoint.on_failure=continue")
+            raise shared(
+                SpaceError(f"{message}. Make room and start again, or set checkpoint.on_failure=continue")
+            )
         self.say(f"WARNING: {message}; training goes on (checkpoint.on_failure=continue)")
         return None
 
     def _finish(self, validation: float | None) -> None:
         """summary.json and the last word."""
+        first(lambda: self._write_summary(validation))
+        self.say(f"finished: {self.run.summary}")
+
+    def _write_summary(self, validation: float | None) -> None:
         c, s = self.config, self.state
-        if not self.first:
-            return
         entropy = None
         if self.corpora.validation is not None:
-            counts = sum(
-                token_counts(stream, self.corpora.vocab_size) for stream in self.corpora.validation.streams
-            )
+            streams, size = self.corpora.validation.streams, self.corpora.vocab_size
+            counts = sum(token_counts(stream, size, ENTROPY_TOKENS) for stream in streams)
             entropy = unigram_entropy(np.asarray(counts))
         recent = s.recent_losses
         summary = {
@@ -314,10 +334,10 @@ class Trainer:
             "parameters": parameters(c.model),
             "tokens": s.tokens,
             "first_loss": s.first_loss,
-            "final_loss": sum(recent) / len(recent),
+            "final_loss": sum(recent) / max(1, len(recent)),
             "val_loss": validation,
             "val_unigram_entropy": entropy,
-            "tokens_per_second": s.tokens / s.seconds,
+            "tokens_per_second": s.tokens / max(s.seconds, 1e-9),
             "seconds": s.seconds,
             "world_size": self.layout.world,
             "tensor": self.layout.tensor,
@@ -334,18 +354,17 @@ class Trainer:
                 f"{self.run.summary} could not be written: {error}: make room, start again"
             ) from None
         self.note("finished", **summary)
-        self.say(f"finished: {self.run.summary}")
 
     # Parts
 
     def _skips(self) -> Skips:
         """The recipe's ranges and the ledger's, read by rank 0 so that no rank sees a line that others do not."""
-        ranges: list[Any] = [None]
-        if self.first:
-            ledger = [(entry.first, entry.end) for entry in read_ledger(self.run.skips)]
-            ranges = [[*self.config.data.skip, *ledger]]
-        dist.broadcast_object_list(ranges, src=0)
-        return Skips.of([(first, end) for first, end in ranges[0]])
+
+        def read() -> list[tuple[int, int]]:
+            ranges = [*self.config.data.skip, *((e.first, e.end) for e in read_ledger(self.run.skips))]
+            return Skips.of(ranges).ranges
+
+        return Skips.of(first(read))
 
     def _loader(self, source: Source, skips: Skips, cursor: int, batch: int | None = None) -> Loader:
         c, on_gpu = self.config, self.engine.device.type == "cuda"
@@ -366,11 +385,7 @@ class Trainer:
 
     def _peak(self) -> tuple[float, str]:
         """The device's peak, as rank 0 sees it, so that all ranks report the same MFU."""
-        found: list[Any] = [
-            peak_tflops(self.engine.device, DTYPES[self.config.precision.kind]) if self.first else None
-        ]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
+        return first(lambda: peak_tflops(self.engine.device, DTYPES[self.config.precision.kind]))
 
     def _introduction(self, peak: float, peak_source: str) -> str:
         c, layout = self.config, self.layout
@@ -394,39 +409,81 @@ class Trainer:
             print(text, flush=True)
 
 
+def due(interval: int, step: int) -> bool:
+    """Whether something that happens every `interval` steps (0 = never) happens at this one."""
+    return interval > 0 and step % interval == 0
+
+
+def shared(error: errors.MegastableError) -> errors.MegastableError:
+    """An error that every rank raises at the same place."""
+    error.collective = True
+    return error
+
+
 def open_run(config: RunConfig, recipe_path: Path) -> tuple[RunConfig, RunDirectory]:
-    """The run directory: chosen and made by rank 0, known to all."""
-    answer: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            answer = [rundir.make(config, recipe_path).root]
-        except errors.MegastableError as error:
-            answer = [error]
-    dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], errors.MegastableError):
-        raise answer[0]
-    run = config.run.model_copy(update={"dir": answer[0]})
-    return config.model_copy(update={"run": run}), RunDirectory(answer[0])
+    """The run directory: chosen, made and locked by rank 0, and seen by all."""
+    token, mine = secrets.token_hex(8), []
+
+    def make() -> tuple[Path, str]:
+        run = rundir.make(config, recipe_path)
+        run.lock()
+        mine.append(run)
+        (run.root / ".seen").write_text(token)
+        return run.root, token
+
+    def see() -> None:
+        found = root / ".seen"
+        if not found.exists() or found.read_text() != theirs:
+            raise ConfigError(
+                f"run.dir={root} is not the same directory on {socket.gethostname()} (rank {dist.get_rank()}) as on "
+                "rank 0: it must lie on a file system that all hosts share"
+            )
+
+    root, theirs = first(make)
+    agree(see)
+    run = config.run.model_copy(update={"dir": root})
+    # Rank 0 goes on with the object that holds the lock.
+    return config.model_copy(update={"run": run}), mine[0] if mine else RunDirectory(root)
+
+
+def open_data(config: RunConfig) -> tuple[RunConfig, Corpora]:
+    """The corpora, and the configuration with their vocabulary. All ranks must see the same of both."""
+
+    def read() -> tuple[RunConfig, Corpora]:
+        corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
+        size = config.model.vocab_size or corpora.vocab_size
+        if size < corpora.vocab_size:
+            raise ConfigError(
+                f"model.vocab_size={size} is smaller than the tokenizer's {corpora.vocab_size}: "
+                "leave it out, or make it larger"
+            )
+        model = config.model.model_copy(update={"vocab_size": size})
+        return config.model_copy(update={"model": model}), corpora
+
+    resolved, corpora = agree(read)
+    ds_config = deepspeed_config.build(resolved, dist.get_world_size())
+    view = (resolved.model_dump_json(), json.dumps(ds_config), corpora.order_fingerprint)
+    for what, value in zip(("recipe", "DeepSpeed file", "data.corpora"), view, strict=True):
+        if other := strangers(value):
+            raise shared(
+                ConfigError(
+                    f"{what}: ranks {other} see another one than rank 0: make them the same on all hosts"
+                )
+            )
+    return resolved, corpora
 
 
 def train(config: RunConfig, recipe_path: Path) -> int:
     """A whole run on this rank; the process group exists already. The exit code."""
     stop = StopRequest()
     config, run = open_run(config, recipe_path)
-    corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
+    config, corpora = open_data(config)
+    changed = first(lambda: run.compare(config))
     trainer = Trainer(config, run, corpora, stop)
-    changed: list[Any] = [None]
-    if trainer.first:
-        try:
-            changed = [run.freeze(trainer.config, corpora.fingerprints)]
-        except errors.MegastableError as error:
-            changed = [error]
-    dist.broadcast_object_list(changed, src=0)
-    if isinstance(changed[0], errors.MegastableError):
-        raise changed[0]
-    if changed[0]:
-        trainer.note("config_changed", changes=changed[0])
     trainer.resume()
+    first(lambda: run.freeze(config, corpora.fingerprints, trainer.ds_config))
+    if changed:
+        trainer.note("config_changed", changes=changed)
     return trainer.train()
 
 
@@ -455,10 +512,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ.update(
             RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"
         )
-    with errors.user_errors():
+    try:
         start_distributed(config.run.timeout)
         code = train(config, recipe.find(args.recipe))
-        stop_distributed()
+    except errors.MegastableError as error:
+        code = error.code
+        if rank == 0 or not error.collective:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        if not error.collective:
+            # The others wait in a collective that this rank will not reach: leave at once, the launcher ends them.
+            sys.stdout.flush()
+            os._exit(code)
+    stop_distributed()
     raise SystemExit(code)
 
 

@@ -10,7 +10,9 @@ import contextlib
 import multiprocessing as mp
 import os
 import pickle
+import queue
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -62,11 +64,21 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 2
     for process in processes:
         process.start()
     answers: dict[int, Any] = {}
+    end = time.monotonic() + timeout
     try:
         while len(answers) < world:
-            rank, outcome, value = results.get(timeout=timeout)
+            # Before the look at the queue: what an ended rank had to say is in there.
+            ended = {
+                r: p.exitcode for r, p in enumerate(processes) if r not in answers and p.exitcode is not None
+            }
+            try:
+                rank, outcome, value = results.get(timeout=0.5)
+            except queue.Empty:
+                assert not ended, f"ended without an answer (rank: exit code): {ended}"
+                assert time.monotonic() < end, f"{world - len(answers)} ranks still run after {timeout} s"
+                continue
             if outcome == "failed":
-                raise AssertionError(f"rank {rank} of {world}: {value}")
+                raise AssertionError(f"rank {rank} of {world}, ended already: {ended}: {value}")
             answers[rank] = pickle.loads(value)
         for process in processes:
             process.join(timeout=60)

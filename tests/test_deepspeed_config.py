@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.config import RunConfig
-from megastable.deepspeed_config import FORBIDDEN, OFFLOADING, accumulation, build, data_parallel
+from megastable.deepspeed_config import KNOWN, REFUSED, accumulation, build, data_parallel
 from megastable.errors import ConfigError
 from megastable.recipe import ROOT
 
@@ -162,16 +162,60 @@ def test_a_contradiction_is_refused_with_the_key(name: str, file: Path) -> None:
     assert message.startswith(f"{file}: {key} contradicts the recipe") and "leave the key out" in message
 
 
-@pytest.mark.parametrize("key", FORBIDDEN)
-def test_a_forbidden_key_is_refused_with_the_reason(key: str, file: Path) -> None:
-    message = refused(using(file, {key: {}}))
-    assert f"{file}: key '{key}'" in message and FORBIDDEN[key] in message
+def nested(name: str, value: Any) -> dict[str, Any]:
+    """{"a": {"b": value}} of "a.b"."""
+    section, _, key = name.rpartition(".")
+    return {section: {key: value}} if section else {key: value}
 
 
-@pytest.mark.parametrize("key", sorted(OFFLOADING))
-def test_offloading_is_refused_under_its_old_names_too(key: str, file: Path) -> None:
-    message = refused(using(file, {"zero_optimization": {key: {"device": "cpu"}}}))
-    assert f"zero_optimization.{key}" in message and "parallel.zero" in message
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_key_is_named_with_the_reason(name: str, file: Path) -> None:
+    message = refused(using(file, nested(name, {"device": "cpu"})))
+    assert message.startswith(f"{file}: {name} is not used here: {REFUSED[name]}")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("gradient_cliping", "did you mean 'gradient_clipping'?"),
+        ("zero_optimisation", "did you mean 'zero_optimization'?"),
+        ("zero_optimization.overlap_com", "did you mean 'overlap_comm'?"),
+        ("zero_optimization.contiguous_gradient", "did you mean 'contiguous_gradients'?"),
+        ("fp16.loss_scale_windows", "did you mean 'loss_scale_window'?"),
+        ("bf16.enable", "did you mean 'enabled'?"),
+        ("data_types.x", "known here: grad_accum_dtype."),
+        ("aio", "known here: bf16, comms_logger,"),
+        ("", "known here: bf16, comms_logger,"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest(name: str, hint: str, file: Path) -> None:
+    message = refused(using(file, nested(name, 1)))
+    assert message.startswith(f"{file}: {name}: unknown key; {hint}") and message.endswith("or remove it")
+
+
+def test_every_known_key_is_one_of_deepspeed_and_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for section, model in (
+        ("zero_optimization", DeepSpeedZeroConfig),
+        ("bf16", DeepSpeedBF16Config),
+        ("fp16", DeepSpeedFP16Config),
+    ):
+        assert KNOWN[section] <= {field.alias or name for name, field in model.model_fields.items()}
+    for section, keys in KNOWN.items():
+        assert not {f"{section}.{key}" if section else key for key in keys} & set(REFUSED)
+
+
+@pytest.mark.parametrize("content", [{"wall_clock_breakdown": True}, {"flops_profiler": {"enabled": True}}])
+def test_timers_are_refused_with_a_pipeline(content: dict[str, Any], file: Path) -> None:
+    message = refused(using(file, content, parallel={"pipeline": 2}), world=2)
+    (key,) = content
+    assert message.startswith(f"{file}: {key} with parallel.pipeline=2") and "remove the key" in message
+    assert build(using(file, content), 1)[key] == content[key]
+    off = {key: {"enabled": False} if key == "flops_profiler" else False}
+    assert build(using(file, off, parallel={"pipeline": 2}), 2)[key] == off[key]
 
 
 @pytest.mark.parametrize("value", [True, None, 3, [1]])
@@ -198,29 +242,6 @@ def test_other_braces_are_part_of_the_name(name: str) -> None:
     assert f"{name}: no such file" in refused(config(deepspeed=name))
 
 
-# fp16 without ZeRO keeps its gradients in fp16
-
-FP16 = {"precision": {"kind": "fp16"}, "parallel": {"zero": 0}}
-
-
-def test_fp16_without_zero_may_not_accumulate() -> None:
-    message = refused(config(**FP16, train={"global_batch": 8, "micro_batch": 2}), world=2)
-    for word in (
-        "parallel.zero=0",
-        "precision.kind=fp16",
-        "2 micro-batches",
-        "use parallel.zero=1",
-        "micro_batch",
-    ):
-        assert word in message
-
-
-def test_fp16_without_zero_and_accumulation_is_built() -> None:
-    ds = build(config(**FP16, train={"global_batch": 8, "micro_batch": 4}), world=2)
-    assert ds["gradient_accumulation_steps"] == 1 and "data_types" not in ds
-    assert ds["zero_optimization"]["stage"] == 0
-
-
 def test_deepspeed_itself_accepts_what_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own configuration object, with all its checks, for every stage and precision that is allowed."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -228,7 +249,7 @@ def test_deepspeed_itself_accepts_what_is_built(monkeypatch: pytest.MonkeyPatch)
     from deepspeed.runtime.config import DeepSpeedConfig
 
     for kind in ("bf16", "fp32", "fp16"):
-        for zero in (0, 1, 2, 3) if kind == "fp16" else (1, 2, 3):
+        for zero in (1, 2, 3):
             c = config(
                 precision={"kind": kind}, parallel={"zero": zero}, train={"global_batch": 2, "micro_batch": 2}
             )

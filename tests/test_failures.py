@@ -9,6 +9,8 @@ import resource
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 
 from megastable import errors, records
 from megastable.checkpoint import store
+from megastable.checkpoint.files import Writer
 from megastable.config import RunConfig
 from megastable.data.skips import SkipEntry, append
 from megastable.rundir import RunDirectory
@@ -25,30 +28,23 @@ from tests.test_resume import identical
 
 
 def train(
-    config: RunConfig, at_rank: int = -1, at_step: int = 0, largest_file: int = 0, filler: Path | None = None
+    config: RunConfig, fault: Callable[[], None] | None = None, at_step: int = 1, at_rank: int | None = None
 ) -> tuple[int, str]:
-    """(exit code, message) of a run on this rank, as `main` would end. On request: files stay small; and at a step
-    of a rank the disk is filled up by `filler`, or, without one, SIGTERM comes.
+    """(exit code, message) of a run on this rank, as `main` would end. `fault` happens before a step of this
+    process, on one rank or on all.
     """
     import torch.distributed as dist
 
     from megastable import train as module
     from megastable.engine import Engine
 
-    if largest_file:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
     real, calls = Engine.train_step, 0
 
     def train_step(self: Engine, *args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == at_step and dist.get_rank() == at_rank:
-            if filler is None:
-                os.kill(os.getpid(), signal.SIGTERM)
-            else:
-                with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-                    while file.write(bytes(4096)):
-                        pass
+        if fault is not None and calls == at_step and at_rank in (None, dist.get_rank()):
+            fault()
         return real(self, *args, **options)
 
     Engine.train_step = train_step  # type: ignore[method-assign]
@@ -56,9 +52,46 @@ def train(
         return module.train(config, Path("recipe.yaml")), ""
     except errors.MegastableError as error:
         return error.code, str(error)
-    finally:
-        Engine.train_step = real  # type: ignore[method-assign]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fill_the_disk(filler: Path) -> None:
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+def keep_files_small(largest: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
+
+
+def kill_after_files(count: int) -> None:
+    """SIGKILL this process in its next save, when it has written `count` files of it."""
+    real, calls = Writer.save, 0
+
+    def save(self: Writer, *args: Any) -> None:
+        nonlocal calls
+        if calls == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls += 1
+        real(self, *args)
+
+    Writer.save = save  # type: ignore[method-assign]
+
+
+def kill_after_rename(name: str) -> None:
+    """SIGKILL this process as soon as it has renamed something to `name`."""
+    real = os.replace
+
+    def replace(source: Any, target: Any) -> None:
+        real(source, target)
+        if Path(target).name == name:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.replace = replace  # type: ignore[assignment]
 
 
 def batch(**options: Any) -> dict[str, Any]:
@@ -69,24 +102,62 @@ def events(run: Path, *kinds: str) -> list[dict[str, Any]]:
     return list(RunDirectory(run).events(*kinds))
 
 
-def test_sigterm_to_one_rank_ends_all_in_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    run_ranks(2, train, tiny(corpus, straight, train=batch()))
-    answers = run_ranks(2, train, tiny(corpus, stopped, train=batch()), 1, 7)
+@pytest.fixture(scope="module")
+def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The last checkpoint, at step 20, of a run on two ranks to which nothing happened."""
+    run = tmp_path_factory.mktemp("straight")
+    assert run_ranks(2, train, tiny(corpus, run, train=batch())) == [(0, ""), (0, "")]
+    return run / "checkpoints/step-20"
+
+
+def test_sigterm_to_one_rank_ends_all_in_a_checkpoint(corpus: Path, tmp_path: Path, straight: Path) -> None:
+    stopped = tmp_path / "stopped"
+    answers = run_ranks(2, train, tiny(corpus, stopped, train=batch()), terminate, 7, 1)
     assert [code for code, _ in answers] == [errors.STOPPED, errors.STOPPED]
     (event,) = events(stopped, "stopped")
     assert event["step"] in (7, 8)  # the vote of the step in which the signal came, or of the next one
     assert (stopped / "checkpoints" / store.LATEST).read_text() == f"step-{event['step']}"
     answers = run_ranks(2, train, tiny(corpus, stopped, train=batch()))
     assert [code for code, _ in answers] == [0, 0]
-    assert identical(straight / "checkpoints/step-20", stopped / "checkpoints/step-20") > 20
+    assert identical(straight, stopped / "checkpoints/step-20") > 20
 
 
-def test_a_damaged_checkpoint_is_passed_over(corpus: Path, tmp_path: Path) -> None:
-    straight, damaged = tmp_path / "straight", tmp_path / "damaged"
+@pytest.mark.parametrize(
+    ("fault", "rank", "written"),
+    [
+        (partial(kill_after_files, 1), 0, False),
+        (partial(kill_after_files, 1), 1, False),
+        (partial(kill_after_rename, "step-15"), 0, True),
+    ],
+    ids=["rank 0 amid its files", "rank 1 amid its files", "between the renames"],
+)
+def test_a_process_killed_during_a_save(
+    fault: Callable[[], None], rank: int, written: bool, corpus: Path, tmp_path: Path, straight: Path
+) -> None:
+    """SIGKILL, as by a scheduler or the kernel when memory is short: nothing in the process can react."""
+    run = tmp_path / "run"
+    config = tiny(corpus, run, train=batch(), checkpoint={"interval": 5})
+    with pytest.raises(AssertionError, match=r"ended|Connection"):
+        run_ranks(2, train, config, fault, 12, rank)
+    # What it left: the save of step 15 torn, or complete with `latest` still at the one before.
+    folder = run / "checkpoints"
+    torn = folder / f"{store.SAVING}step-15"
+    assert (folder / store.LATEST).read_text() == "step-10"
+    assert (folder / "step-15").exists() == written and torn.exists() != written
+    assert written or any(torn.iterdir())
+
+    assert run_ranks(2, train, config) == [(0, ""), (0, "")]
+    assert [e["step"] for e in events(run, "resumed")] == [15 if written else 10]
+    assert not events(run, "checkpoint_rejected") and not torn.exists()
+    assert (folder / store.LATEST).read_text() == "step-20"
+    assert identical(straight, folder / "step-20") > 20
+    assert records.read(run / "steps").num_rows == 20
+
+
+def test_a_damaged_checkpoint_is_passed_over(corpus: Path, tmp_path: Path, straight: Path) -> None:
+    damaged = tmp_path / "damaged"
     config = tiny(corpus, damaged, train=batch())
     run_ranks(2, train, config)
-    shutil.copytree(damaged, straight)
     file = next((damaged / "checkpoints/step-20").glob("*rank_1*optim_states.pt"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -99,7 +170,7 @@ def test_a_damaged_checkpoint_is_passed_over(corpus: Path, tmp_path: Path) -> No
     (rejected,) = events(damaged, "checkpoint_rejected")
     assert file.name in rejected["problem"] and "checksum" in rejected["problem"]
     assert [e["step"] for e in events(damaged, "resumed")] == [10]
-    assert identical(straight / "checkpoints/step-20", damaged / "checkpoints/step-20") > 20
+    assert identical(straight, damaged / "checkpoints/step-20") > 20
     assert not torn.exists()
     assert records.read(damaged / "steps").num_rows == 20
 
@@ -116,7 +187,7 @@ def test_a_full_disk_during_a_save(on_failure: str, corpus: Path, tmp_path: Path
     kept = {p: p.read_bytes() for p in (run / "checkpoints").rglob("*") if p.is_file()}
     config = tiny(corpus, run, train=batch(), checkpoint={"interval": 5, "on_failure": on_failure})
     # The disk holds journal and records, but no file as large as the optimizer's state.
-    answers = run_ranks(2, train, config, -1, 0, 100_000)
+    answers = run_ranks(2, train, config, partial(keep_files_small, 100_000))
     failed = events(run, "checkpoint_failed")
     assert failed and "File too large" in failed[0]["problem"]
     if on_failure == "continue":
@@ -152,6 +223,20 @@ def test_data_that_changed_since_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_shard_cut_off_while_training(tmp_path: Path) -> None:
+    corpus, run = tmp_path / "corpus", tmp_path / "run"
+    write_corpus(corpus)
+    shard = corpus / "part-0.bin"
+    content = shard.read_bytes()
+    config = tiny(corpus, run, train=batch())
+    ((code, message),) = run_ranks(1, train, config, partial(os.truncate, shard, 0), 12)
+    assert code == errors.BAD_INPUT and "part-0.bin became shorter while it was in use" in message
+    shard.write_bytes(content)
+    assert run_ranks(1, train, config) == [(0, "")]
+    assert events(run, "resumed")[-1]["step"] in range(10, 16)  # from where it could still save, or before
+    assert records.read(run / "steps").num_rows == 20
+
+
+def test_a_shard_cut_off_before_the_start(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
     write_corpus(corpus)
     shard = corpus / "part-0.bin"
@@ -208,7 +293,7 @@ def test_a_disk_without_any_room(corpus: Path, tmp_path: Path) -> None:
         run_ranks(2, train, tiny(corpus, run, train=batch(steps=10)))
         logs = {"tensorboard": False, "interval": 1000, "peak_tflops": 1.0, "flush_steps": 2}
         config = tiny(corpus, run, train=batch(), checkpoint={"interval": 5}, logging=logs)
-        answers = run_ranks(2, train, config, 0, 3, 0, disk / "filler")
+        answers = run_ranks(2, train, config, partial(fill_the_disk, disk / "filler"), 3, 0)
         assert [code for code, _ in answers] == [errors.NO_SPACE, errors.NO_SPACE]
         assert not (run / "summary.json").read_text().count('"steps": 20')
         store.verify(run / "checkpoints/step-10")

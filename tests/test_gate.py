@@ -26,17 +26,23 @@ WRAPPERS: dict[str, tuple[int, dict[str, Any], str]] = {
 }
 
 
+def trainer_of(config: RunConfig) -> Any:
+    """What `train` builds, to be looked into."""
+    from megastable import train as module
+
+    stop = module.StopRequest()
+    config, run = module.open_run(config, Path("recipe.yaml"))
+    config, corpora = module.open_data(config)
+    return module.Trainer(config, run, corpora, stop)
+
+
 def train_poisoned(config: RunConfig, bad: list[int], where: str) -> dict[str, Any]:
     """Train with NaN in one rank's gradient, or in the loss, at the steps `bad`; bytes of the state around them."""
     import torch.distributed as dist
 
-    from megastable import train as module
     from megastable.flatstate import KINDS
 
-    stop = module.StopRequest()
-    config, run = module.open_run(config, Path("recipe.yaml"))
-    corpora = module.open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
-    trainer = module.Trainer(config, run, corpora, stop)
+    trainer = trainer_of(config)
     engine = trainer.engine
     last = dist.get_rank() == dist.get_world_size() - 1
     kept: dict[str, Any] = {}
@@ -118,13 +124,9 @@ def test_a_non_finite_step_changes_nothing(name: str, where: str, corpus: Path, 
 
 def poison_weights(config: RunConfig) -> str:
     """A NaN in a weight: every step from then on is refused, until the run stops."""
-    from megastable import train as module
     from megastable.errors import UnstableError
 
-    stop = module.StopRequest()
-    config, run = module.open_run(config, Path("recipe.yaml"))
-    corpora = module.open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
-    trainer = module.Trainer(config, run, corpora, stop)
+    trainer = trainer_of(config)
     with torch.no_grad():
         next(iter(trainer.engine.ds.module.parameters())).view(-1)[0:9999] = math.nan
     try:
@@ -159,3 +161,64 @@ def test_fp16_overflow_lowers_the_loss_scale(corpus: Path, tmp_path: Path) -> No
     assert refused and table[-1]["applied"]
     assert table[-1]["loss_scale"] < table[0]["loss_scale"] == 2.0**24
     assert all(math.isfinite(row["loss"]) for row in table)
+
+
+def train_without(config: RunConfig, refused: list[int], left_out: list[int]) -> dict[str, Any]:
+    """Ten steps; at `refused` the gate refuses finite gradients, `left_out` are passed over altogether."""
+    from megastable.flatstate import KINDS
+
+    trainer = trainer_of(config)
+    loader = trainer._loader(trainer.corpora.train, trainer._skips(), 0)
+    numbers = []
+    for step in range(10):
+        batch = next(loader)
+        if step in left_out:
+            continue
+        measured, applied = trainer.engine.train_step(
+            batch.micro_batches, 1e-3, lambda m: step not in refused
+        )  # noqa: B023
+        assert applied == (step not in refused)
+        if applied:
+            numbers.append((measured.loss, measured.grad_norm))
+    loader.close()
+    flat = trainer.engine.flat_state()
+    state = {f"{kind}/{name}": t for kind in KINDS for name, t in flat.shards(kind).items()}
+    for index, parameter in enumerate(trainer.engine.ds.module.parameters()):
+        state[f"low/{index}"] = getattr(parameter, "ds_tensor", parameter).detach().float().clone()
+    return {"numbers": numbers, "state": state}
+
+
+ALL = WRAPPERS | {
+    "bf16-tied-pp2": (2, {"parallel": {"pipeline": 2}, "model": {"tied": True}}, ""),
+    "fp32-zero2": (2, {"parallel": {"zero": 2}, "precision": {"kind": "fp32"}}, ""),
+    "fp32-zero3": (2, {"parallel": {"zero": 3}, "precision": {"kind": "fp32"}}, ""),
+    "fp16-zero2": (2, {"parallel": {"zero": 2}, "precision": {"kind": "fp16", "initial_scale_power": 8}}, ""),
+    "fp16-zero3": (2, {"parallel": {"zero": 3}, "precision": {"kind": "fp16", "initial_scale_power": 8}}, ""),
+    "fp16-pp2": (
+        2,
+        {"parallel": {"pipeline": 2}, "precision": {"kind": "fp16", "initial_scale_power": 8}},
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", ALL)
+def test_a_refused_batch_is_as_one_never_seen(
+    name: str, accumulation: int, corpus: Path, tmp_path: Path
+) -> None:
+    """Finite gradients, refused: whatever a wrapper keeps between steps must not leak into the next one."""
+    world, parts, _ = ALL[name]
+    data = world // max(
+        1, parts.get("parallel", {}).get("pipeline", 1) * parts.get("parallel", {}).get("tensor", 1)
+    )
+    parts = {**parts, "model": dict(tiny(corpus, tmp_path).model) | parts.get("model", {})}
+    train = {"steps": 10, "global_batch": 8, "micro_batch": 8 // data // accumulation, "eval_samples": 0}
+    a, b = (tiny(corpus, tmp_path / run, **parts, train=train) for run in ("refused", "left-out"))
+    refused = run_ranks(world, train_without, a, [2, 5], [])
+    left_out = run_ranks(world, train_without, b, [], [2, 5])
+    for one, other in zip(refused, left_out, strict=True):
+        assert one["numbers"] == other["numbers"]
+        assert one["state"].keys() == other["state"].keys()
+        for key, value in one["state"].items():
+            assert torch.equal(value, other["state"][key]), key

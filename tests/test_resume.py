@@ -61,6 +61,7 @@ def identical(a: Path, b: Path) -> int:
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "pp2": (2, {"parallel": {"pipeline": 2}}),
+    "pp2-dp2": (4, {"parallel": {"pipeline": 2}}),
     "tp2-sequence": (2, {"parallel": {"tensor": 2, "sequence": True}}),
     "zero1-dp2": (2, {}),
     "zero2-dp2": (2, {"parallel": {"zero": 2}}),
@@ -153,13 +154,10 @@ def test_another_layout_takes_over_exactly(name: str, kind: str, corpus: Path, t
 
 def resave(config: RunConfig, folder: Path) -> None:
     """Load the newest checkpoint in this layout and save it elsewhere."""
-    from megastable import train as module
     from megastable.checkpoint import store
+    from tests.test_gate import trainer_of
 
-    stop = module.StopRequest()
-    config, run = module.open_run(config, Path("recipe.yaml"))
-    corpora = module.open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
-    trainer = module.Trainer(config, run, corpora, stop)
+    trainer = trainer_of(config)
     trainer.resume()
     folder.mkdir(exist_ok=True)
     saved = store.save(folder, trainer.engine, trainer.state, keep=1)

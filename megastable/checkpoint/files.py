@@ -96,7 +96,11 @@ class Writer:
         return torch.load(path, map_location=map_location, weights_only=False)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        os.makedirs(path, exist_ok=exist_ok)
+        # The folder exists already; where it does not, this host does not see the one that rank 0 made.
+        if not os.path.isdir(path):
+            self.error = (
+                self.error or f"{path}: not seen by this host: run.dir must be on a shared file system"
+            )
 
     def create(self, info: Any) -> None: ...
 

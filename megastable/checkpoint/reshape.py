@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
@@ -37,21 +38,20 @@ class Pieces(BaseModel):
 
 def describe(engine: Any) -> Pieces:
     """The pieces of this rank, for `save` to write."""
-    zero = engine.config.parallel.zero
     return Pieces(
-        file=engine.optimizer_file if zero else "",
+        file=engine.optimizer_file,
         stage=engine.topology.stage,
         tensor_rank=engine.topology.tensor_rank,
         loss_scale=float(getattr(engine.optimizer, "loss_scale", 1.0)),
-        fragments=engine.flat_state().fragments if zero else [],
+        fragments=engine.flat_state().fragments,
     )
 
 
 class WholeState:
     """Whole tensors of a checkpoint, by name and kind ("weight", "exp_avg", "exp_avg_sq"); fp32 on the CPU.
 
-    Files are mapped, not read: only the elements that are asked for come from the disk. Raises CheckpointError
-    for a checkpoint without pieces, or with holes in them.
+    Files are mapped, not read whole; a tensor is put together when it is asked for. Raises CheckpointError for a
+    checkpoint without pieces, or with holes in them.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -59,7 +59,7 @@ class WholeState:
         self.ranks = [_read_pieces(path) for path in sorted(checkpoint.glob(f"{PREFIX}*.json"))]
         if not self.ranks or not any(rank.fragments for rank in self.ranks):
             raise CheckpointError(
-                f"{checkpoint}: holds no description of its pieces (written with parallel.zero=0, or not by "
+                f"{checkpoint}: holds no description of its pieces (not written by "
                 "megastable): it can be resumed in the layout that wrote it, not in another one"
             )
         self.loss_scale = self.ranks[0].loss_scale
@@ -126,12 +126,17 @@ class WholeState:
         return self._buffers[file]
 
 
-def load(checkpoint: Path, engine: Any) -> None:
-    """Weights, moments and loss scale of `checkpoint` into an engine of another layout. Collective."""
-    if not engine.config.parallel.zero:
-        raise CheckpointError(
-            f"{checkpoint}: parallel.zero=0 cannot take over another layout: use parallel.zero=1"
-        )
+def same_pieces(checkpoint: Path, engine: Any) -> bool:
+    """Whether this rank would write just the pieces that it finds: DeepSpeed's own load needs that.
+
+    The layout alone does not say so: a bucket or sub-group size in the DeepSpeed file moves pieces, too.
+    """
+    path = checkpoint / f"{PREFIX}{dist.get_rank():05d}.json"
+    return path.exists() and _read_pieces(path).fragments == engine.flat_state().fragments
+
+
+def load(checkpoint: Path, engine: Any, fp16: bool) -> None:
+    """Weights, moments and (`fp16`: written in it) loss scale of `checkpoint` into an engine of another layout."""
     state = WholeState(checkpoint)
     last: tuple[str, str, Tensor] | None = None
 
@@ -147,7 +152,8 @@ def load(checkpoint: Path, engine: Any) -> None:
     topology = engine.topology
     engine.flat_state().fill(whole, state.adam_step, topology.tensor_rank, topology.layout.tensor)
     engine.refresh_weights()
-    engine.set_loss_scale(state.loss_scale)
+    if fp16:
+        engine.set_loss_scale(state.loss_scale)
 
 
 def _read_pieces(path: Path) -> Pieces:

@@ -10,9 +10,11 @@ All functions here that take part in a save or load are collective: every rank c
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,8 +27,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from megastable import durable
 from megastable.checkpoint import reshape
 from megastable.checkpoint.files import FileRecord, Writer, hash_file, write_file
-from megastable.durable import sync_directory
 from megastable.errors import CheckpointError
+from megastable.ranks import first
+
+log = logging.getLogger(__name__)
 
 MANIFEST, STATE, LATEST = "manifest.json", "state.json", "latest"
 SAVING = ".saving-"  # prefix of a checkpoint that is being written
@@ -158,23 +162,41 @@ def _reread(folder: Path, records: dict[str, FileRecord]) -> str:
 def _commit(
     folder: Path, temporary: Path, target: Path, state: RunState, files: dict[str, FileRecord], keep: int
 ) -> None:
+    replaced = folder / f"{SAVING}replaced-{target.name}"
     try:
+        unseen = [name for name in files if not (temporary / name).exists()]
+        if unseen:
+            raise OSError(
+                f"{temporary / unseen[0]}: written by another rank, not seen here: the folder is not shared"
+            )
         files[STATE] = write_file(temporary / STATE, state.model_dump_json(indent=1).encode())
         contents = Contents(step=state.step, files=dict(sorted(files.items())))
         write_file(temporary / MANIFEST, contents.model_dump_json(indent=1).encode())
-        sync_directory(temporary)
-        replaced = folder / f"{SAVING}replaced-{target.name}"
+        durable.sync_directory(temporary)
         if target.exists():  # the same step again, after a return to an older checkpoint
             os.replace(target, replaced)
         os.replace(temporary, target)
-        durable.write_file(folder / LATEST, target.name.encode())
-        shutil.rmtree(replaced, ignore_errors=True)
     except OSError:
+        if replaced.exists() and not target.exists():
+            os.replace(replaced, target)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    try:
+        durable.write_file(folder / LATEST, target.name.encode())
+    except OSError as error:
+        log.warning("%s: %s; it still names an older checkpoint", folder / LATEST, error)
+    shutil.rmtree(replaced, ignore_errors=True)
     for old in newest_first(folder)[keep:]:
         if old != target:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Rename a damaged checkpoint, so that it no longer counts among those that are kept."""
+    target = checkpoint.with_name(f"rejected-{checkpoint.name}")
+    shutil.rmtree(target, ignore_errors=True)
+    with suppress(OSError):
+        os.replace(checkpoint, target)
 
 
 def _rng_state() -> dict[str, Any]:
@@ -184,15 +206,15 @@ def _rng_state() -> dict[str, Any]:
         "python": (version, list(internal), gauss),
         "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
 
 
-def restore_rng(checkpoint: Path) -> bool:
-    """Set this rank's random states from a checkpoint; False where it has none for this rank."""
+def restore_rng(checkpoint: Path) -> None:
+    """Set this rank's random states from a checkpoint, where it has some for this rank."""
     path = checkpoint / f"rng-{dist.get_rank():05d}.pt"
     if not path.exists():
-        return False
+        return
     state = torch.load(path, map_location="cpu", weights_only=True)
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -201,7 +223,6 @@ def restore_rng(checkpoint: Path) -> bool:
     torch.set_rng_state(state["torch"])
     if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
-    return True
 
 
 # Finding one again
@@ -255,12 +276,10 @@ def verify(checkpoint: Path, part: int = 0, parts: int = 1) -> None:
             raise CheckpointError(f"{path}: its checksum is not the manifest's: damaged")
 
 
-def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
-    """(the newest checkpoint that verifies, why newer ones were passed over). Collective: ranks share the reading."""
-    rejected: list[str] = []
-    names: list[Any] = [[path.name for path in newest_first(folder)]]
-    dist.broadcast_object_list(names, src=0)
-    for name in names[0]:
+def newest_good(folder: Path) -> tuple[Path | None, dict[str, str]]:
+    """(the newest checkpoint that verifies, newer ones that do not, with the reason). Ranks share the reading."""
+    rejected: dict[str, str] = {}
+    for name in first(lambda: _names(folder)):
         problem = ""
         try:
             verify(folder / name, dist.get_rank(), dist.get_world_size())
@@ -271,5 +290,13 @@ def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
         problem = next((p for p in problems if p), "")
         if not problem:
             return folder / name, rejected
-        rejected.append(problem)
+        rejected[name] = problem
     return None, rejected
+
+
+def _names(folder: Path) -> list[str]:
+    for hidden in folder.glob(f"{SAVING}replaced-*"):  # a crash between two renames: the older one is whole
+        target = folder / hidden.name.removeprefix(f"{SAVING}replaced-")
+        if not target.exists():
+            os.replace(hidden, target)
+    return [path.name for path in newest_first(folder)]

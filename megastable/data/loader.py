@@ -82,9 +82,9 @@ class Loader:
     """An endless iterator of `Step`s from `cursor` on.
 
     `cursor` is always the one after the last step handed out: the state to save. Up to `prefetch` steps are
-    read ahead by a thread that touches numpy only; an error in it is raised by `next()`, at the step it
-    belongs to. Call `close()`, or use it as a context manager. `pin_memory` puts the tensors where a GPU
-    copies from fastest.
+    read ahead by a thread, which calls nothing collective; an error in it is raised by `next()`, at the step it
+    belongs to. Call `close()`, or use it as a context manager. `pin_memory` puts tokens, labels and segments where
+    a GPU copies from fastest.
     """
 
     def __init__(
@@ -123,12 +123,10 @@ class Loader:
     def __next__(self) -> Step:
         self._fill(self._prefetch + 1)
         planned = self._ahead[0]
-        parts = planned.read.result()
+        micro_batches = planned.read.result()
         self._ahead.popleft()
         self.cursor = planned.next
-        return Step(
-            planned.first, planned.next, planned.positions, [self._micro_batch(part) for part in parts]
-        )
+        return Step(planned.first, planned.next, planned.positions, micro_batches)
 
     def set_skips(self, skips: Skips) -> None:
         """Leave out `skips` from now on: what was read ahead is thrown away, and read again from `cursor`."""
@@ -158,26 +156,23 @@ class Loader:
         while self._ahead:
             self._ahead.pop().read.cancel()
 
-    def _read(self, positions: Int64s) -> list[_Arrays]:
+    def _read(self, positions: Int64s) -> list[MicroBatch]:
         """The thread's work: this rank's part of a step, positions [accumulation, micro_batch]."""
-        return [self._arrays(part) for part in positions]
+        return [self._micro_batch(part) for part in positions]
 
-    def _arrays(self, positions: Int64s) -> _Arrays:
+    def _micro_batch(self, positions: Int64s) -> MicroBatch:
         samples = self.source.samples(positions)
         tokens, labels = np.ascontiguousarray(samples[:, :-1]), np.ascontiguousarray(samples[:, 1:])
-        if not self.keep_documents_apart:
-            return _Arrays(tokens, labels, positions, None)
-        return _Arrays(tokens, labels, positions, documents_of(tokens, self.source.eod))
-
-    def _micro_batch(self, part: _Arrays) -> MicroBatch:
+        segments = documents_of(tokens, self.source.eod) if self.keep_documents_apart else None
         return MicroBatch(
-            tokens=self._tensor(part.tokens),
-            labels=self._tensor(part.labels),
-            positions=self._tensor(part.positions),
-            segments=None if part.segments is None else self._tensor(part.segments),
+            tokens=self._tensor(tokens),
+            labels=self._tensor(labels),
+            positions=torch.from_numpy(positions),
+            segments=None if segments is None else self._tensor(segments),
         )
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
+        """What goes to the GPU, where it copies from fastest: pinning takes time, which the thread has."""
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if self.pin_memory else tensor
 
@@ -192,19 +187,10 @@ def documents_of(tokens: Int64s, eod: int) -> Int32s:
     return np.cumsum(begins, axis=1, dtype=np.int32)
 
 
-class _Arrays(NamedTuple):
-    """A micro-batch before it becomes tensors."""
-
-    tokens: Int64s
-    labels: Int64s
-    positions: Int64s
-    segments: Int32s | None
-
-
 class _Planned(NamedTuple):
     """A step that is being read ahead."""
 
     first: int
     next: int
     positions: Int64s
-    read: Future[list[_Arrays]]
+    read: Future[list[MicroBatch]]

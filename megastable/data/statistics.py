@@ -10,11 +10,12 @@ from megastable.data.manifest import Stream
 CHUNK = 1 << 20  # tokens read at a time
 
 
-def token_counts(stream: Stream, vocab_size: int) -> npt.NDArray[np.int64]:
-    """How often each token occurs in a stream: int64 [vocab_size]. Reads all of it, in chunks."""
+def token_counts(stream: Stream, vocab_size: int, limit: int | None = None) -> npt.NDArray[np.int64]:
+    """How often each token occurs in a stream, or in its first `limit` tokens: int64 [vocab_size]. Reads in chunks."""
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for first in range(0, stream.tokens, CHUNK):
-        tokens = stream.read(first, min(CHUNK, stream.tokens - first))
+    end = min(stream.tokens, stream.tokens if limit is None else limit)
+    for first in range(0, end, CHUNK):
+        tokens = stream.read(first, min(CHUNK, end - first))
         counts += np.bincount(tokens, minlength=vocab_size)
     return counts
 

@@ -41,8 +41,9 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) ->
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """`reference_attention` by torch's fused kernels (fp32 softmax inside)."""
     groups = q.shape[1] // k.shape[1]
-    if groups > 1 and q.device.type == "cpu":
-        # The fused CPU kernel has no grouped queries; torch would fall back to the unfused one.
+    if groups > 1 and (mask is not None or q.device.type == "cpu"):
+        # Of the fused kernels only those of GPUs without a mask know grouped queries; with the others torch would
+        # fall back to the unfused one, and its scores [b, q, s, s].
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         groups = 1
     return F.scaled_dot_product_attention(
@@ -87,7 +88,8 @@ class Attention(nn.Module):
             cos, sin, mask = cos[position][:, :, None], sin[position][:, :, None], document_mask(segments)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
         if self.recompute_core and torch.is_grad_enabled():
-            y = checkpoint(self.core, q, k, v, mask, use_reentrant=False)
+            # No dropout anywhere: there is no random state to save and bring back.
+            y = checkpoint(self.core, q, k, v, mask, use_reentrant=False, preserve_rng_state=False)
         else:
             y = self.core(q, k, v, mask)
         return self.out(y.permute(2, 0, 1, 3).reshape(s, b, -1))

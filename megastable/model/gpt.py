@@ -61,7 +61,9 @@ class Block(nn.Module):
     def forward(self, stream: Stream) -> Stream:
         x, segments = _open(stream)
         if self.recompute and torch.is_grad_enabled():
-            return _close(checkpoint(self._block, x, segments, use_reentrant=False), segments)
+            # No dropout anywhere: there is no random state to save and bring back.
+            y = checkpoint(self._block, x, segments, use_reentrant=False, preserve_rng_state=False)
+            return _close(y, segments)
         return _close(self._block(x, segments), segments)
 
     def _block(self, x: Tensor, segments: Tensor | None) -> Tensor:

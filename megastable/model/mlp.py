@@ -31,5 +31,6 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up(x)
         if self.recompute_core and torch.is_grad_enabled():
-            return self.down(checkpoint(swiglu, gate_up, use_reentrant=False))
+            # No dropout anywhere: there is no random state to save and bring back.
+            return self.down(checkpoint(swiglu, gate_up, use_reentrant=False, preserve_rng_state=False))
         return self.down(swiglu(gate_up))

@@ -7,6 +7,7 @@ innermost, so that a tensor group sits on neighbouring GPUs of one host.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -33,7 +34,7 @@ class Layout:
         return (stage * self.data + data) * self.tensor + tensor
 
     def groups(self, axis: str) -> list[list[int]]:
-        """The ranks of every group along `axis` ("tensor", "data", "pipeline" or "model" = tensor x pipeline)."""
+        """The ranks of every group along `axis` ("tensor", "data" or "pipeline")."""
         s, d, t = range(self.pipeline), range(self.data), range(self.tensor)
         match axis:
             case "tensor":
@@ -42,26 +43,25 @@ class Layout:
                 return [[self.rank(i, j, k) for j in d] for i in s for k in t]
             case "pipeline":
                 return [[self.rank(i, j, k) for i in s] for j in d for k in t]
-            case "model":
-                return [[self.rank(i, j, k) for i in s for k in t] for j in d]
         raise ValueError(f"no axis {axis!r}")
 
 
 class Topology:
     """This rank's place in a `Layout`, with its process groups. Collective: all ranks build it alike."""
 
-    def __init__(self, layout: Layout, rank: int) -> None:
+    def __init__(self, layout: Layout, rank: int, timeout: float) -> None:
         self.layout = layout
         self.rank = rank
         self.stage, self.data_rank, self.tensor_rank = layout.coordinates(rank)
+        # A new group does not inherit the world's timeout.
+        self._timeout = timedelta(seconds=timeout)
         self.tensor_group = self._group("tensor")
         self.data_group = self._group("data")
-        self.model_group = self._group("model")
 
     def _group(self, axis: str) -> Any:
         mine = None
         for ranks in self.layout.groups(axis):
-            group = dist.new_group(ranks)  # every rank must create every group
+            group = dist.new_group(ranks, timeout=self._timeout)  # every rank must create every group
             if self.rank in ranks:
                 mine = group
         return mine

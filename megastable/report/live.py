@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +64,28 @@ class Live:
             self.progress.update(self.task, completed=record.step, numbers=numbers)
         elif record.step % self.config.interval == 0 or record.step == 1 or not record.applied:
             self.say(f"step {record.step}/{self.steps}  {numbers}")
-        if self.writer is not None:
-            for name, value in asdict(record).items():
-                if name in CURVES and not math.isnan(value):
-                    self.writer.add_scalar(CURVES[name], value, record.step)
+        self._curves(
+            {tag: value for name, tag in CURVES.items() if not math.isnan(value := getattr(record, name))},
+            record.step,
+        )
 
     def validation(self, step: int, loss: float) -> None:
         """Show an evaluation."""
         self.say(f"step {step}: validation loss {loss:.4f}")
-        if self.writer is not None:
-            self.writer.add_scalar("validation/loss", loss, step)
+        self._curves({"validation/loss": loss}, step)
+
+    def _curves(self, values: dict[str, float], step: int) -> None:
+        if self.writer is None:
+            return
+        try:
+            for tag, value in values.items():
+                self.writer.add_scalar(tag, value, step)
+        except OSError as error:
+            # Curves are a comfort: a full disk must not end a run because of them. The step records have it all.
+            self.writer = None
+            self.say(
+                f"WARNING: TensorBoard's file could not be written ({error}): no more curves in this process"
+            )
 
     def say(self, text: str) -> None:
         """A line above the progress line."""
@@ -83,4 +95,5 @@ class Live:
         if self.progress is not None:
             self.progress.stop()
         if self.writer is not None:
-            self.writer.close()
+            with suppress(OSError):
+                self.writer.close()

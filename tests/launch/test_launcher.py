@@ -46,9 +46,9 @@ def test_tensor_and_pipeline_parallel_on_four_ranks(corpus: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("ranks", "override", "message"),
     [
-        (1, "model.layer=3", "model.layer: unknown key; did you mean model.layers?"),
+        (2, "model.layer=3", "model.layer: unknown key; did you mean model.layers?"),
         (3, "parallel.tensor=2", "3 ranks cannot be laid out as parallel.tensor=2 x parallel.pipeline=1"),
-        (1, "data.corpora=[{path: no/such/corpus}]", "is not a prepared corpus"),
+        (2, "data.corpora=[{path: no/such/corpus}]", "is not a prepared corpus"),
     ],
 )
 def test_bad_input_is_told_once_without_a_traceback(

@@ -1,0 +1,53 @@
+"""Errors and answers that all ranks share: none is left waiting in a collective for one that has given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megastable.errors import MegastableError
+
+T = TypeVar("T")
+
+
+def agree(action: Callable[[], T]) -> T:
+    """Run `action` on every rank. If it raises a MegastableError on any, the first one's is raised on all."""
+    result: Any = None
+    error: MegastableError | None = None
+    try:
+        result = action()
+    except MegastableError as raised:
+        error = raised
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    _raise_first(errors)
+    return result
+
+
+def first(action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 alone; its result, or its MegastableError, on every rank."""
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = action()
+        except MegastableError as raised:
+            answer[1] = raised
+    dist.broadcast_object_list(answer, src=0)
+    _raise_first(answer[1:])
+    return answer[0]
+
+
+def strangers(value: Any) -> list[int]:
+    """The ranks whose `value` is not rank 0's; empty when all agree."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return [rank for rank, other in enumerate(values) if other != values[0]]
+
+
+def _raise_first(errors: list[Any]) -> None:
+    for error in errors:
+        if error is not None:
+            error.collective = True
+            raise error
