@@ -52,21 +52,10 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"parallel": {"pipeline": 2, "zero": 3}},
         ("parallel.zero=3", "parallel.pipeline=2", "use parallel.zero=1 or parallel.pipeline=1"),
     ),
-    "zero-0-fp32": (
-        {"parallel": {"zero": 0}, "precision": {"kind": "fp32"}},
-        ("parallel.zero=0", "precision.kind=fp32", "use parallel.zero=1"),
-    ),
-    "zero-0-bf16": (
-        {"parallel": {"zero": 0}},
-        ("parallel.zero=0", "precision.kind=bf16", "use parallel.zero=1"),
-    ),
-    "zero-0-tensor": (
-        {"parallel": {"zero": 0, "tensor": 2}, "precision": {"kind": "fp16"}},
-        ("parallel.zero=0 with tensor or pipeline parallelism", "use parallel.zero=1"),
-    ),
-    "zero-0-pipeline": (
-        {"parallel": {"zero": 0, "pipeline": 2}, "precision": {"kind": "fp16"}},
-        ("parallel.zero=0 with tensor or pipeline parallelism", "use parallel.zero=1"),
+    "zero-0": ({"parallel": {"zero": 0}}, ("parallel.zero=0", "use parallel.zero=1")),
+    "tied-fp16-pipeline": (
+        {"model": {"tied": True}, "parallel": {"pipeline": 2}, "precision": {"kind": "fp16"}},
+        ("model.tied", "parallel.pipeline", "precision.kind=fp16", "use precision.kind=bf16"),
     ),
     "micro-batch": (
         {"train": {"global_batch": 64, "micro_batch": 6}},

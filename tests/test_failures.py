@@ -137,7 +137,7 @@ def test_a_process_killed_during_a_save(
     """SIGKILL, as by a scheduler or the kernel when memory is short: nothing in the process can react."""
     run = tmp_path / "run"
     config = tiny(corpus, run, train=batch(), checkpoint={"interval": 5})
-    with pytest.raises(AssertionError, match=r"ended|Connection"):
+    with pytest.raises(AssertionError):  # of the harness: a rank is dead, which the other one may tell first
         run_ranks(2, train, config, fault, 12, rank)
     # What it left: the save of step 15 torn, or complete with `latest` still at the one before.
     folder = run / "checkpoints"
@@ -228,11 +228,11 @@ def test_a_shard_cut_off_while_training(tmp_path: Path) -> None:
     shard = corpus / "part-0.bin"
     content = shard.read_bytes()
     config = tiny(corpus, run, train=batch())
-    ((code, message),) = run_ranks(1, train, config, partial(os.truncate, shard, 0), 12)
-    assert code == errors.BAD_INPUT and "part-0.bin became shorter while it was in use" in message
+    for code, message in run_ranks(2, train, config, partial(os.truncate, shard, 0), 12, 1):
+        assert code == errors.BAD_INPUT and "part-0.bin became shorter while it was in use" in message
     shard.write_bytes(content)
-    assert run_ranks(1, train, config) == [(0, "")]
-    assert events(run, "resumed")[-1]["step"] in range(10, 16)  # from where it could still save, or before
+    assert run_ranks(2, train, config) == [(0, ""), (0, "")]
+    assert [e["step"] for e in events(run, "resumed")] == [10]
     assert records.read(run / "steps").num_rows == 20
 
 

@@ -176,7 +176,7 @@ def train_without(config: RunConfig, refused: list[int], left_out: list[int]) ->
             continue
         measured, applied = trainer.engine.train_step(
             batch.micro_batches, 1e-3, lambda m: step not in refused
-        )  # noqa: B023
+        )
         assert applied == (step not in refused)
         if applied:
             numbers.append((measured.loss, measured.grad_norm))

@@ -13,6 +13,7 @@ import yaml
 
 from megastable.config import RunConfig
 from megastable.errors import ConfigError, DataError
+from megastable.recipe import load
 from megastable.rundir import RunDirectory, make
 from tests.full_disk import files_no_larger_than
 
@@ -61,16 +62,20 @@ def test_the_recipe_is_frozen_as_it_was_resolved(run: RunDirectory) -> None:
     given = config(
         optimizer={"lr": "1e-5"}, data={"corpora": [{"path": "a"}, {"path": "b"}], "skip": [[1, 2]]}
     )
-    assert run.freeze(given, ["f1", "f2"]) == []
+    assert run.compare(given) == []
+    run.freeze(given, ["f1", "f2"], {"train_batch_size": 64})
     content = yaml.safe_load(run.recipe.read_text())
     assert content["manifests"] == ["f1", "f2"]
     assert RunConfig.model_validate(content["config"]) == given
-    assert run.freeze(given, ["f1", "f2"]) == []
+    assert content["deepspeed_json"] == {"train_batch_size": 64}
+    assert load(run.recipe) == given  # it can be started again as it stands
+    assert load(run.recipe, ["train.steps=5"]).train.steps == 5
+    assert run.compare(given) == []
     assert sorted(p.name for p in run.root.iterdir() if p.is_file()) == ["recipe.yaml"]
 
 
 def test_other_changes_are_reported_and_kept(run: RunDirectory) -> None:
-    run.freeze(config(), [])
+    run.freeze(config(), [], {})
     changed = config(
         optimizer={"lr": 1e-4},
         parallel={"tensor": 2},
@@ -83,8 +88,9 @@ def test_other_changes_are_reported_and_kept(run: RunDirectory) -> None:
         "parallel.tensor: 1 -> 2",
         "run.timeout: 1800 -> 60",
     ]
-    assert run.freeze(changed, []) == wanted
-    assert run.freeze(changed, []) == []
+    assert run.compare(changed) == wanted
+    run.freeze(changed, [], {})
+    assert run.compare(changed) == []
 
 
 @pytest.mark.parametrize(
@@ -96,10 +102,10 @@ def test_other_changes_are_reported_and_kept(run: RunDirectory) -> None:
     ],
 )
 def test_another_model_or_seed_is_refused(change: dict[str, Any], named: str, run: RunDirectory) -> None:
-    run.freeze(config(), [])
+    run.freeze(config(), [], {})
     before = run.recipe.read_bytes()
     with pytest.raises(ConfigError) as error:
-        run.freeze(config(**change), [])
+        run.compare(config(**change))
     assert named in str(error.value) and str(run.root) in str(error.value)
     assert run.recipe.read_bytes() == before
 
@@ -110,17 +116,28 @@ def test_another_model_or_seed_is_refused(change: dict[str, Any], named: str, ru
 def test_a_damaged_frozen_recipe_is_an_error(content: bytes, run: RunDirectory) -> None:
     run.recipe.write_bytes(content)
     with pytest.raises(ConfigError, match=r"another run\.dir"):
-        run.freeze(config(), [])
+        run.compare(config())
     assert run.recipe.read_bytes() == content
 
 
 def test_a_full_disk_leaves_the_frozen_recipe_as_it_was(run: RunDirectory) -> None:
-    run.freeze(config(), [])
+    run.freeze(config(), [], {})
     before = run.recipe.read_bytes()
     with files_no_larger_than(100), pytest.raises(ConfigError, match=r"recipe\.yaml could not be written"):
-        run.freeze(config(optimizer={"lr": 1e-4}), [])
+        run.freeze(config(optimizer={"lr": 1e-4}), [], {})
     assert run.recipe.read_bytes() == before
     assert not run.recipe.with_suffix(".tmp").exists()
+
+
+def test_what_only_says_how_it_is_computed_may_change(run: RunDirectory) -> None:
+    run.freeze(config(), [], {})
+    assert run.compare(config(model={"attention": "reference"})) == ["model.attention: sdpa -> reference"]
+
+
+def test_a_second_process_is_kept_out(run: RunDirectory) -> None:
+    run.lock()
+    with pytest.raises(ConfigError, match="another process trains here"):
+        RunDirectory(run.root).lock()
 
 
 # The journal
