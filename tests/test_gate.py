@@ -128,7 +128,8 @@ def poison_weights(config: RunConfig) -> str:
 
     trainer = trainer_of(config)
     with torch.no_grad():
-        next(iter(trainer.engine.ds.module.parameters())).view(-1)[0:9999] = math.nan
+        trainer.engine.flat_state().masters[0].view(-1)[:99] = math.nan
+    trainer.engine.refresh_weights()
     try:
         trainer.train()
     except UnstableError as error:
@@ -137,10 +138,14 @@ def poison_weights(config: RunConfig) -> str:
 
 
 def test_a_nan_in_the_weights_stops_the_run(corpus: Path, tmp_path: Path) -> None:
-    config = tiny(corpus, tmp_path / "run", stability={"max_discards": 4})
+    config = tiny(corpus, tmp_path / "run", stability={"max_discards": 4}, checkpoint={"interval": 2})
     for answer in run_ranks(2, poison_weights, config):
         assert answer.startswith("76: 4 updates in a row were refused (non-finite loss)")
         assert "journal.jsonl" in answer
+    # What nobody could go on from is not kept, and so pushes nothing good out.
+    events = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["event"] == "checkpoint_refused"] == [2]
+    assert list((tmp_path / "run/checkpoints").iterdir()) == []
 
 
 def overflow(config: RunConfig) -> dict[str, Any]:
@@ -174,10 +179,11 @@ def train_without(config: RunConfig, refused: list[int], left_out: list[int]) ->
         batch = next(loader)
         if step in left_out:
             continue
+        wanted = step not in refused
         measured, applied = trainer.engine.train_step(
-            batch.micro_batches, 1e-3, lambda m: step not in refused
+            batch.micro_batches, 1e-3, lambda _, wanted=wanted: wanted
         )
-        assert applied == (step not in refused)
+        assert applied == wanted
         if applied:
             numbers.append((measured.loss, measured.grad_norm))
     loader.close()

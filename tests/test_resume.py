@@ -162,3 +162,50 @@ def resave(config: RunConfig, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     saved = store.save(folder, trainer.engine, trainer.state, keep=1)
     assert saved.path is not None, saved.problem
+
+
+def test_another_deepspeed_file_moves_the_pieces_and_nothing_else(corpus: Path, tmp_path: Path) -> None:
+    """The layout is the same, DeepSpeed's groups are not: its own load would mix parameters up, or fail."""
+    other = tmp_path / "other.json"
+    given = json.loads(Path("ds_configs/zero3.json").read_text())
+    given["zero_optimization"]["sub_group_size"] = 5000
+    other.write_text(json.dumps(given))
+    train_part = {"global_batch": 8, "micro_batch": 2, "eval_samples": 0}
+
+    def at(run: str, steps: int, **parts: Any) -> RunConfig:
+        return tiny(
+            corpus, tmp_path / run, parallel={"zero": 3}, train=train_part | {"steps": steps}, **parts
+        )
+
+    run_ranks(2, train, at("straight", 20))
+    run_ranks(2, train, at("moved", 10))
+    run_ranks(2, train, at("moved", 20, deepspeed=str(other)))
+    events = [json.loads(line) for line in (tmp_path / "moved/journal.jsonl").read_text().splitlines()]
+    assert [e["event"] for e in events].count("reshaped") == 1
+    table, moved = (records.read(tmp_path / r / "steps") for r in ("straight", "moved"))
+    assert moved.column("loss").to_pylist() == pytest.approx(table.column("loss").to_pylist(), rel=3e-3)
+
+
+def test_a_run_that_lost_its_summary_is_finished(corpus: Path, tmp_path: Path) -> None:
+    """Killed between the last checkpoint and the summary: started again, it evaluates and writes it."""
+    run = tmp_path / "run"
+    config = tiny(corpus, run, train={"steps": 6, "global_batch": 8, "micro_batch": 2, "eval_samples": 8})
+    run_ranks(1, train, config)
+    before = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").unlink()
+    assert run_ranks(1, train, config) == [0]
+    assert json.loads((run / "summary.json").read_text()) == before
+    assert records.read(run / "steps").num_rows == 6
+
+
+def test_a_frozen_recipe_resumes_its_run(corpus: Path, tmp_path: Path) -> None:
+    from megastable import recipe
+
+    run = tmp_path / "run"
+    run_ranks(
+        1,
+        train,
+        tiny(corpus, run, train={"steps": 4, "global_batch": 8, "micro_batch": 2, "eval_samples": 0}),
+    )
+    assert run_ranks(1, train, recipe.load(run / "recipe.yaml", ["train.steps=6"])) == [0]
+    assert json.loads((run / "summary.json").read_text())["steps"] == 6
