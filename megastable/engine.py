@@ -4,7 +4,7 @@
     result = engine.train_step(micro_batches, lr, judge)   # forward, backward, gate, update
     losses = engine.evaluate(micro_batches)                # per-sample cross-entropy
 
-What every caller sees is the same under one pipeline stage or many, ZeRO 0 to 3, bf16, fp16 or fp32.
+What every caller sees is the same under one pipeline stage or many, ZeRO 1 to 3, bf16, fp16 or fp32.
 Source of the gate: no hook exists in DeepSpeed 0.19.8, so `_take_model_step` is replaced on the instance.
 """
 
