@@ -39,6 +39,12 @@ def first(action: Callable[[], T]) -> T:
     return answer[0]
 
 
+def shared(error: MegastableError) -> MegastableError:
+    """An error that every rank raises at the same place."""
+    error.collective = True
+    return error
+
+
 def strangers(value: Any) -> list[int]:
     """The ranks whose `value` is not rank 0's; empty when all agree."""
     values: list[Any] = [None] * dist.get_world_size()
@@ -49,5 +55,4 @@ def strangers(value: Any) -> list[int]:
 def _raise_first(errors: list[Any]) -> None:
     for error in errors:
         if error is not None:
-            error.collective = True
-            raise error
+            raise shared(error)

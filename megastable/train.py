@@ -11,19 +11,14 @@ space for checkpoints.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import platform
 import random
-import secrets
-import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -35,38 +30,26 @@ from megastable import deepspeed_config, durable, errors, recipe, rundir
 from megastable.checkpoint import reshape, store
 from megastable.checkpoint.files import Writer
 from megastable.config import RunConfig
-from megastable.data.corpora import Corpora, open_corpora
+from megastable.data.corpora import Corpora
 from megastable.data.loader import Loader, Source
 from megastable.data.skips import Skips, read_ledger
 from megastable.data.statistics import token_counts, unigram_entropy
 from megastable.engine import Engine, Measured, start_distributed, stop_distributed
-from megastable.errors import CheckpointError, ConfigError, SpaceError, UnstableError
+from megastable.errors import CheckpointError, SpaceError, UnstableError
 from megastable.hardware import memory_gib, peak_tflops
 from megastable.model.flops import flops_per_token, parameters
 from megastable.optim.schedule import rate
 from megastable.parallel.topology import Layout, Topology
-from megastable.ranks import agree, first, strangers
+from megastable.ranks import agree, first, shared
 from megastable.records import Recorder, StepRecord
 from megastable.report.live import Live
+from megastable.report.summary import summarise
 from megastable.rundir import RunDirectory
 from megastable.stability.gate import judge
+from megastable.startup import StopRequest, open_data, open_run
 
 ENTROPY_TOKENS = 50_000_000  # of the validation text: more would not change its unigram entropy
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-class StopRequest:
-    """Set by SIGTERM or SIGINT; a second SIGINT interrupts at once."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._set)
-
-    def _set(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.signal is not None:
-            raise KeyboardInterrupt
-        self.signal = number
 
 
 class Trainer:
@@ -166,7 +149,7 @@ class Trainer:
         loader = self._loader(self.corpora.train, self._skips(), s.cursor)
         total = c.schedule.total_steps or c.train.steps
         tokens = c.train.global_batch * c.model.sequence_length
-        last_saved, stopping, validation = s.step, False, None
+        last_saved, stopping = s.step, False
         self.note("training", step=s.step, cursor=s.cursor, world=self.layout.world)
         try:
             while s.step < c.train.steps and not stopping:
@@ -227,7 +210,7 @@ class Trainer:
 
                 # Once in a while
                 if due(c.train.eval_interval, s.step) and s.step < c.train.steps and not stopping:
-                    validation = self._evaluate(live)
+                    self._evaluate(live)
                 if due(c.checkpoint.interval, s.step):
                     last_saved = self._checkpoint(recorder) or last_saved
 
@@ -242,8 +225,7 @@ class Trainer:
                 self.note("stopped", step=s.step, cursor=s.cursor)
                 self.say(f"stopped at step {s.step} as asked; the same command goes on from {self.run.root}")
                 return errors.STOPPED
-            validation = self._evaluate(live)
-            self._finish(validation)
+            self._finish(self._evaluate(live))
             return errors.OK
         finally:
             loader.close()
@@ -255,12 +237,12 @@ class Trainer:
     def _judge(self, measured: Measured) -> bool:
         return judge(measured.loss, measured.grad_norm).apply
 
-    def _discarded(self, measured: Measured, first: int, end: int) -> None:
+    def _discarded(self, measured: Measured, begin: int, end: int) -> None:
         """Journal a refused update; stop when that goes on and on."""
         s = self.state
         reason = judge(measured.loss, measured.grad_norm).reason or "overflow of the loss scale"
         self.note(
-            "discarded", step=s.step, reason=reason, first_position=first, next_position=end,
+            "discarded", step=s.step, reason=reason, first_position=begin, next_position=end,
             loss=measured.loss, grad_norm=measured.grad_norm, loss_scale=measured.loss_scale,
         )  # fmt: skip
         if s.discards_in_a_row >= self.config.stability.max_discards:
@@ -294,10 +276,15 @@ class Trainer:
             recorder.flush()
         norms = self.engine.flat_state().norms()
         if not math.isfinite(norms.parameters + norms.second_moment):
-            # It would push out a good one, and nobody could go on from it.
-            self.note("checkpoint_refused", step=self.state.step, **vars(norms))
-            self.say(f"WARNING: no checkpoint of step {self.state.step}: weights or moments are not finite")
-            return None
+            # A checkpoint would push out a good one, and from here on every update is refused anyway.
+            self.note("unstable", step=self.state.step, **vars(norms))
+            raise shared(
+                UnstableError(
+                    f"step {self.state.step}: weights or Adam's moments are not finite (norms {norms.parameters}, "
+                    f"{norms.second_moment}), so no checkpoint is written. Those in {self.run.checkpoints} are from "
+                    "before: start again to go on from the newest; if it recurs, lower optimizer.lr or skip the data"
+                )
+            )
         saved = store.save(self.run.checkpoints, self.engine, self.state, self.config.checkpoint.keep)
         seconds = round(time.perf_counter() - begin, 3)
         if saved.path is not None:
@@ -327,26 +314,7 @@ class Trainer:
             streams, size = self.corpora.validation.streams, self.corpora.vocab_size
             counts = sum(token_counts(stream, size, ENTROPY_TOKENS) for stream in streams)
             entropy = unigram_entropy(np.asarray(counts))
-        recent = s.recent_losses
-        summary = {
-            "steps": s.step,
-            "updates": s.updates,
-            "parameters": parameters(c.model),
-            "tokens": s.tokens,
-            "first_loss": s.first_loss,
-            "final_loss": sum(recent) / max(1, len(recent)),
-            "val_loss": validation,
-            "val_unigram_entropy": entropy,
-            "tokens_per_second": s.tokens / max(s.seconds, 1e-9),
-            "seconds": s.seconds,
-            "world_size": self.layout.world,
-            "tensor": self.layout.tensor,
-            "pipeline": self.layout.pipeline,
-            "data": self.layout.data,
-            "zero_stage": c.parallel.zero,
-            "precision": c.precision.kind,
-            "cursor": s.cursor,
-        }
+        summary = summarise(c, s, validation, entropy)
         try:
             durable.write_file(self.run.summary, (rundir.as_json(summary, indent=1) + "\n").encode())
         except OSError as error:
@@ -412,65 +380,6 @@ class Trainer:
 def due(interval: int, step: int) -> bool:
     """Whether something that happens every `interval` steps (0 = never) happens at this one."""
     return interval > 0 and step % interval == 0
-
-
-def shared(error: errors.MegastableError) -> errors.MegastableError:
-    """An error that every rank raises at the same place."""
-    error.collective = True
-    return error
-
-
-def open_run(config: RunConfig, recipe_path: Path) -> tuple[RunConfig, RunDirectory]:
-    """The run directory: chosen, made and locked by rank 0, and seen by all."""
-    token, mine = secrets.token_hex(8), []
-
-    def make() -> tuple[Path, str]:
-        run = rundir.make(config, recipe_path)
-        run.lock()
-        mine.append(run)
-        (run.root / ".seen").write_text(token)
-        return run.root, token
-
-    def see() -> None:
-        found = root / ".seen"
-        if not found.exists() or found.read_text() != theirs:
-            raise ConfigError(
-                f"run.dir={root} is not the same directory on {socket.gethostname()} (rank {dist.get_rank()}) as on "
-                "rank 0: it must lie on a file system that all hosts share"
-            )
-
-    root, theirs = first(make)
-    agree(see)
-    run = config.run.model_copy(update={"dir": root})
-    # Rank 0 goes on with the object that holds the lock.
-    return config.model_copy(update={"run": run}), mine[0] if mine else RunDirectory(root)
-
-
-def open_data(config: RunConfig) -> tuple[RunConfig, Corpora]:
-    """The corpora, and the configuration with their vocabulary. All ranks must see the same of both."""
-
-    def read() -> tuple[RunConfig, Corpora]:
-        corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
-        size = config.model.vocab_size or corpora.vocab_size
-        if size < corpora.vocab_size:
-            raise ConfigError(
-                f"model.vocab_size={size} is smaller than the tokenizer's {corpora.vocab_size}: "
-                "leave it out, or make it larger"
-            )
-        model = config.model.model_copy(update={"vocab_size": size})
-        return config.model_copy(update={"model": model}), corpora
-
-    resolved, corpora = agree(read)
-    ds_config = deepspeed_config.build(resolved, dist.get_world_size())
-    view = (resolved.model_dump_json(), json.dumps(ds_config), corpora.order_fingerprint)
-    for what, value in zip(("recipe", "DeepSpeed file", "data.corpora"), view, strict=True):
-        if other := strangers(value):
-            raise shared(
-                ConfigError(
-                    f"{what}: ranks {other} see another one than rank 0: make them the same on all hosts"
-                )
-            )
-    return resolved, corpora
 
 
 def train(config: RunConfig, recipe_path: Path) -> int:
