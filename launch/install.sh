@@ -7,6 +7,7 @@
 # .venv/install.log. Several at once wait for each other; an interrupted one is found and begun afresh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+case ${1-} in -h | --help) sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' launch/install.sh; exit 0 ;; esac
 
 stamp=.venv/.installed        # what is installed: place, sources, extras; written last
 unfinished=.venv/.installing  # exists while pip may have left files half written
@@ -64,6 +65,7 @@ stage() { # stage MESSAGE COMMAND...
   fi
 }
 
+for extra in "$@"; do [[ $extra =~ ^[a-z]+$ ]] || die "no extra named '$extra': pyproject.toml lists them"; done
 is_current "$@" && exit 0
 
 mkdir -p .venv

@@ -8,6 +8,7 @@
 # Exit code: that of the training (0 done, 75 stopped with a checkpoint, others in docs/clusters.md).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+case ${1-} in -h | --help) sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' launch/quickstart.sh; exit 0 ;; esac
 bash launch/install.sh
 
 .venv/bin/python tools/prepare_data.py stdlib --output data/stdlib
@@ -38,14 +39,34 @@ setsid .venv/bin/deepspeed --num_gpus "$ranks" --master_port "$port" --quiet \
 launcher=$!
 stop() {
   interrupted=1
+  echo 'stopping: the ranks finish their step and save; Ctrl-C again ends them at once'
   trap 'interrupted=1; kill -TERM -- "-$launcher"' INT TERM HUP
   .venv/bin/python - "$launcher" <<'PYTHON'
 import sys
+import time
+from pathlib import Path
+
 import psutil
 
-for node in psutil.Process(int(sys.argv[1])).children():
-    for rank in node.children():
-        rank.terminate()
+
+def listens(process: psutil.Process) -> bool:
+    """Whether it catches SIGTERM already; before that the signal would just kill it."""
+    caught = Path(f"/proc/{process.pid}/status").read_text().split("SigCgt:")[1].split()[0]
+    return bool(int(caught, 16) >> 14 & 1)
+
+
+# The ranks are the launcher's grandchildren; just after the start they are not there yet, or do not listen yet.
+for _ in range(300):
+    try:
+        tree = psutil.Process(int(sys.argv[1])).children(recursive=True)
+        ranks = [p for p in tree if "--module" not in p.cmdline() and "megastable.train" in p.cmdline()]
+        if ranks and all(map(listens, ranks)):
+            for rank in ranks:
+                rank.terminate()
+            break
+    except (psutil.Error, OSError, IndexError):
+        break
+    time.sleep(0.2)
 PYTHON
 }
 trap stop INT TERM HUP
@@ -78,7 +99,7 @@ if s["val_loss"] is not None:
 print(f"""
 {s["parameters"] / 1e6:.1f}M parameters, {s["steps"]} steps, {s["tokens"] / 1e6:.2f}M tokens at {s["tokens_per_second"]:,.0f} a second, \
 on {s["world_size"]} processes with ZeRO {s["zero_stage"]}
-training loss    {s["first_loss"]:.3f} -> {s["final_loss"]:.3f} nats per token
+training loss    {s["first_loss"]:.3f} -> {s["final_loss"]:.3f} nats per token (mean of the last 20 steps)
 validation loss  {validation}
 
 {run}/summary.json    these figures, and more

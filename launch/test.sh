@@ -8,6 +8,7 @@
 # container) they are installed by apt-get, unless MEGASTABLE_APT=0. Without them that test is skipped.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+case ${1-} in -h | --help) sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' launch/test.sh; exit 0 ;; esac
 bash launch/install.sh dev || exit
 
 get_debian_packages() {

@@ -105,12 +105,19 @@ def start_distributed(timeout: float) -> None:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
     # Its shared-memory collectives need a compiler and leave 66 MiB a rank in /dev/shm after every run.
     __compatible_ops__["deepspeed_shm_comm"] = False
-    with _silence():
-        deepspeed.init_distributed(
-            dist_backend="nccl" if device().type == "cuda" else "gloo",
-            timeout=datetime.timedelta(seconds=timeout),
-            verbose=False,
-        )
+    try:
+        with _silence():
+            deepspeed.init_distributed(
+                dist_backend="nccl" if device().type == "cuda" else "gloo",
+                timeout=datetime.timedelta(seconds=timeout),
+                verbose=False,
+            )
+    except dist.DistNetworkError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ConfigError(
+            f"the ranks cannot meet at {where}: {str(error).splitlines()[0]}. If another run is on this host, "
+            "give this one a port of its own: deepspeed --master_port 29600 ..."
+        ) from None
 
 
 def stop_distributed() -> None:

@@ -29,10 +29,24 @@ def find(path: str | Path) -> Path:
     )
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key stands once: the plain loader keeps the last one without a word."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key_node.value!r} stands here twice", key_node.start_mark
+                )
+            seen.add(str(key_node.value))
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; `ConfigError` with line and column when it is not one."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: no such recipe; the ones that come along are in launch/recipes/"
@@ -53,7 +67,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def override(tree: dict[str, Any], assignment: str) -> None:
     """Put one `a.b.c=value` into `tree`; the value is read as YAML."""
     key, equals, text = assignment.partition("=")
-    if not equals or not key:
+    if not equals or not all(key.split(".")):
         raise ConfigError(f"{assignment!r}: an override is written key=value, e.g. model.layers=12")
     try:
         value = yaml.safe_load(text)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step. Losses in nats per token, times in seconds, memory in GiB; nan = not measured at this step.
+    """One step. Losses in nats per token, times in seconds, memory in GiB; None = not measured at this step.
 
     first_position, next_position: the data cursor before and after; the step trained on the positions between
     them that the skip ledger did not name. mfu_full and mfu_causal: share of the peak, with the whole attention
@@ -48,11 +47,11 @@ class StepRecord:
     mfu_causal: float
     memory: float
     loss_scale: float
-    parameter_norm: float = math.nan
-    second_moment_norm: float = math.nan
+    parameter_norm: float | None = None
+    second_moment_norm: float | None = None
 
 
-_ARROW = {"int": pa.int64(), "bool": pa.bool_(), "float": pa.float32()}
+_ARROW = {"int": pa.int64(), "bool": pa.bool_(), "float": pa.float32(), "float | None": pa.float32()}
 SCHEMA = pa.schema(
     [(f.name, pa.float64() if f.name == "time" else _ARROW[str(f.type)]) for f in fields(StepRecord)]
 )

@@ -144,6 +144,11 @@ class Trainer:
             return errors.OK
         peak, peak_source = (c.logging.peak_tflops, "given") if c.logging.peak_tflops else self._peak()
         self.say(self._introduction(peak, peak_source))
+        if c.schedule.warmup_steps >= c.train.steps:
+            self.say(
+                f"note: schedule.warmup_steps={c.schedule.warmup_steps} is not below train.steps={c.train.steps}: "
+                "the learning rate never reaches its peak"
+            )
         live = Live(c.logging, self.run.tensorboard, c.train.steps, s.step) if self.first else None
         recorder = Recorder(self.run.steps, c.logging.flush_steps)
         loader = self._loader(self.corpora.train, self._skips(), s.cursor)
@@ -200,8 +205,8 @@ class Trainer:
                         mfu_causal=flops * flops_per_token(c.model, causal=True),
                         memory=memory_gib(self.engine.device),
                         loss_scale=measured.loss_scale,
-                        parameter_norm=norms.parameters if norms else torch.nan,
-                        second_moment_norm=norms.second_moment if norms else torch.nan,
+                        parameter_norm=norms.parameters if norms else None,
+                        second_moment_norm=norms.second_moment if norms else None,
                     )
                     recorder.add(record)
                     live.step(record)
@@ -225,7 +230,7 @@ class Trainer:
                 self.note("stopped", step=s.step, cursor=s.cursor)
                 self.say(f"stopped at step {s.step} as asked; the same command goes on from {self.run.root}")
                 return errors.STOPPED
-            self._finish(self._evaluate(live))
+            self._finish(self._evaluate(live), recorder)
             return errors.OK
         finally:
             loader.close()
@@ -302,13 +307,20 @@ class Trainer:
         self.say(f"WARNING: {message}; training goes on (checkpoint.on_failure=continue)")
         return None
 
-    def _finish(self, validation: float | None) -> None:
-        """summary.json and the last word."""
-        first(lambda: self._write_summary(validation))
+    def _finish(self, validation: float | None, recorder: Recorder) -> None:
+        """The last records, summary.json and the last word."""
+        first(lambda: self._write_summary(validation, recorder))
         self.say(f"finished: {self.run.summary}")
 
-    def _write_summary(self, validation: float | None) -> None:
+    def _write_summary(self, validation: float | None, recorder: Recorder) -> None:
         c, s = self.config, self.state
+        recorder.flush()
+        if recorder.pending:
+            lost = len(recorder.pending)
+            self.note("records_lost", steps=lost, from_step=recorder.pending[0].step)
+            raise SpaceError(
+                f"{self.run.steps}: the last {lost} step records could not be written and are lost"
+            )
         entropy = None
         if self.corpora.validation is not None:
             streams, size = self.corpora.validation.streams, self.corpora.vocab_size
@@ -385,14 +397,15 @@ def due(interval: int, step: int) -> bool:
 def train(config: RunConfig, recipe_path: Path) -> int:
     """A whole run on this rank; the process group exists already. The exit code."""
     stop = StopRequest()
-    config, run = open_run(config, recipe_path)
     config, corpora = open_data(config)
+    config, run = open_run(config, recipe_path)
     changed = first(lambda: run.compare(config))
     trainer = Trainer(config, run, corpora, stop)
     trainer.resume()
     first(lambda: run.freeze(config, corpora.fingerprints, trainer.ds_config))
     if changed:
         trainer.note("config_changed", changes=changed)
+        trainer.say(f"changed since this run was started: {'; '.join(changed)}")
     return trainer.train()
 
 

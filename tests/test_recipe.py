@@ -368,3 +368,18 @@ def test_a_recipe_has_the_size_of_its_name(name: str) -> None:
 def test_learning_rates_fall_with_the_size() -> None:
     rates = [load(ROOT / f"launch/recipes/{name}.yaml").optimizer.lr for name in TOKENS]
     assert rates == sorted(rates, reverse=True) and math.isclose(rates[-1], 1.5e-4)
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text("train: {steps: 5}\nmodel: {layers: 2}\ntrain: {global_batch: 8}\n")
+    with pytest.raises(ConfigError, match=r"(?s)'train' stands here twice.*line 3"):
+        load(path)
+
+
+@pytest.mark.parametrize("given", ["train.global_batch=true", "model.layers=yes", "optimizer.lr=on"])
+def test_yes_is_no_number(given: str, tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("")
+    with pytest.raises(ConfigError, match="another kind of value than yes or no"):
+        load(path, [given])

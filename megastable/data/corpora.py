@@ -9,6 +9,7 @@ from megastable.data.loader import Source
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import Corpus, Order
 from megastable.errors import ConfigError, DataError
+from megastable.recipe import find
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ def open_corpora(given: list[CorpusConfig], sequence_length: int, seed: int) -> 
             "data.corpora is empty: name at least one prepared corpus, e.g. data.corpora=[{path: data/stdlib}]; "
             "tools/prepare_data.py makes them"
         )
+    given = [corpus.model_copy(update={"path": find(corpus.path)}) for corpus in given]
     manifests = [Manifest.load(corpus.path) for corpus in given]
     first = manifests[0].tokenizer
     for corpus, manifest in zip(given, manifests, strict=True):

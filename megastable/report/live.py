@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from megastable.config import LoggingConfig
 from megastable.records import StepRecord
@@ -46,8 +47,8 @@ class Live:
         self.progress: Progress | None = None
         if self.console.is_terminal:
             self.progress = Progress(
-                TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"),
-                TimeRemainingColumn(), console=self.console,
+                MofNCompleteColumn(), TimeRemainingColumn(compact=True), BarColumn(bar_width=20),
+                TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True)), console=self.console,
             )  # fmt: skip
             self.task = self.progress.add_task("", total=steps, completed=done, numbers="")
             self.progress.start()
@@ -55,18 +56,19 @@ class Live:
     def step(self, record: StepRecord) -> None:
         """Show one step."""
         numbers = (
-            f"loss {record.loss:.4f}  norm {record.grad_norm:.3f}  lr {record.lr:.2e}  "
-            f"{record.tokens_per_second:,.0f} tokens/s  MFU {record.mfu_full:.1%}"
+            f"loss {record.loss:.4f}  norm {record.grad_norm:.3f}  {record.tokens_per_second:,.0f} tokens/s"
         )
+        if self.console.width >= 120 or self.progress is None:
+            numbers += f"  lr {record.lr:.2e}  MFU {record.mfu_full:.1%}"
         if not record.applied:
             numbers += "  DISCARDED"
         if self.progress is not None:
             self.progress.update(self.task, completed=record.step, numbers=numbers)
-        elif record.step % self.config.interval == 0 or record.step == 1 or not record.applied:
+        elif record.step % self.config.interval == 0 or record.step in (1, self.steps) or not record.applied:
             self.say(f"step {record.step}/{self.steps}  {numbers}")
+        values = {tag: getattr(record, name) for name, tag in CURVES.items()}
         self._curves(
-            {tag: value for name, tag in CURVES.items() if not math.isnan(value := getattr(record, name))},
-            record.step,
+            {tag: v for tag, v in values.items() if v is not None and not math.isnan(v)}, record.step
         )
 
     def validation(self, step: int, loss: float) -> None:

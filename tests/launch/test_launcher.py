@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +22,10 @@ TINY = (
 ).split()
 
 
-def launch(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+def launch(ranks: int, *arguments: str, port: int = 0) -> subprocess.CompletedProcess[str]:
     command = [
-        str(DEEPSPEED), "--num_gpus", str(ranks), "--master_port", str(free_port()), "--module", "megastable.train",
+        str(DEEPSPEED), "--num_gpus", str(ranks), "--master_port", str(port or free_port()), "--module",
+        "megastable.train",
         "launch/recipes/quickstart.yaml", *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -57,4 +59,13 @@ def test_bad_input_is_told_once_without_a_traceback(
     done = launch(ranks, *TINY, f"run.dir={tmp_path / 'run'}", override)
     assert done.returncode == 2
     assert done.stderr.count(message) == 1
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_port_in_use_is_told_with_the_remedy(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        done = launch(1, *TINY, f"run.dir={tmp_path / 'run'}", port=taken.getsockname()[1])
+    assert done.returncode == 2 and "--master_port" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
