@@ -109,6 +109,12 @@ def prepare_shards(
     warnings = []
     if validation and "validation" not in manifest.splits:
         warnings.append("no validation split: there is only one document, or all are the same")
+    held = manifest.tokens("validation") / (manifest.tokens("train") + manifest.tokens("validation"))
+    if held > max(0.05, 3 * validation):
+        warnings.append(
+            f"the validation split holds {held:.0%} of the tokens, {validation:.0%} of the documents were asked for: "
+            "there are few documents, and they go as a whole (a text file is one); cut them up, e.g. into JSON lines"
+        )
     return Summary.of(
         "prepared",
         output,

@@ -161,9 +161,15 @@ def test_tiny_corpora_have_both_splits(
     train, held_back = texts_of(tmp_path / "out", "train"), texts_of(tmp_path / "out", "validation")
     assert sorted(train + held_back) == sorted(texts)
     assert min(len(train), len(held_back)) == 1
-    assert made.warnings == []
+    assert not any("no validation split" in warning for warning in made.warnings)
     assert len(shard_bytes(tmp_path / "out")) == 4
     verify_corpus(tmp_path / "out")
+
+
+def test_a_validation_split_much_larger_than_asked_is_said(tmp_path: Path, tokenizer: Path) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", ["one text " * 50, "another text " * 50])
+    made = prepare_shards([lines], tmp_path / "out", tokenizer, validation=0.01)
+    assert any("of the tokens, 1% of the documents were asked for" in warning for warning in made.warnings)
 
 
 @pytest.mark.parametrize("validation", [1e-12, 0.999999999999])
