@@ -41,7 +41,12 @@ def open_run(config: RunConfig, recipe_path: Path) -> tuple[RunConfig, RunDirect
         run = rundir.make(config, recipe_path)
         run.lock()
         mine.append(run)
-        (run.root / ".seen").write_text(token)
+        try:
+            (run.root / ".seen").write_text(token)
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={run.root} cannot be written to: {error}: make room, or use another"
+            ) from None
         return run.root, token
 
     def see() -> None:
