@@ -55,17 +55,29 @@ def listens(process: psutil.Process) -> bool:
     return bool(int(caught, 16) >> 14 & 1)
 
 
+def ranks(launcher: psutil.Process) -> list[psutil.Process]:
+    found = []
+    for process in launcher.children(recursive=True):
+        try:
+            arguments = process.cmdline()
+            if "megastable.train" in arguments and "--module" not in arguments:
+                found.append(process)
+        except psutil.Error:
+            continue  # gone in the meantime
+    return found
+
+
 # The ranks are the launcher's grandchildren; just after the start they are not there yet, or do not listen yet.
-for _ in range(300):
+launcher = psutil.Process(int(sys.argv[1]))
+while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
     try:
-        tree = psutil.Process(int(sys.argv[1])).children(recursive=True)
-        ranks = [p for p in tree if "--module" not in p.cmdline() and "megastable.train" in p.cmdline()]
-        if ranks and all(map(listens, ranks)):
-            for rank in ranks:
+        found = ranks(launcher)
+        if found and all(map(listens, found)):
+            for rank in found:
                 rank.terminate()
             break
     except (psutil.Error, OSError, IndexError):
-        break
+        pass  # one of them ended: look again
     time.sleep(0.2)
 PYTHON
 }

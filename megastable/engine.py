@@ -323,7 +323,7 @@ class Engine:
         if self._judge(self.measured):
             self._update(lr_kwargs)
             self.applied = bool(self.ds.was_step_applied())
-        elif broken and self.config.precision.kind == "fp16" and scale > 1:
+        elif broken and self.config.precision.kind == "fp16" and scale > self._lowest_scale:
             # An overflow of fp16 is DeepSpeed's to skip: it lowers the loss scale on the way, and raises at the bottom.
             self._update(lr_kwargs)
             self.applied = False
@@ -347,6 +347,10 @@ class Engine:
 
     def _scalar(self, value: Any) -> Tensor:
         return torch.as_tensor(value, dtype=torch.float64, device=self.device)
+
+    @property
+    def _lowest_scale(self) -> float:
+        return float(getattr(self.optimizer.loss_scaler, "min_scale", 0.0))
 
     def _discard(self) -> None:
         """Forget the gradients. Weights, moments and loss scale stay as they are, bit for bit."""

@@ -50,8 +50,11 @@ def open_run(config: RunConfig, recipe_path: Path) -> tuple[RunConfig, RunDirect
         return run.root, token
 
     def see() -> None:
-        found = root / ".seen"
-        if not found.exists() or found.read_text() != theirs:
+        try:
+            found = (root / ".seen").read_text()
+        except OSError:
+            found = ""
+        if found != theirs:
             raise ConfigError(
                 f"run.dir={root} is not the same directory on {socket.gethostname()} (rank {dist.get_rank()}) as on "
                 "rank 0: it must lie on a file system that all hosts share"

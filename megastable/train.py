@@ -66,7 +66,7 @@ class Trainer:
         random.seed(config.run.seed + rank)
         np.random.seed(config.run.seed + rank)
         torch.manual_seed(config.run.seed + rank)
-        self.engine = agree(lambda: Engine(config, self.ds_config, self.topology))
+        self.engine = Engine(config, self.ds_config, self.topology)
         self.state = store.RunState(
             order_fingerprint=corpora.order_fingerprint,
             layout=store.LayoutState(**vars(self.layout), zero=p.zero, precision=config.precision.kind),
@@ -103,6 +103,7 @@ class Trainer:
         else:
             # Other ranks hold other pieces: every weight and moment is put together and shared out anew.
             agree(lambda: reshape.load(found, self.engine, fp16=saved.layout.precision == "fp16"))
+            self.engine.refresh_weights()
             self.note("reshaped", old=vars(saved.layout), new=vars(self.state.layout))
             self.say(f"{found.name} was written by another layout ({saved.layout}): reshaped")
         for name in rejected if self.first else ():
@@ -142,6 +143,7 @@ class Trainer:
         if s.step >= c.train.steps and first(self.run.summary.exists):
             self.say(f"nothing to do: step {s.step} of {c.train.steps} is already done in {self.run.root}")
             return errors.OK
+        first(lambda: self.run.summary.unlink(missing_ok=True))  # of a shorter run in this directory
         peak, peak_source = (c.logging.peak_tflops, "given") if c.logging.peak_tflops else self._peak()
         self.say(self._introduction(peak, peak_source))
         if c.schedule.warmup_steps >= c.train.steps:

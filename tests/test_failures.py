@@ -295,7 +295,7 @@ def test_a_disk_without_any_room(corpus: Path, tmp_path: Path) -> None:
         config = tiny(corpus, run, train=batch(), checkpoint={"interval": 5}, logging=logs)
         answers = run_ranks(2, train, config, partial(fill_the_disk, disk / "filler"), 3, 0)
         assert [code for code, _ in answers] == [errors.NO_SPACE, errors.NO_SPACE]
-        assert not (run / "summary.json").read_text().count('"steps": 20')
+        assert not (run / "summary.json").exists()  # the one of ten steps is no longer true
         store.verify(run / "checkpoints/step-10")
         (disk / "filler").unlink()
         assert [code for code, _ in run_ranks(2, train, tiny(corpus, run, train=batch()))] == [0, 0]

@@ -136,7 +136,10 @@ def same_pieces(checkpoint: Path, engine: Any) -> bool:
 
 
 def load(checkpoint: Path, engine: Any, fp16: bool) -> None:
-    """Weights, moments and (`fp16`: written in it) loss scale of `checkpoint` into an engine of another layout."""
+    """Masters, moments and (`fp16`: written in it) loss scale of `checkpoint` into an engine of another layout.
+
+    Not collective: a rank may fail alone. Once all agree, `engine.refresh_weights()` brings the weights up to date.
+    """
     state = WholeState(checkpoint)
     last: tuple[str, str, Tensor] | None = None
 
@@ -151,7 +154,6 @@ def load(checkpoint: Path, engine: Any, fp16: bool) -> None:
 
     topology = engine.topology
     engine.flat_state().fill(whole, state.adam_step, topology.tensor_rank, topology.layout.tensor)
-    engine.refresh_weights()
     if fp16:
         engine.set_loss_scale(state.loss_scale)
 

@@ -134,6 +134,7 @@ def _on_first(action: Any) -> str:
 
 
 def _begin(folder: Path, temporary: Path) -> None:
+    _bring_back(folder)
     for stale in folder.glob(f"{SAVING}*"):
         shutil.rmtree(stale)
     newest = newest_first(folder)
@@ -176,6 +177,7 @@ def _commit(
         if target.exists():  # the same step again, after a return to an older checkpoint
             os.replace(target, replaced)
         os.replace(temporary, target)
+        durable.sync_directory(folder)
     except OSError:
         if replaced.exists() and not target.exists():
             os.replace(replaced, target)
@@ -295,8 +297,16 @@ def newest_good(folder: Path) -> tuple[Path | None, dict[str, str]]:
 
 
 def _names(folder: Path) -> list[str]:
-    for hidden in folder.glob(f"{SAVING}replaced-*"):  # a crash between two renames: the older one is whole
+    try:
+        _bring_back(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    return [path.name for path in newest_first(folder)]
+
+
+def _bring_back(folder: Path) -> None:
+    """After a crash between two renames the older checkpoint is whole, under another name."""
+    for hidden in folder.glob(f"{SAVING}replaced-*"):
         target = folder / hidden.name.removeprefix(f"{SAVING}replaced-")
         if not target.exists():
             os.replace(hidden, target)
-    return [path.name for path in newest_first(folder)]
