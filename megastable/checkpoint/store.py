@@ -14,6 +14,7 @@ import logging
 import os
 import random
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,16 +122,17 @@ def save(folder: Path, engine: Any, state: RunState, keep: int) -> Saved:
     return Saved(target, size=sum(record.size for record in files.values()))
 
 
-def _on_first(action: Any) -> str:
+def _on_first(action: Callable[[], None]) -> str:
     """Run `action` on rank 0; its OSError as text, the same on every rank, "" when it went well."""
-    answer = [""]
-    if dist.get_rank() == 0:
+
+    def attempt() -> str:
         try:
             action()
         except OSError as error:
-            answer = [str(error)]
-    dist.broadcast_object_list(answer, src=0)
-    return answer[0]
+            return str(error)
+        return ""
+
+    return first(attempt)
 
 
 def _begin(folder: Path, temporary: Path) -> None:
