@@ -10,11 +10,9 @@ combination that DeepSpeed is known to get wrong is a `ConfigError` that names t
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -24,25 +22,8 @@ from pydantic import (
     model_validator,
 )
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-class Part(BaseModel):
-    """A part of the tree: frozen, finite, and without room for keys that nobody reads."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bool_is_no_number(cls, given: Any) -> Any:
-        # pydantic would read yes as 1.
-        for name, value in given.items() if isinstance(given, dict) else ():
-            field = cls.model_fields.get(name)
-            if isinstance(value, bool) and field is not None and field.annotation is not bool:
-                raise ValueError(
-                    f"{name}={str(value).lower()}: expected another kind of value than yes or no"
-                )
-        return given
+from megastable.part import Fraction, Part
+from megastable.stability.settings import StabilityConfig
 
 
 class ModelConfig(Part):
@@ -179,10 +160,6 @@ class LoggingConfig(Part):
     norms_interval: NonNegativeInt = 50  # steps between parameter and Adam norms; 0 = never
     flush_steps: PositiveInt = 50  # steps in one file of step records
     peak_tflops: PositiveFloat | None = None  # per device, for MFU; None = known or measured
-
-
-class StabilityConfig(Part):
-    max_discards: PositiveInt = 20  # updates refused in a row before the run stops as unstable
 
 
 class RunSection(Part):

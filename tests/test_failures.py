@@ -228,10 +228,11 @@ def test_a_shard_cut_off_while_training(tmp_path: Path) -> None:
     shard = corpus / "part-0.bin"
     content = shard.read_bytes()
     config = tiny(corpus, run, train=batch())
-    for code, message in run_ranks(2, train, config, partial(os.truncate, shard, 0), 12, 1):
-        assert code == errors.BAD_INPUT and "part-0.bin became shorter while it was in use" in message
+    # One rank: others would be ended by the launcher, as soon as the first leaves with an error of its own.
+    ((code, message),) = run_ranks(1, train, config, partial(os.truncate, shard, 0), 12)
+    assert code == errors.BAD_INPUT and "part-0.bin became shorter while it was in use" in message
     shard.write_bytes(content)
-    assert run_ranks(2, train, config) == [(0, ""), (0, "")]
+    assert run_ranks(1, train, config) == [(0, "")]
     assert [e["step"] for e in events(run, "resumed")] == [10]
     assert records.read(run / "steps").num_rows == 20
 

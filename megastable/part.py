@@ -1,0 +1,27 @@
+"""What every part of the configuration tree is: see config.py."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Part(BaseModel):
+    """A part of the tree: frozen, finite, and without room for keys that nobody reads."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bool_is_no_number(cls, given: Any) -> Any:
+        # pydantic would read yes as 1.
+        for name, value in given.items() if isinstance(given, dict) else ():
+            field = cls.model_fields.get(name)
+            if isinstance(value, bool) and field is not None and field.annotation is not bool:
+                raise ValueError(
+                    f"{name}={str(value).lower()}: expected another kind of value than yes or no"
+                )
+        return given
