@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # From a clone to a trained GPT in minutes, without a GPU: installs, prepares the source of Python's standard library
-# as a corpus, trains on two processes through the deepspeed launcher, and says where everything is.
+# as a corpus, plants noise in a copy of it, trains on that on two processes through the deepspeed launcher, and says
+# what became of the noise and where everything is.
 #
 #   bash launch/quickstart.sh [OVERRIDE ...]     e.g. train.steps=50 run.dir=runs/short
+#   bash launch/quickstart.sh data.corpora='[{path: data/stdlib}]' run.dir=runs/clean     without the noise
 #
 # Call it again to train again (the finished run is kept beside it), or to go on where an interrupted one stopped.
 # Exit code: that of the training (0 done, 75 stopped with a checkpoint, others in docs/clusters.md).
@@ -12,6 +14,11 @@ case ${1-} in -h | --help) sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' launch/
 bash launch/install.sh
 
 .venv/bin/python tools/prepare_data.py stdlib --output data/stdlib
+case " $*" in
+  *" data.corpora"*) ;; # the user's own
+  *) .venv/bin/python tools/prepare_data.py plant data/stdlib data/stdlib-planted --overwrite \
+    --recipe launch/recipes/quickstart.yaml -- "$@" ;;
+esac
 
 run=runs/quickstart
 for argument in "$@"; do
@@ -96,30 +103,4 @@ elif [ "$code" -ne 0 ] || [ ! -f "$run/summary.json" ]; then
   exit $((code ? code : 1))
 fi
 
-.venv/bin/python - "$run" <<'PYTHON'
-import json
-import sys
-from pathlib import Path
-
-run = Path(sys.argv[1])
-s = json.loads((run / "summary.json").read_text())
-validation = "none (train.eval_samples=0, or no validation split)"
-if s["val_loss"] is not None:
-    validation = f"{s['val_loss']:.3f}"
-    if s["val_unigram_entropy"] is not None:
-        validation += f"; knowing only how frequent each token is would give {s['val_unigram_entropy']:.3f}"
-print(f"""
-{s["parameters"] / 1e6:.1f}M parameters, {s["steps"]} steps, {s["tokens"] / 1e6:.2f}M tokens at {s["tokens_per_second"]:,.0f} a second, \
-on {s["world_size"]} processes with ZeRO {s["zero_stage"]}
-training loss    {s["first_loss"]:.3f} -> {s["final_loss"]:.3f} nats per token (mean of the last 20 steps)
-validation loss  {validation}
-
-{run}/summary.json    these figures, and more
-{run}/journal.jsonl   what happened, in order
-{run}/steps/          every step's measurements (Parquet)
-{run}/checkpoints/    what a run resumes from
-{run}/recipe.yaml     the configuration, resolved
-data/stdlib/          the corpus and its tokenizer
-
-Curves:  .venv/bin/tensorboard --logdir {run}/tensorboard   then open http://localhost:6006""")
-PYTHON
+.venv/bin/python -m megastable.report.story "$run"

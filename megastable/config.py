@@ -157,7 +157,9 @@ class CheckpointConfig(Part):
 class LoggingConfig(Part):
     tensorboard: bool = True
     interval: PositiveInt = 1  # steps between lines where there is no terminal
-    norms_interval: NonNegativeInt = 50  # steps between parameter and Adam norms; 0 = never
+    norms_interval: NonNegativeInt = 50  # steps between norms of weights, moments and updates; 0 = never
+    layers_interval: NonNegativeInt = 100  # steps between looks into every layer; 0 = never
+    worst_samples: PositiveInt = 4  # of every step, recorded by position
     flush_steps: PositiveInt = 50  # steps in one file of step records
     peak_tflops: PositiveFloat | None = None  # per device, for MFU; None = known or measured
 

@@ -34,6 +34,7 @@ import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import __compatible_ops__
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -51,6 +52,7 @@ from megastable.model.loss import LossFunction
 from megastable.parallel.pipeline import partition
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel, Topology
+from megastable.probe import Probe, Statistics
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Measured:
 
     losses, squares: fp64 [global batch], per-sample cross-entropy (nats) and mean logsumexp^2, in the order of
     the step's positions. grad_norm: global L2 norm before clipping, unscaled; inf when any gradient is not
-    finite. notes: what other ranks added (`Engine.train_step(note=...)`), summed.
+    finite. note: what the ranks added (`Engine.train_step(note=...)`), summed. overflow: gradients beyond fp16's range,
+    which a smaller loss scale mends: part of fp16, no incident.
     """
 
     losses: Tensor
@@ -67,6 +70,7 @@ class Measured:
     grad_norm: float
     note: float
     loss_scale: float
+    overflow: bool = False
 
     @property
     def loss(self) -> float:
@@ -75,6 +79,9 @@ class Measured:
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples", "_step_applied")
 
 
 class Judge(Protocol):
@@ -139,6 +146,21 @@ def _silence() -> Iterator[None]:
     # DeepSpeed prints its partitioning and settings on stdout; ours are in the run directory.
     with contextlib.redirect_stdout(io.StringIO()):
         yield
+
+
+@contextlib.contextmanager
+def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
+    own = vars(owner)
+    missing = object()
+    before = own.get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 class _Mpu:
@@ -240,6 +262,9 @@ class Engine:
         self.ds._take_model_step = self._gate
         self._judge: Judge | None = None
         self._note = 0.0
+        self._probing = False
+        self._copied: torch.cuda.Event | None = None
+        self.probe = Probe(self.ds.module, topology, self.tp, self.device)
         self.measured: Measured | None = None
         self.applied = False
 
@@ -309,7 +334,7 @@ class Engine:
 
     def _gate(self, lr_kwargs: Any = None) -> None:
         """In place of DeepSpeed's update: measure, judge, then update or drop. Every rank decides alike."""
-        norm = self._grad_norm()
+        norm, known = self._grad_norm()
         valid = torch.isfinite(norm) & (norm >= 0)
         # The norm travels from rank 0 only, so that a last bit that differs cannot split the ranks.
         mine = torch.where(valid & (self.topology.rank == 0), norm, 0.0)
@@ -318,32 +343,66 @@ class Engine:
             self.ds.gradient_accumulation_steps(), extra
         )
         scale = float(getattr(self.optimizer, "loss_scale", 1.0))
-        self.measured = Measured(losses, squares, math.inf if broken else grad_norm, note, scale)
+        overflow = bool(broken) and self.config.precision.kind == "fp16" and scale > self._lowest_scale
+        norm_or_inf = math.inf if broken else grad_norm
+        self.measured = Measured(losses, squares, norm_or_inf, note, scale, overflow)
+        if self.probe.watching:
+            flat = self.flat_state()
+            self.probe.gradients(flat, self._gradients(flat), scale)
         assert self._judge is not None
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._copied = None
         if self._judge(self.measured):
-            self._update(lr_kwargs)
-            self.applied = bool(self.ds.was_step_applied())
-        elif broken and self.config.precision.kind == "fp16" and scale > self._lowest_scale:
-            # An overflow of fp16 is DeepSpeed's to skip: it lowers the loss scale on the way, and raises at the bottom.
-            self._update(lr_kwargs)
-            self.applied = False
+            self._step(lr_kwargs, known)
+        elif self.measured.overflow and not self._probing:
+            # An overflow of fp16 is DeepSpeed's to skip: it lowers the loss scale on the way.
+            self._step(lr_kwargs, known)
         else:
             self._discard()
             self.applied = False
 
-    def _grad_norm(self) -> Tensor:
-        """Global gradient norm, unscaled and unclipped, fp64 scalar; negative or not finite when it is invalid."""
+    def _grad_norm(self) -> tuple[Tensor, Any]:
+        """Global gradient norm, unscaled and unclipped, fp64 scalar; negative or not finite when it is invalid. Second,
+        what DeepSpeed itself computes for it."""
         o = self.optimizer
         if isinstance(o, BF16_Optimizer):
-            norm = get_global_norm_of_tensors(o.get_grads_for_norm()[0], mpu=o.mpu)
+            norm = known = get_global_norm_of_tensors(o.get_grads_for_norm()[0], mpu=o.mpu)
         elif isinstance(o, DeepSpeedZeroOptimizer_Stage3):
-            norms = torch.stack([self._scalar(n) for n in o._get_norm_groups()])
+            known = o._get_norm_groups()
+            norms = torch.stack([self._scalar(n) for n in known])
             norm = torch.where(norms.min() < 0, -1.0, torch.linalg.vector_norm(norms))  # -1: an invalid group
         elif isinstance(o, DeepSpeedZeroOptimizer):
-            norm = o.scaled_global_norm()
+            norm = known = o.scaled_global_norm()
         else:
             raise TypeError(f"DeepSpeed chose {type(o).__name__}, which the gate does not know")
-        return self._scalar(norm) / float(getattr(o, "loss_scale", 1.0))
+        return self._scalar(norm) / float(getattr(o, "loss_scale", 1.0)), known
+
+    def _step(self, lr_kwargs: Any, known: Any) -> None:
+        """DeepSpeed's update, which would go over all gradients once more for the norm that it clips by."""
+        o = self.optimizer
+        owner, name = o, "scaled_global_norm"
+        if isinstance(o, BF16_Optimizer):
+            owner, name = bf16_optimizer, "get_global_norm_of_tensors"
+        elif isinstance(o, DeepSpeedZeroOptimizer_Stage3):
+            name = "_get_norm_groups"
+        with _instead(owner, name, lambda *_, **__: known):
+            self._update(lr_kwargs)
+        self.applied = bool(self.ds.was_step_applied())
+
+    def _gradients(self, flat: FlatState) -> dict[tuple[int, int], Tensor]:
+        """What the optimizer is about to use, times the loss scale, by the (group, offset) of its fragments."""
+        o = self.optimizer
+        if isinstance(o, BF16_Optimizer):
+            buffers = o.fp32_groups_gradient_flat_partition
+            return {(f.group, f.offset): buffers[f.group][f.offset :] for f in flat.fragments}
+        found = {}
+        for group, pieces in o.averaged_gradients.items():
+            offset = 0
+            for piece in pieces:
+                found[group, offset] = piece
+                offset += piece.numel()
+        return found
 
     def _scalar(self, value: Any) -> Tensor:
         return torch.as_tensor(value, dtype=torch.float64, device=self.device)
@@ -369,7 +428,66 @@ class Engine:
         self.ds.global_steps += 1
         self.ds.global_samples += self.ds.train_batch_size()
 
+    def measure(self, micro_batches: Sequence[MicroBatch]) -> Measured:
+        """What a step on these micro-batches would measure, by the same forward and backward; it leaves no trace."""
+        counters = self.counters()
+        self._probing = True
+        try:
+            lr = self.optimizer.param_groups[0]["lr"]
+            measured, _ = self.train_step(micro_batches, lr, lambda _: False)
+        finally:
+            self._probing = False
+            self.restore_counters(counters)
+        return measured
+
+    def statistics(self) -> Statistics:
+        """How weights, moments and the last update are, and what `probe.watch()` has seen of the last step."""
+        return self.probe.collect(self.flat_state(), self.applied)
+
     # State
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """The tensors that a snapshot copies: fp32 masters and Adam's state by name. Not copies: the very ones."""
+        found: dict[str, Tensor] = {}
+        for index, master in enumerate(self.masters):
+            found[f"{index}/weight"] = master.data
+            for key, value in self.optimizer.optimizer.state.get(master, {}).items():
+                found[f"{index}/{key}"] = value
+        return found
+
+    @torch.no_grad()
+    def restore_optimizer_state(self, saved: dict[str, Tensor]) -> None:
+        """Bring masters and Adam's state to `saved`, in place; afterwards `refresh_weights`. Gradients are dropped."""
+        inner = self.optimizer.optimizer
+        for index, master in enumerate(self.masters):
+            wanted = {name.split("/", 1)[1]: t for name, t in saved.items() if name.startswith(f"{index}/")}
+            master.data.copy_(wanted.pop("weight"))
+            state = inner.state[master]
+            for key in [key for key in state if key not in wanted]:
+                del state[key]
+            for key, value in wanted.items():
+                if key in state:
+                    state[key].copy_(value)
+                else:
+                    on = master.device if value.dim() or inner.defaults.get("fused") else "cpu"
+                    state[key] = value.to(on, copy=True)
+
+    def counters(self) -> dict[str, Any]:
+        """DeepSpeed's counts of steps, and fp16's loss scaler."""
+        scaler = getattr(self.optimizer, "loss_scaler", None)
+        plain = (int, float, bool)
+        scale = {k: v for k, v in vars(scaler).items() if isinstance(v, plain)} if scaler is not None else {}
+        return {"engine": {name: getattr(self.ds, name) for name in COUNTERS}, "scaler": scale}
+
+    def restore_counters(self, saved: dict[str, Any]) -> None:
+        for name, value in saved["engine"].items():
+            setattr(self.ds, name, value)
+        for name, value in saved["scaler"].items():
+            setattr(self.optimizer.loss_scaler, name, value)
+
+    def hold_updates(self, until: torch.cuda.Event) -> None:
+        """The next update waits, on the GPU, for `until`: what it overwrites is still being copied."""
+        self._copied = until
 
     def flat_state(self) -> FlatState:
         """Masters and moments of this rank by parameter; see flatstate.py. Views: what is written there counts."""
@@ -397,9 +515,15 @@ class Engine:
                         offset=offset, start=start, numel=numel, counted=counted,
                     )
                 )  # fmt: skip
-        return FlatState(self._masters(), o.optimizer, fragments, self.topology.data_group)
+        masters, groups = self.masters, o.optimizer.param_groups
+        # ZeRO 3 cuts the optimizer's groups into buffers of at most `sub_group_size` elements.
+        owner = getattr(o, "sub_group_to_group_id", range(len(groups)))
+        settings = [groups[owner[i]] for i in range(len(masters))]
+        return FlatState(masters, o.optimizer, fragments, self.topology.data_group, settings)
 
-    def _masters(self) -> list[Tensor]:
+    @property
+    def masters(self) -> list[Tensor]:
+        """The flat fp32 master weights of this rank."""
         o = self.optimizer
         if isinstance(o, BF16_Optimizer):
             return list(o.fp32_groups_flat_partition)

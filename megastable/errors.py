@@ -17,6 +17,7 @@ BAD_INPUT = 2  # configuration, data or arguments: trying again changes nothing
 STOPPED = 75  # asked to stop (SIGTERM, SIGINT): a checkpoint was written, start again to go on
 UNSTABLE = 76  # the gate gave up: the run cannot go on by itself
 NO_SPACE = 77  # checkpoints cannot be written
+HANDOVER = 78  # start again: the run goes on from a checkpoint before the trouble
 
 
 class MegastableError(Exception):
@@ -48,6 +49,12 @@ class UnstableError(MegastableError):
     """The updates of this run can no longer be trusted."""
 
     code = UNSTABLE
+
+
+class HandoverError(MegastableError):
+    """The run must go on from an older checkpoint; starting it again does that."""
+
+    code = HANDOVER
 
 
 class SpaceError(MegastableError):

@@ -8,7 +8,7 @@ one piece of code for all wrappers. Imports no DeepSpeed: engine.py finds the fr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from megastable.parallel.sharding import Placement, shard
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # fp32 master weights, Adam's first and second moment
+CHUNK = 1 << 22  # elements worked on at a time: 16 MiB, where a whole embedding would be gigabytes
 
 
 class Fragment(BaseModel):
@@ -62,13 +63,16 @@ class FlatState:
         optimizer: torch.optim.Optimizer,
         fragments: list[Fragment],
         data_group: Any,
+        settings: Sequence[dict[str, Any]],
     ) -> None:
+        """settings: of every buffer, the optimizer's: "lr", "betas", "eps", "weight_decay"."""
         self.masters, self.optimizer, self.fragments, self.data_group = (
             masters,
             optimizer,
             fragments,
             data_group,
         )
+        self.settings = settings
 
     def buffer(self, group: int, kind: str) -> Tensor | None:
         """The flat fp32 buffer of a group; None for moments before the first update."""
@@ -79,6 +83,24 @@ class FlatState:
         """A view of a fragment's elements."""
         buffer = self.buffer(fragment.group, kind)
         return None if buffer is None else buffer.narrow(0, fragment.offset, fragment.numel)
+
+    @torch.no_grad()
+    def updates(self, fragment: Fragment) -> Iterator[Tensor]:
+        """What the last AdamW update took from a fragment's weights, in chunks; nothing before the first one.
+
+        It is told from the state after it: w' = (1 - lr d) w - lr a with a = m_hat / (sqrt(v_hat) + eps) and decay d
+        gives w - w' = lr (a + d w') / (1 - lr d).
+        """
+        of, state = self.settings[fragment.group], self.optimizer.state.get(self.masters[fragment.group], {})
+        held = [self.piece(fragment, kind) for kind in KINDS]
+        if "step" not in state:
+            return
+        lr, decay, (beta1, beta2) = of["lr"], of["weight_decay"], of["betas"]
+        count = state["step"].double()
+        unbias1, unbias2 = 1 - beta1**count, 1 - beta2**count
+        for w, m, v in zip(*(piece.split(CHUNK) for piece in held if piece is not None), strict=True):
+            a = (m / unbias1).div_((v / unbias2).sqrt_().add_(of["eps"]))
+            yield a.add_(w, alpha=decay).mul_(lr / (1 - lr * decay))
 
     @torch.no_grad()
     def norms(self) -> Norms:

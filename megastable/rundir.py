@@ -38,6 +38,7 @@ class RunDirectory:
         self.journal = root / "journal.jsonl"
         self.skips = root / "skips.jsonl"
         self.steps = root / "steps"
+        self.layers = root / "layers"
         self.checkpoints = root / "checkpoints"
         self.tensorboard = root / "tensorboard"
         self.summary = root / "summary.json"
@@ -72,6 +73,13 @@ class RunDirectory:
                 ) from None
             if not kinds or kind in kinds:
                 yield entry
+
+    def handed_over(self) -> int | None:
+        """The step before which a checkpoint must be, when the last process ended with that wish."""
+        last = None
+        for event in self.events("handover", "training"):
+            last = event
+        return int(last["before"]) if last is not None and last["event"] == "handover" else None
 
     def compare(self, config: RunConfig) -> list[str]:
         """What differs from the frozen recipe, as "key: old -> new"; nothing where there is none yet.
@@ -159,6 +167,7 @@ def make(config: RunConfig, recipe: Path) -> RunDirectory:
             root = _fresh(Path("runs"), recipe.stem)
         run = RunDirectory(root)
         run.steps.mkdir(exist_ok=True)
+        run.layers.mkdir(exist_ok=True)
         run.checkpoints.mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(

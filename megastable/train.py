@@ -31,21 +31,21 @@ from megastable.checkpoint import reshape, store
 from megastable.checkpoint.files import Writer
 from megastable.config import RunConfig
 from megastable.data.corpora import Corpora
-from megastable.data.loader import Loader, Source
-from megastable.data.skips import Skips, read_ledger
+from megastable.data.loader import Loader, Source, Step
+from megastable.data.skips import Selection, Skips
 from megastable.data.statistics import token_counts, unigram_entropy
-from megastable.engine import Engine, Measured, start_distributed, stop_distributed
+from megastable.engine import Engine, Judge, Measured, start_distributed, stop_distributed
 from megastable.errors import CheckpointError, SpaceError, UnstableError
 from megastable.hardware import memory_gib, peak_tflops
 from megastable.model.flops import flops_per_token, parameters
 from megastable.optim.schedule import rate
 from megastable.parallel.topology import Layout, Topology
 from megastable.ranks import agree, first, shared
-from megastable.records import Recorder, StepRecord
+from megastable.records import LAYER_SCHEMA, LayerRecord, Recorder, StepRecord, worst_samples
+from megastable.recovery import Recovery, selection
 from megastable.report.live import Live
-from megastable.report.summary import summarise
+from megastable.report.summary import incidents, summarise
 from megastable.rundir import RunDirectory
-from megastable.stability.gate import judge
 from megastable.startup import StopRequest, open_data, open_run
 
 ENTROPY_TOKENS = 50_000_000  # of the validation text: more would not change its unigram entropy
@@ -76,12 +76,17 @@ class Trainer:
                 "python": platform.python_version(),
             },
         )
+        self.recovery = Recovery(config, self.engine, corpora.train, run, self.note, self.say)
         self.validation = agree(self._validation_batches)
 
     # Starting
 
     def resume(self) -> None:
         """Continue from the newest good checkpoint of the run directory, if there is one."""
+        before = first(self.run.handed_over)
+        if before is not None:
+            self.say(f"the last process asked for a checkpoint from before step {before}")
+            first(lambda: store.set_aside_newer(self.run.checkpoints, before - 1))
         found, rejected = store.newest_good(self.run.checkpoints)
         for name, problem in rejected.items():
             self.note("checkpoint_rejected", name=name, problem=problem)
@@ -153,11 +158,14 @@ class Trainer:
             )
         live = Live(c.logging, self.run.tensorboard, c.train.steps, s.step) if self.first else None
         recorder = Recorder(self.run.steps, c.logging.flush_steps)
-        loader = self._loader(self.corpora.train, self._skips(), s.cursor)
+        layers = Recorder(self.run.layers, 1, LAYER_SCHEMA)
+        clips: list[bool] = []
+        loader = self._loader(self.corpora.train, selection(c, self.corpora.train, self.run), s.cursor)
         total = c.schedule.total_steps or c.train.steps
         tokens = c.train.global_batch * c.model.sequence_length
         last_saved, stopping = s.step, False
         self.note("training", step=s.step, cursor=s.cursor, world=self.layout.world)
+        self.recovery.begin(s, loader)
         try:
             while s.step < c.train.steps and not stopping:
                 begin = time.perf_counter()
@@ -165,13 +173,16 @@ class Trainer:
                 waited = time.perf_counter() - begin
 
                 # Forward, backward, gate, update
-                lr = rate(c.schedule, c.optimizer.lr, total, s.updates)
+                lr = rate(c.schedule, c.optimizer.lr, total, s.updates) * self.recovery.rate_factor(s.updates)
                 vote = 0.0 if self.stop.signal is None else 1.0
-                measured, applied = self.engine.train_step(batch.micro_batches, lr, self._judge, vote)
+                if due(c.logging.layers_interval, s.step + 1):
+                    self.engine.probe.watch()
+                measured, applied = self.engine.train_step(batch.micro_batches, lr, self._gate(lr), vote)
                 stopping = measured.note > 0
                 seconds = time.perf_counter() - begin
 
                 # Where the run stands now
+                before = s.model_copy()
                 s.step += 1
                 s.cursor = batch.next
                 s.tokens += tokens
@@ -183,23 +194,37 @@ class Trainer:
                 s.recent_losses = [*s.recent_losses, measured.loss][-20:]
 
                 # The record
-                norms = self.engine.flat_state().norms() if due(c.logging.norms_interval, s.step) else None
+                statistics = None
+                if self.engine.probe.watching or due(c.logging.norms_interval, s.step):
+                    statistics = self.engine.statistics()
                 if live is not None:
-                    worst = int(torch.nan_to_num(measured.losses, nan=torch.inf).argmax())
+                    now = time.time()
+                    worst = worst_samples(
+                        measured.losses.tolist(), batch.positions.tolist(), c.logging.worst_samples,
+                        c.train.micro_batch, self.layout.data,
+                    )  # fmt: skip
                     per_second = tokens / seconds
                     flops = per_second / self.layout.world / (peak * 1e12)
+                    clipped = applied and 0 < c.optimizer.clip < measured.grad_norm
+                    clips.append(clipped)
+                    occasional: dict[str, Any] = {}
+                    if statistics is not None:
+                        occasional = statistics.overall | {"clipped_fraction": sum(clips) / len(clips)}
+                        clips.clear()
                     record = StepRecord(
                         step=s.step,
-                        time=time.time(),
+                        time=now,
                         first_position=batch.first,
                         next_position=batch.next,
                         applied=applied,
+                        finite=measured.finite,
+                        clipped=clipped,
                         loss=measured.loss,
                         z_loss=float(measured.squares.mean()) * c.model.z_loss,
+                        z=float(measured.squares.mean().sqrt()),
                         grad_norm=measured.grad_norm,
                         lr=lr,
-                        worst_position=int(batch.positions[worst]),
-                        worst_loss=float(measured.losses[worst]),
+                        **vars(worst),
                         seconds=seconds,
                         data_seconds=waited,
                         tokens_per_second=per_second,
@@ -207,13 +232,24 @@ class Trainer:
                         mfu_causal=flops * flops_per_token(c.model, causal=True),
                         memory=memory_gib(self.engine.device),
                         loss_scale=measured.loss_scale,
-                        parameter_norm=norms.parameters if norms else None,
-                        second_moment_norm=norms.second_moment if norms else None,
+                        **occasional,
                     )
                     recorder.add(record)
                     live.step(record)
+                    if statistics is not None and statistics.layers:
+                        found = statistics.layers.items()
+                        rows = [LayerRecord(s.step, now, name, **values) for name, values in found]
+                        layers.add(*rows)
+                        live.layers(rows)
                 if not applied:
-                    self._discarded(measured, batch.first, batch.next)
+                    self._discarded(measured, batch)
+
+                # What the guard decided: mostly nothing, sometimes back to an earlier step
+                after = self.recovery.settle(batch, measured, applied, before, s, loader)
+                if after is not s:
+                    s = self.state = after
+                    last_saved = min(last_saved, s.step)
+                    continue
 
                 # Once in a while
                 if due(c.train.eval_interval, s.step) and s.step < c.train.steps and not stopping:
@@ -232,6 +268,7 @@ class Trainer:
                 self.note("stopped", step=s.step, cursor=s.cursor)
                 self.say(f"stopped at step {s.step} as asked; the same command goes on from {self.run.root}")
                 return errors.STOPPED
+            self.recovery.finish(s)
             self._finish(self._evaluate(live), recorder)
             return errors.OK
         finally:
@@ -241,16 +278,18 @@ class Trainer:
             if live is not None:
                 live.close()
 
-    def _judge(self, measured: Measured) -> bool:
-        return judge(measured.loss, measured.grad_norm).apply
+    def _gate(self, lr: float) -> Judge:
+        step = self.state.step + 1
+        return lambda measured: self.recovery.judge(measured, step, lr)
 
-    def _discarded(self, measured: Measured, begin: int, end: int) -> None:
+    def _discarded(self, measured: Measured, batch: Step) -> None:
         """Journal a refused update; stop when that goes on and on."""
         s = self.state
-        reason = judge(measured.loss, measured.grad_norm).reason or "overflow of the loss scale"
+        verdict, reason = self.recovery.refusal(measured)
         self.note(
-            "discarded", step=s.step, reason=reason, first_position=begin, next_position=end,
-            loss=measured.loss, grad_norm=measured.grad_norm, loss_scale=measured.loss_scale,
+            "discarded", step=s.step, verdict=verdict, reason=reason, first_position=batch.first,
+            next_position=batch.next, loss=measured.loss, grad_norm=measured.grad_norm,
+            loss_scale=measured.loss_scale,
         )  # fmt: skip
         if s.discards_in_a_row >= self.config.stability.max_discards:
             self.note("unstable", step=s.step, discards=s.discards_in_a_row)
@@ -292,6 +331,7 @@ class Trainer:
                     "before: start again to go on from the newest; if it recurs, lower optimizer.lr or skip the data"
                 )
             )
+        self.state.stability = self.recovery.memory()
         saved = store.save(self.run.checkpoints, self.engine, self.state, self.config.checkpoint.keep)
         seconds = round(time.perf_counter() - begin, 3)
         if saved.path is not None:
@@ -328,7 +368,7 @@ class Trainer:
             streams, size = self.corpora.validation.streams, self.corpora.vocab_size
             counts = sum(token_counts(stream, size, ENTROPY_TOKENS) for stream in streams)
             entropy = unigram_entropy(np.asarray(counts))
-        summary = summarise(c, s, validation, entropy)
+        summary = summarise(c, s, validation, entropy, incidents(self.run, c))
         try:
             durable.write_file(self.run.summary, (rundir.as_json(summary, indent=1) + "\n").encode())
         except OSError as error:
@@ -339,16 +379,9 @@ class Trainer:
 
     # Parts
 
-    def _skips(self) -> Skips:
-        """The recipe's ranges and the ledger's, read by rank 0 so that no rank sees a line that others do not."""
-
-        def read() -> list[tuple[int, int]]:
-            ranges = [*self.config.data.skip, *((e.first, e.end) for e in read_ledger(self.run.skips))]
-            return Skips.of(ranges).ranges
-
-        return Skips.of(first(read))
-
-    def _loader(self, source: Source, skips: Skips, cursor: int, batch: int | None = None) -> Loader:
+    def _loader(
+        self, source: Source, skips: Skips | Selection, cursor: int, batch: int | None = None
+    ) -> Loader:
         c, on_gpu = self.config, self.engine.device.type == "cuda"
         return Loader(
             source, skips, cursor, batch or c.train.global_batch, c.train.micro_batch, self.topology.data_rank,

@@ -16,14 +16,19 @@ VOCABULARY = 250
 LENGTH = 32
 
 
-def write_corpus(directory: Path, tokens: int = 40_000, seed: int = 0, validation: float = 0.05) -> Manifest:
-    """A corpus that can be learnt: a random walk over token ids in documents of 5 to 200 tokens, ended by 0."""
+def write_corpus(
+    directory: Path, tokens: int = 40_000, seed: int = 0, validation: float = 0.05, ids: int = VOCABULARY
+) -> Manifest:
+    """A corpus that can be learnt: a random walk over token ids in documents of 5 to 200 tokens, ended by 0.
+
+    ids: how many of the vocabulary's ids occur; with few it is learnt in a few dozen steps.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
     with ShardWriter(directory / "part-0", VOCABULARY) as writer:
         while writer.tokens < tokens:
             steps = random.integers(-3, 4, random.integers(5, 200))
-            document = (random.integers(1, VOCABULARY) + steps.cumsum()) % (VOCABULARY - 1) + 1
+            document = (random.integers(1, ids) + steps.cumsum()) % (ids - 1) + 1
             writer.add_document(np.append(document, 0))
     tokenizer = TokenizerInfo(
         file="tokenizer.model", kind="sentencepiece", xxh3="0" * 32, vocab_size=VOCABULARY, eod=0

@@ -114,7 +114,7 @@ def test_a_non_finite_step_changes_nothing(name: str, where: str, corpus: Path, 
     events = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
     discarded = [e for e in events if e["event"] == "discarded"]
     assert [e["step"] for e in discarded] == bad
-    assert all(e["reason"].startswith("non-finite") for e in discarded)
+    assert all(e["verdict"] == "non_finite" for e in discarded)
     table = records.read(tmp_path / "run/steps").to_pylist()
     assert [row["applied"] for row in table] == [step not in bad for step in range(1, 11)]
     assert [row["first_position"] for row in table] == [8 * i for i in range(10)]  # the data moves on
@@ -123,36 +123,67 @@ def test_a_non_finite_step_changes_nothing(name: str, where: str, corpus: Path, 
     assert all(math.isfinite(loss) for loss in finite)
 
 
-def poison_weights(config: RunConfig) -> str:
-    """A NaN in a weight: every step from then on is refused, until the run stops."""
-    from megastable.errors import UnstableError
+def poison_weights(config: RunConfig, at_step: int) -> tuple[int, str]:
+    """A NaN in a master weight before a step (1: before the first snapshot): how the run ends."""
+    from megastable.errors import MegastableError
 
     trainer = trainer_of(config)
-    with torch.no_grad():
-        trainer.engine.flat_state().masters[0].view(-1)[:99] = math.nan
-    trainer.engine.refresh_weights()
+    engine, real, calls = trainer.engine, trainer.engine.train_step, 0
+
+    def poison() -> None:
+        engine.masters[0].data.view(-1)[:99] = math.nan
+        engine.refresh_weights()
+
+    def train_step(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at_step:
+            poison()
+        return real(*args, **options)
+
+    if at_step == 1:
+        poison()
+    else:
+        engine.train_step = train_step  # type: ignore[method-assign]
     try:
-        trainer.train()
-    except UnstableError as error:
-        return f"{error.code}: {error}"
-    return "no error"
+        return trainer.train(), ""
+    except MegastableError as error:
+        return error.code, str(error)
 
 
 @pytest.mark.parametrize(
-    ("interval", "message"),
+    ("interval", "stability", "code", "message"),
     [
-        (0, "4 updates in a row were refused (non-finite loss)"),
-        (2, "weights or Adam's moments are not finite"),
+        (0, {"enabled": False, "max_discards": 4}, 76, "4 updates in a row were refused"),
+        (2, {"enabled": False, "max_discards": 4}, 76, "weights or Adam's moments are not finite"),
+        (0, {}, 78, "no snapshot holds finite numbers"),
     ],
 )
-def test_a_nan_in_the_weights_stops_the_run(
-    interval: int, message: str, corpus: Path, tmp_path: Path
+def test_a_nan_in_the_weights_ends_the_run(
+    interval: int, stability: dict[str, Any], code: int, message: str, corpus: Path, tmp_path: Path
 ) -> None:
-    config = tiny(corpus, tmp_path / "run", stability={"max_discards": 4}, checkpoint={"interval": interval})
-    for answer in run_ranks(2, poison_weights, config):
-        assert answer.startswith("76: ") and message in answer
+    config = tiny(corpus, tmp_path / "run", stability=stability, checkpoint={"interval": interval})
+    for ended, text in run_ranks(2, poison_weights, config, 1):
+        assert ended == code and message in text
     # What nobody could go on from is not kept, and so pushes nothing good out.
     assert list((tmp_path / "run/checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_nan_that_gets_into_the_weights_is_undone(zero: int, corpus: Path, tmp_path: Path) -> None:
+    """The gate lets none in, so it was the hardware: back to a snapshot, the same data again, nothing skipped."""
+    run = tmp_path / "run"
+    config = tiny(corpus, run, parallel={"zero": zero}, stability={"snapshots": {"interval": 5}})
+    assert run_ranks(2, poison_weights, config, 13) == [(0, ""), (0, "")]
+    events = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    (located,) = [e for e in events if e["event"] == "located"]
+    assert located["kind"] == "state" and located["parameters"]
+    (closed,) = [e["summary"] for e in events if e["event"] == "incident" and e["what"] == "closed"]
+    assert closed["cause"] == "hardware" and closed["positions"] == [] and closed["steps_lost"] == 3
+    table = records.read(run / "steps").to_pylist()
+    assert all(row["applied"] for row in table) and [r["first_position"] for r in table] == [
+        8 * i for i in range(20)
+    ]
 
 
 def overflow(config: RunConfig) -> dict[str, Any]:
@@ -175,12 +206,17 @@ def test_fp16_overflow_lowers_the_loss_scale(corpus: Path, tmp_path: Path) -> No
     assert all(math.isfinite(row["loss"]) for row in table)
 
 
+def train_both(one: RunConfig, other: RunConfig, steps: list[int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return train_without(one, steps, []), train_without(other, [], steps)
+
+
 def train_without(config: RunConfig, refused: list[int], left_out: list[int]) -> dict[str, Any]:
     """Ten steps; at `refused` the gate refuses finite gradients, `left_out` are passed over altogether."""
+    from megastable.data.skips import Skips
     from megastable.flatstate import KINDS
 
     trainer = trainer_of(config)
-    loader = trainer._loader(trainer.corpora.train, trainer._skips(), 0)
+    loader = trainer._loader(trainer.corpora.train, Skips.of([]), 0)
     numbers = []
     for step in range(10):
         batch = next(loader)
@@ -228,9 +264,7 @@ def test_a_refused_batch_is_as_one_never_seen(
     parts = {**parts, "model": dict(tiny(corpus, tmp_path).model) | parts.get("model", {})}
     train = {"steps": 10, "global_batch": 8, "micro_batch": 8 // data // accumulation, "eval_samples": 0}
     a, b = (tiny(corpus, tmp_path / run, **parts, train=train) for run in ("refused", "left-out"))
-    refused = run_ranks(world, train_without, a, [2, 5], [])
-    left_out = run_ranks(world, train_without, b, [], [2, 5])
-    for one, other in zip(refused, left_out, strict=True):
+    for one, other in run_ranks(world, train_both, a, b, [2, 5]):
         assert one["numbers"] == other["numbers"]
         assert one["state"].keys() == other["state"].keys()
         for key, value in one["state"].items():

@@ -26,6 +26,8 @@ PREPARE shards --input texts/ --input more.jsonl.zst --output data/mine --tokeni
 
 PREPARE manifest megatron_shards/ --tokenizer tokenizer.json --validation 0.01
 
+PREPARE plant data/stdlib data/stdlib-planted --recipe launch/recipes/quickstart.yaml
+
 PREPARE verify data/mine""".replace("PREPARE", "python tools/prepare_data.py")
 app = typer.Typer(help=__doc__, epilog=EXAMPLES, add_completion=False, pretty_exceptions_enable=False)
 Inputs = Annotated[list[Path], typer.Option("--input", help="Text, .jsonl, .parquet or folder; repeatable")]
@@ -88,6 +90,23 @@ def manifest(directory: Path, tokenizer: Tokenizer, name: Name = None, validatio
 def verify(directory: Path, as_json: Json = False) -> None:
     """Read every byte of a corpus and compare it with the manifest; ends with 2 if it is damaged."""
     show(as_json, verify_corpus(directory))
+
+
+@app.command("plant")
+@user_errors()
+def plant_noise(corpus: Path, output: Path, recipe: Annotated[Path, typer.Option(help="Of the run on OUTPUT")],
+                overrides: Annotated[list[str] | None, typer.Argument(help="Of the recipe: key=value")] = None,
+                step: Annotated[int, typer.Option(help="Of the run, where it begins")] = 120,
+                samples: Annotated[int, typer.Option(help="How many are noise")] = 40, seed: int = 0,
+                overwrite: Overwrite = False, as_json: Json = False) -> None:  # fmt: skip
+    """Copy a corpus with noise in the samples that a run reads around a step: a spike to practise on."""
+    from megastable.data.plant import plant  # imports torch, which the other commands start faster without
+    from megastable.recipe import load
+
+    planted, reused = plant(corpus, output, load(recipe, overrides or ()), step=step, samples=samples,
+                            seed=seed, overwrite=overwrite)  # fmt: skip
+    text = f"{'reused' if reused else 'planted'} {output}: {planted}"
+    print(planted.model_dump_json() if as_json else text)
 
 
 def show(as_json: bool, made: Summary) -> None:

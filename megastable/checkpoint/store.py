@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import random
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -30,6 +28,7 @@ from megastable.checkpoint import reshape
 from megastable.checkpoint.files import FileRecord, Writer, hash_file, write_file
 from megastable.errors import CheckpointError
 from megastable.ranks import first
+from megastable.rng import rng_state, set_rng_state
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class RunState(BaseModel):
     """Where a run stands; everything that is needed to continue besides weights, moments and RNG.
 
     step: steps done, discarded ones included. updates: those that were applied; the learning rate follows from
-    it. cursor: the next data position. detector: the stability detector's state (empty until it has one).
+    it. cursor: the next data position. stability: the state of detector, policy and the open incident (recovery.py).
     """
 
     # A loss may be nan: the default would write null, which is no number when it is read again.
@@ -70,7 +69,7 @@ class RunState(BaseModel):
     recent_losses: list[float] = []
     order_fingerprint: str
     layout: LayoutState
-    detector: dict[str, Any] = {}
+    stability: dict[str, Any] = {}
     versions: dict[str, str] = {}
 
 
@@ -106,7 +105,7 @@ def save(folder: Path, engine: Any, state: RunState, keep: int) -> Saved:
         return Saved(None, problem)
     writer = Writer()
     engine.save(temporary, writer, {})
-    writer.save(_rng_state(), temporary / f"rng-{dist.get_rank():05d}.pt")
+    writer.save(rng_state(), temporary / f"rng-{dist.get_rank():05d}.pt")
     pieces = reshape.describe(engine).model_dump_json().encode()
     writer.save(pieces, temporary / f"{reshape.PREFIX}{dist.get_rank():05d}.json")
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -195,23 +194,20 @@ def _commit(
             shutil.rmtree(old, ignore_errors=True)
 
 
-def set_aside(checkpoint: Path) -> None:
-    """Rename a damaged checkpoint, so that it no longer counts among those that are kept."""
-    target = checkpoint.with_name(f"rejected-{checkpoint.name}")
+def set_aside(checkpoint: Path, why: str = "rejected") -> None:
+    """Rename a damaged or suspect checkpoint, so that it no longer counts among those that are kept."""
+    target = checkpoint.with_name(f"{why}-{checkpoint.name}")
     shutil.rmtree(target, ignore_errors=True)
     with suppress(OSError):
         os.replace(checkpoint, target)
 
 
-def _rng_state() -> dict[str, Any]:
-    version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "python": (version, list(internal), gauss),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-    }
+def set_aside_newer(folder: Path, step: int) -> list[str]:
+    """Rename the checkpoints of later steps than `step`: the run goes back behind them. Their names."""
+    newer = [path for path in newest_first(folder) if int(path.name.removeprefix("step-")) > step]
+    for path in newer:
+        set_aside(path, "suspect")
+    return [path.name for path in newer]
 
 
 def restore_rng(checkpoint: Path) -> None:
@@ -219,14 +215,7 @@ def restore_rng(checkpoint: Path) -> None:
     path = checkpoint / f"rng-{dist.get_rank():05d}.pt"
     if not path.exists():
         return
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    set_rng_state(torch.load(path, map_location="cpu", weights_only=True))
 
 
 # Finding one again

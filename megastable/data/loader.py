@@ -19,7 +19,7 @@ import torch
 
 from megastable.data.manifest import Stream
 from megastable.data.order import Order
-from megastable.data.skips import Skips
+from megastable.data.skips import Selection, Skips
 from megastable.errors import ConfigError, DataError
 
 Int64s = npt.NDArray[np.int64]
@@ -90,7 +90,7 @@ class Loader:
     def __init__(
         self,
         source: Source,
-        skips: Skips,
+        skips: Skips | Selection,
         cursor: int,
         global_batch: int,
         micro_batch: int,
@@ -111,6 +111,7 @@ class Loader:
         self.global_batch = global_batch
         self.keep_documents_apart = keep_documents_apart
         self.pin_memory = pin_memory
+        self._mine_shape, self._data_rank = (data_size, micro_batch), data_rank
         self._mine = np.arange(global_batch).reshape(-1, data_size, micro_batch)[:, data_rank]
         self._prefetch = max(prefetch, 1)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
@@ -128,11 +129,20 @@ class Loader:
         self.cursor = planned.next
         return Step(planned.first, planned.next, planned.positions, micro_batches)
 
-    def set_skips(self, skips: Skips) -> None:
-        """Leave out `skips` from now on: what was read ahead is thrown away, and read again from `cursor`."""
-        self.skips = skips
+    def go_to(self, cursor: int, skips: Skips | Selection) -> None:
+        """Go on at `cursor`, and leave out `skips` from now on: what was read ahead is thrown away."""
+        self.cursor, self.skips = cursor, skips
         self._drop()
         self._fill(self._prefetch)
+
+    def read(self, positions: Int64s) -> list[MicroBatch]:
+        """This rank's part of any positions, a multiple of micro_batch * data_size of them; the cursor stays."""
+        return self._read(positions.reshape(-1, *self._mine_shape)[:, self._data_rank])
+
+    @property
+    def unit(self) -> int:
+        """`read` takes multiples of so many positions."""
+        return self._mine_shape[0] * self._mine_shape[1]
 
     def close(self) -> None:
         """End the thread. A step that is being read is waited for."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
 from megastable import jsonl
-from megastable.data.order import LAST_POSITION
+from megastable.data.order import LAST_POSITION, Order
 from megastable.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -86,8 +86,59 @@ class Skips:
         return Skips.of([*self.ranges, *other.ranges])
 
 
+class Selection:
+    """Which positions a run trains on: those not skipped, nor of a corpus where that was swapped out."""
+
+    def __init__(self, order: Order, entries: Iterable[SkipEntry], more: Iterable[Range] = ()) -> None:
+        """entries: of the ledger; more: further ranges. Raises DataError where a corpus is not one of `order`, or
+        all of them are out."""
+        entries = list(entries)
+        self.skips = Skips.of([*more, *((e.first, e.end) for e in entries if e.corpus is None)])
+        names = [corpus.name for corpus in order.corpora]
+        out: dict[str, list[Range]] = {}
+        for entry in entries:
+            if entry.corpus is not None:
+                out.setdefault(entry.corpus, []).append((entry.first, entry.end))
+        if unknown := sorted(set(out) - set(names)):
+            raise DataError(
+                f"the skip ledger swaps out corpus {unknown[0]!r}, which is none of {names}: correct its name, or "
+                "delete that line"
+            )
+        self._order = order
+        self._out = {names.index(name): Skips.of(ranges) for name, ranges in out.items()}
+        if len(self._out) == len(names) and all(s.ranges[-1][1] == LAST_POSITION for s in self._out.values()):
+            raise DataError("the skip ledger swaps out every corpus: delete one of those lines")
+
+    @property
+    def corpora_left(self) -> int:
+        """How many corpora are not swapped out for good."""
+        gone = [s for s in self._out.values() if s.ranges[-1][1] == LAST_POSITION]
+        return len(self._order.corpora) - len(gone)
+
+    def next_kept(self, cursor: int, count: int) -> tuple[npt.NDArray[np.int64], int]:
+        """As `Skips.next_kept`."""
+        if not self._out:
+            return self.skips.next_kept(cursor, count)
+        found: list[npt.NDArray[np.int64]] = []
+        missing = count
+        while missing:
+            positions, cursor = self.skips.next_kept(cursor, missing)
+            corpora = self._order.locate(positions).corpus.tolist()
+            kept = [
+                corpus not in self._out or not self._out[corpus].contains(position)
+                for corpus, position in zip(corpora, positions.tolist(), strict=True)
+            ]
+            found.append(positions[np.array(kept, dtype=bool)])
+            missing -= found[-1].size
+        chosen = np.concatenate([np.empty(0, np.int64), *found])
+        return chosen, int(chosen[-1]) + 1 if count else cursor
+
+
 class SkipEntry(BaseModel):
-    """A line of the ledger: positions [first, end), why, by which incident, noticed at which step."""
+    """A line of the ledger: positions [first, end), why, by which incident, noticed at which step.
+
+    corpus: only the positions of that corpus; from `first` on it is swapped out.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -96,6 +147,7 @@ class SkipEntry(BaseModel):
     reason: str
     incident: int | None = None
     step: int | None = None
+    corpus: str | None = None
     time: datetime | None = None  # `append` fills it in
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ QK-norm: Henry et al., arXiv:2010.04245; Dehghani et al., arXiv:2302.05442. GQA:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,8 @@ class Attention(nn.Module):
         self.theta = config.rope_theta
         self.recompute_core = recompute_core
         self.core = BACKENDS[config.attention]
+        # Shown q [b, q, s, d], k [b, k, s, d] and segments of a step that is looked at; see probe.py.
+        self.observe: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
         kv = config.key_value_heads * d
         self.qkv = ColumnParallelLinear(config.hidden, (config.heads * d, kv, kv), tp, f"{name}.qkv")
         self.q_norm = (
@@ -87,6 +90,8 @@ class Attention(nn.Module):
             position = document_positions(segments).t()  # [s, b]
             cos, sin, mask = cos[position][:, :, None], sin[position][:, :, None], document_mask(segments)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+        if self.observe is not None:
+            self.observe(q, k, segments)
         if self.recompute_core and torch.is_grad_enabled():
             # No dropout anywhere: there is no random state to save and bring back.
             y = checkpoint(self.core, q, k, v, mask, use_reentrant=False, preserve_rng_state=False)

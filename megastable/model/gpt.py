@@ -48,7 +48,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, index: int, recompute: str) -> None:
         super().__init__()
-        name = f"blocks.{index}"
+        self.name = name = f"blocks.{index}"
         core = recompute == "selective"
         self.recompute = recompute == "full"
         self.attention_norm = RMSNorm(

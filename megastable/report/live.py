@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from megastable.config import LoggingConfig
-from megastable.records import StepRecord
+from megastable.records import LayerRecord, StepRecord
 
 # Record fields and the TensorBoard tags that they appear under.
 CURVES = {
     "loss": "train/loss",
     "z_loss": "train/z_loss",
+    "z": "train/log_partition",
     "grad_norm": "train/grad_norm",
     "lr": "train/learning_rate",
     "worst_loss": "train/worst_sample_loss",
     "loss_scale": "train/loss_scale",
+    "clipped_fraction": "train/clipped_fraction",
     "parameter_norm": "norms/parameters",
     "second_moment_norm": "norms/second_moment",
+    "second_moment_max": "norms/second_moment_max",
+    "update_ratio": "norms/update_to_weight",
+    "attention_logit": "attention/largest_logit",
+    "attention_entropy": "attention/lowest_entropy",
     "tokens_per_second": "speed/tokens_per_second",
     "mfu_full": "speed/mfu_full_attention",
     "mfu_causal": "speed/mfu_causal_attention",
@@ -31,6 +39,7 @@ CURVES = {
     "data_seconds": "speed/data_seconds",
     "memory": "memory/gib",
 }
+LAYER_CURVES = [f.name for f in fields(LayerRecord) if f.default is None]
 
 
 class Live:
@@ -70,6 +79,15 @@ class Live:
         self._curves(
             {tag: v for tag, v in values.items() if v is not None and not math.isnan(v)}, record.step
         )
+
+    def layers(self, records: Sequence[LayerRecord]) -> None:
+        """The curves of a step's layers, grouped by what was measured."""
+        for record in records:
+            values = {
+                f"{kind}/{record.name}": value for kind in LAYER_CURVES
+                if (value := getattr(record, kind)) is not None and not math.isnan(value)
+            }  # fmt: skip
+            self._curves(values, record.step)
 
     def validation(self, step: int, loss: float) -> None:
         """Show an evaluation."""

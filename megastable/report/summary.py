@@ -6,12 +6,33 @@ from typing import Any
 
 from megastable.checkpoint.store import RunState
 from megastable.config import RunConfig
+from megastable.data.plant import read_planted
 from megastable.model.flops import parameters
+from megastable.recipe import find
+from megastable.rundir import RunDirectory
+
+
+def incidents(run: RunDirectory, config: RunConfig) -> list[dict[str, Any]]:
+    """The incidents of a run, in order, from its journal; `class` as the field calls it.
+
+    planted_documents: of a corpus that was made bad on purpose (data/plant.py), to compare with; else empty.
+    """
+    planted = [read_planted(find(corpus.path)) for corpus in config.data.corpora]
+    documents = [d.model_dump() for p in planted if p is not None for d in p.documents]
+    found: dict[int, dict[str, Any]] = {}
+    for event in run.events("incident"):
+        if event["what"] == "closed":
+            summary = dict(event["summary"])
+            summary["class"] = summary.pop("kind")
+            summary["action"] = summary["actions"][-1] if summary["actions"] else None
+            found[summary["number"]] = {**summary, "planted_documents": documents}
+    return list(found.values())
 
 
 def summarise(
-    config: RunConfig, state: RunState, validation: float | None, entropy: float | None
-) -> dict[str, Any]:
+    config: RunConfig, state: RunState, validation: float | None, entropy: float | None,
+    incidents: list[dict[str, Any]],
+) -> dict[str, Any]:  # fmt: skip
     """Losses in nats per token; final_loss: mean of the last steps (up to 20); None = not measured.
 
     val_unigram_entropy: the loss of the best model that knows only how frequent each token of the validation text is.
@@ -35,4 +56,5 @@ def summarise(
         "zero_stage": layout.zero,
         "precision": layout.precision,
         "cursor": state.cursor,
+        "incidents": incidents,
     }

@@ -2,15 +2,78 @@
 
 from __future__ import annotations
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megastable.part import Fraction, Part
 
 
 class DetectorConfig(Part):
-    """What counts as a deviation; see detector.py."""
+    """What counts as a deviation; see detector.py. Lengths are in observations (steps, or lines of a sparse trace).
+
+    Residuals are in sigma, the scatter of the last `window` accepted values: long enough for a steady estimate, short
+    enough to follow the trend. min_values, warmup_steps: nothing is judged before, unless the loss rises by
+    `explosion` nats above all that was seen. loss_floor (nats), norm_floor (log units): scatter is taken as at least
+    that, so that the first wiggle of a constant series is nothing and a norm that moves by a fifth neither.
+
+    Outlier, refused (severity 1): loss and norm at the same step beyond outlier_loss and outlier_norm; or one of them
+    beyond `lone`, and beyond record_margin times the farthest harmless jump of that kind that this run has shown,
+    which is forgotten with a half-life of record_half_life: single gradient norms of 10 times the usual and single
+    hard batches of 15 sigma pass without harm on the public traces. Without a norm to confirm it: lone_without_norm.
+    A loss beyond `notice` and beyond that record is mentioned with a severity below 1.
+
+    Cumulative sums: a term is the residual, at most *_clip, minus *_allowance; the alarm is at *_limit. On the public
+    traces spikes reach 6.8 (loss) and 5.0 (joint) within five steps, the healthy runs 5.0 and 3.1 in 29,000 steps.
+    drift: a loss 2 sigma above the best level is noticed in 30 steps, one that wanders by less than 1.25 never;
+    `forget`: sigma per observation by which the best level is given up, for data whose difficulty wanders.
+    oscillation: twice the usual scatter on both sides.
+
+    recovery: an excursion is over when the median of so many residuals is below `calm`. lasting: one that is longer
+    is a plateau; spikes that heal do so in 10 to 30 steps. adapt: after so many the level is taken as given, and
+    learnt anew from the last `relearn`. drop_memory: how long the level before a sudden fall of the loss (a shard of
+    easy text, typically 100M tokens) is kept as one that may come back.
+    """
 
     window: PositiveInt = 100
+    min_values: int = Field(default=20, ge=6)
+    warmup_steps: NonNegativeInt = 50
+    explosion: PositiveFloat = 2.0
+    loss_floor: PositiveFloat = 0.005
+    norm_floor: PositiveFloat = 0.2
+
+    outlier_loss: PositiveFloat = 6.0
+    outlier_norm: PositiveFloat = 4.0
+    lone: PositiveFloat = 20.0
+    lone_without_norm: PositiveFloat = 8.0
+    notice: PositiveFloat = 6.0
+    record_margin: PositiveFloat = 2.0
+    record_half_life: PositiveInt = 10000
+
+    spike_clip: PositiveFloat = 6.0
+    spike_allowance: PositiveFloat = 2.0
+    spike_limit: PositiveFloat = 4.0
+    joint_loss_clip: PositiveFloat = 2.0
+    joint_norm_clip: PositiveFloat = 4.0
+    joint_allowance: PositiveFloat = 2.5
+    tame: PositiveFloat = 10.0
+    joint_limit: PositiveFloat = 3.0
+    level: PositiveInt = 30
+    drift_clip: PositiveFloat = 3.0
+    drift_allowance: PositiveFloat = 1.7
+    drift_limit: PositiveFloat = 10.0
+    forget: NonNegativeFloat = 0.001
+    oscillation_clip: PositiveFloat = 4.0
+    oscillation_allowance: PositiveFloat = 0.8
+    oscillation_limit: PositiveFloat = 4.0
+
+    recovery: PositiveInt = 5
+    calm: PositiveFloat = 1.0
+    lasting: PositiveInt = 50
+    adapt: PositiveInt = 150
+    relearn: PositiveInt = 50
+    drop_memory: PositiveInt = 300
+
+    indicator_window: PositiveInt = 24
+    indicator_growth: PositiveFloat = 2.0
 
 
 class PolicyConfig(Part):
@@ -31,6 +94,10 @@ class PolicyConfig(Part):
     swaps: NonNegativeInt = 2
     handovers: NonNegativeInt = 2
     verify_steps: PositiveInt = 30
+    swap_after: PositiveInt = (
+        4  # data incidents in a window before their corpus is left out, if there is another
+    )
+    hardware: PositiveInt = 3  # irreproducible incidents in a window: then it is a host, not luck
     cut_factor: Fraction = 0.5  # of the learning rate; GLM-130B and OPT-175B halved it by hand
     rewarm_steps: NonNegativeInt = 50  # updates from a tenth of the cut rate back to it
 
@@ -53,6 +120,9 @@ class AttributionConfig(Part):
 
     threshold: PositiveFloat = 6.0  # robust z of a sample's loss among its corpus's
     gradients: NonNegativeInt = 4  # suspects whose own gradient norm is measured; each costs a step
+    window: PositiveInt = (
+        16  # steps since the onset whose samples are suspects; later ones follow from the first
+    )
     reference: PositiveInt = 64  # harmless samples before the rewind point to compare with
     ahead: NonNegativeInt = 16  # steps looked ahead at most, for the end of a bad region
 

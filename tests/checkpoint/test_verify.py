@@ -96,12 +96,12 @@ def test_a_missing_manifest_means_that_the_save_did_not_finish(checkpoint: Path)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_state_after_a_broken_loss_is_read_again(bad: float, checkpoint: Path) -> None:
     """A discarded step leaves its nan among the recent losses: resuming must not fail over it."""
-    state = run_state(recent_losses=[1.0, bad, 2.0], first_loss=bad, detector={"window": [bad, 0.1]})
+    state = run_state(recent_losses=[1.0, bad, 2.0], first_loss=bad, stability={"window": [bad, 0.1]})
     (checkpoint / STATE).write_text(state.model_dump_json(indent=1))
     again = read_state(checkpoint)
     assert again.recent_losses == pytest.approx([1.0, bad, 2.0], nan_ok=True)
     assert again.first_loss == pytest.approx(bad, nan_ok=True)
-    assert again.detector["window"] == pytest.approx([bad, 0.1], nan_ok=True)
+    assert again.stability["window"] == pytest.approx([bad, 0.1], nan_ok=True)
 
 
 def test_floats_of_the_state_are_exact(checkpoint: Path) -> None:

@@ -131,12 +131,12 @@ def test_resumed_from_the_cursor(source: Source) -> None:
         assert rows(one) == rows(other)
 
 
-def test_set_skips_goes_on_from_the_cursor(source: Source) -> None:
+def test_go_to_keeps_out_what_was_read_ahead(source: Source) -> None:
     more = SKIPS.union(Skips.of([(90, 100), (101, 10**15)]))
     with Loader(source, SKIPS, 0, 24, 4, 0, 1, False, prefetch=4) as loader:
         next(loader)
         cursor = loader.cursor
-        loader.set_skips(more)
+        loader.go_to(loader.cursor, more)
         assert loader.cursor == cursor
         changed = list(islice(loader, 3))
     expected = load(source, 3, cursor=cursor, skips=more)

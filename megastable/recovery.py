@@ -1,0 +1,481 @@
+"""What stands between a step and its consequences: asks the guard before every update, and carries out what it decides.
+
+In memory, without a restart: refuse an update, go back to a snapshot, find out who is guilty, skip, go on, and prove
+that it helped. Every decision is journaled with its reason. All methods are collective: every rank decides alike.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import psutil
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict
+
+from megastable import diagnose
+from megastable.checkpoint import store
+from megastable.checkpoint.store import RunState
+from megastable.config import RunConfig
+from megastable.data.documents import documents_at
+from megastable.data.loader import Loader, Source, Step
+from megastable.data.order import LAST_POSITION
+from megastable.data.skips import Selection, SkipEntry, append, read_ledger
+from megastable.engine import Engine, Measured
+from megastable.errors import ConfigError, HandoverError, MegastableError, UnstableError
+from megastable.evidence import Laboratory, Trained
+from megastable.ranks import first, shared
+from megastable.rng import rng_state, set_rng_state
+from megastable.rundir import RunDirectory
+from megastable.stability import attribution
+from megastable.stability.attribution import Conclusion
+from megastable.stability.detector import DetectorState
+from megastable.stability.guard import Guard, GuardState
+from megastable.stability.incident import Incident, Outcome, kind_of
+from megastable.stability.policy import Action, Cause, Decision, PolicyState
+from megastable.stability.signals import Signals, Verdict
+from megastable.stability.snapshot import Ring, Snapshot, capacity
+
+NAMED = 1000  # documents of an incident that the journal names; a swapped corpus would fill it
+
+
+class Memory(BaseModel):
+    """What a checkpoint keeps of all this."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    guard: GuardState = GuardState()
+    incident: Incident | None = None
+    incidents: int = 0
+
+
+class Recovery:
+    """The stability system of one training process. note, say: the trainer's journal and console."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        source: Source,
+        run: RunDirectory,
+        note: Callable[..., None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.config, self.settings = config, config.stability
+        self.engine, self.source, self.run = engine, source, run
+        self.note, self.say = note, say
+        self.incident: Incident | None = None
+        self.incidents = 0
+        self.decision: Decision | None = None
+        self.indicators: dict[str, float] = {}
+        c = self.settings
+        self.guard = Guard(c, simulated=c.dry_run)
+        self._before = self.guard.detector.state
+        self.ring = Ring(engine, 0, c.snapshots.interval)
+        self.laboratory: Laboratory | None = None
+        # As many steps as the ring reaches back, whichever snapshots it keeps.
+        self._trained: deque[Trained] = deque(maxlen=2**c.snapshots.keep * max(1, c.snapshots.interval))
+
+    # Starting
+
+    def begin(self, state: RunState, loader: Loader) -> None:
+        """When the state is loaded: what is remembered, and the first snapshot."""
+        memory = Memory.model_validate(state.stability)
+        memory.guard.policy = self._newest_policy(memory.guard.policy)
+        self.guard = Guard(self.settings, memory.guard, simulated=self.settings.dry_run)
+        self.incident, self.incidents = memory.incident, max(memory.incidents, self._journaled())
+        batch = self.config.train.global_batch
+        self.laboratory = Laboratory(self.settings.attribution, self.engine, loader, batch)
+        if self.settings.enabled and not self.settings.dry_run:
+            self.ring = Ring(self.engine, self._capacity(), self.settings.snapshots.interval)
+            self._snapshot(state, self.guard.detector.state)
+
+    def memory(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        memory = Memory(guard=self.guard.state, incident=self.incident, incidents=self.incidents)
+        return memory.model_dump()
+
+    def _newest_policy(self, saved: PolicyState) -> PolicyState:
+        """Of the checkpoint, or of the journal: what was done after the checkpoint counts against the budgets."""
+
+        def read() -> PolicyState:
+            last = None
+            for event in self.run.events("incident", "handover", "unstable"):
+                last = event.get("policy", last)
+            journaled = PolicyState.model_validate(last) if last else saved
+            return journaled if journaled.clock > saved.clock else saved
+
+        return first(read)
+
+    def _journaled(self) -> int:
+        return first(lambda: max((e["number"] for e in self.run.events("incident")), default=0))
+
+    def _capacity(self) -> int:
+        """How many snapshots every rank has room for; said, with the numbers."""
+        c, size = self.settings.snapshots, sum(
+            t.numel() * t.element_size() for t in self.engine.optimizer_state().values()
+        )  # fmt: skip
+        # Adam's moments are made at the first update.
+        size = max(size, 3 * sum(t.numel() * t.element_size() for t in self.engine.masters))
+        if not c.interval:
+            return 0
+        given = c.memory_gib is not None
+        budget = c.memory_gib * 2**30 if c.memory_gib else psutil.virtual_memory().available / 4 / _local()
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (capacity(c.keep, size, budget), size, budget))
+        fit, size, budget = min(everyone)
+        numbers = (
+            f"a snapshot takes {size / 2**30:.3f} GiB a rank, and there is room for {budget / 2**30:.3f}"
+        )
+        if not fit and given:
+            raise shared(
+                ConfigError(
+                    f"stability.snapshots.memory_gib={c.memory_gib}: {numbers}. Give it at least {size / 2**30:.3f}, "
+                    "or set stability.snapshots.interval=0 to train without rewinding"
+                )
+            )
+        if fit < 1:
+            self.note("no_snapshots", bytes=size, budget=budget)
+            self.say(
+                f"WARNING: {numbers}: a spike cannot be rewound in memory, and leads to a restart from a checkpoint"
+            )
+        else:
+            self.say(f"rewind points: every {c.interval} steps, {fit} of {size / 2**30:.3f} GiB a rank")
+        return fit
+
+    # Before the update
+
+    def judge(self, measured: Measured, step: int, lr: float) -> bool:
+        """The gate: whether the update may be applied."""
+        self.decision = None
+        if measured.overflow:
+            return False  # part of fp16: a smaller loss scale mends it
+        if not self.settings.enabled:
+            return measured.finite
+        signals = Signals(step, measured.loss, measured.grad_norm, lr, self.indicators)
+        self.indicators = {}
+        oldest = self.ring.steps[0] if self.ring.steps else None
+        if self.settings.dry_run:
+            oldest = 0
+        self._before = self.guard.detector.state
+        self.decision = self.guard.judge(signals, oldest)
+        return measured.finite if self.settings.dry_run else self.decision.applies
+
+    def rate_factor(self, updates: int) -> float:
+        """What the learning rate is multiplied by: less than one after a cut."""
+        return self.guard.policy.rate_factor(updates)
+
+    def refusal(self, measured: Measured) -> tuple[str, str]:
+        """Why the last update was refused: a verdict, and its reason."""
+        if self.decision is not None:
+            return self.decision.finding.verdict, self.decision.reason
+        if measured.overflow:
+            return "overflow", "beyond the range of fp16: the loss scale is lowered"
+        return Verdict.NON_FINITE, f"loss {measured.loss}, gradient norm {measured.grad_norm}"
+
+    # After the step
+
+    def settle(
+        self,
+        batch: Step,
+        measured: Measured,
+        applied: bool,
+        before: RunState,
+        state: RunState,
+        loader: Loader,
+    ) -> RunState:
+        """Carry out what was decided about the step from `before` to `state`; where the run stands then.
+
+        Raises HandoverError and UnstableError.
+        """
+        decision, damage = self.decision, ""
+        self._trained.append(Trained(state.step, batch.positions, measured.losses.numpy(), applied))
+        if decision is None:
+            return state
+        if decision.action is Action.DISCARD and not self.settings.dry_run:
+            # The weights are those of before it: should more follow, nothing needs to be done again.
+            self._snapshot(before, self._before)
+        if decision.action is Action.DISCARD and decision.finding.verdict is Verdict.NON_FINITE:
+            found = diagnose.locate(self.engine, batch.micro_batches)
+            self.note("located", step=state.step, **asdict(found))
+            self.say(f"step {state.step}: {found.sentence}")
+            if found.kind == "state" and not self.settings.dry_run:
+                damage = found.sentence
+                decision = self.guard.policy.escalate(decision.finding, found.sentence, self._oldest())
+        if self.settings.dry_run:
+            self._rehearse(decision, state)
+            return state
+        if decision.healed:
+            self._close(state, "healed")
+        if decision.action.rewinds:
+            return self._rewind(decision, batch, measured, state, loader, damage)
+        if decision.action.ends:
+            raise self._end(decision, state, loader)
+        calm = applied and decision.finding.verdict is Verdict.HEALTHY and decision.finding.on_trend
+        if calm and self.ring.due(state.step):
+            self._snapshot(state, self.guard.detector.state)
+        return state
+
+    def _snapshot(self, state: RunState, detector: DetectorState) -> None:
+        if state.step not in self.ring.steps:
+            self.ring.take(state.step, (state.model_copy(deep=True), rng_state(), detector))
+
+    def _oldest(self) -> int | None:
+        return self.ring.steps[0] if self.ring.steps else None
+
+    def _rehearse(self, decision: Decision, state: RunState) -> None:
+        if decision.action is not Action.APPLY:
+            self.note("would", step=state.step, action=decision.action, reason=decision.reason)
+            self.say(f"step {state.step}: would {decision.action.value}: {decision.reason}")
+
+    # Going back
+
+    def _rewind(
+        self,
+        decision: Decision,
+        batch: Step,
+        measured: Measured,
+        state: RunState,
+        loader: Loader,
+        damage: str,
+    ) -> RunState:
+        begin, finding, policy = time.perf_counter(), decision.finding, self.guard.policy
+        incident = self._open(decision, state, measured)
+        recurred = policy.recurred()
+        # On the state that the update was refused on: the very experiment again.
+        if not damage:
+            again = self.engine.measure(batch.micro_batches)
+            if not attribution.reproduced(measured.losses.numpy(), again.losses.numpy()):
+                damage = "the same data on the same state gave other losses: hardware, or a race"
+        snapshot = self._restore(finding.onset, 1 if recurred else 0)
+        if snapshot is None:
+            reason = f"{decision.reason}; no snapshot holds finite numbers"
+            raise self._end(replace(decision, action=Action.HANDOVER, reason=reason), state, loader)
+        saved, random_states, detector = snapshot.extra
+        if damage:
+            conclusion = Conclusion(Cause.HARDWARE, [], [], damage)
+        else:
+            conclusion = self._examine(finding.onset, snapshot, saved, recurred)
+        corpora = self._selection().corpora_left
+        action, reason = policy.remedy(conclusion.cause, saved.updates, corpora)
+        seconds = time.perf_counter() - begin
+        lost = state.step - snapshot.step
+        self._attribute(incident, conclusion, action, reason, finding.onset, lost, seconds)
+        if action.ends:
+            raise self._end(replace(decision, action=action, reason=reason), state, loader)
+        back: RunState = saved.model_copy(deep=True)
+        back.seconds = state.seconds
+        self.guard.rewind(detector)
+        set_rng_state(random_states)
+        loader.go_to(back.cursor, self._selection())
+        self._forget(snapshot.step)
+        self._journal(incident, "rewound", to_step=back.step, cursor=back.cursor)
+        self.say(
+            f"  rewound {lost} steps to step {back.step} in {time.perf_counter() - begin:.1f} s, without a restart; "
+            f"{reason}"
+        )
+        return back
+
+    def _restore(self, onset: int, older: int) -> Snapshot | None:
+        """Put the engine back to the newest snapshot before `onset` that holds finite numbers."""
+        while (snapshot := self.ring.before(onset, older)) is not None:
+            self.ring.restore(snapshot)
+            self.engine.refresh_weights()
+            norms = self.engine.flat_state().norms()
+            if math.isfinite(norms.parameters + norms.second_moment):
+                return snapshot
+            self.ring.forget_from(snapshot.step)
+            onset = snapshot.step
+        return None
+
+    def _examine(self, onset: int, snapshot: Snapshot, saved: RunState, recurred: bool) -> Conclusion:
+        assert self.laboratory is not None
+        c = self.settings.attribution
+        window = [t for t in self._trained if onset <= t.step][: c.window]
+        before = [t.positions for t in self._trained if t.step <= snapshot.step]
+        harmless = np.concatenate([np.empty(0, np.int64), *before])[-c.reference :]
+        if not harmless.size:
+            # Right after a start: what came before is known from the order, and was trained on without a complaint.
+            harmless = np.arange(max(0, saved.cursor - c.reference), saved.cursor)
+        return self.laboratory.examine(window, harmless, self._selection(), recurred)
+
+    def _attribute(
+        self, incident: Incident, found: Conclusion, action: Action, reason: str, onset: int, lost: int,
+        seconds: float,
+    ) -> None:  # fmt: skip
+        """Put the conclusion into the incident, the skips into the ledger."""
+        if found.cause is Cause.DATA:
+            skipped = attribution.ranges(found.guilty)
+        elif found.cause is Cause.HARDWARE:
+            skipped = []
+        else:
+            window = [p for t in self._trained if t.step >= onset for p in t.positions.tolist()]
+            skipped = attribution.ranges(sorted(window))
+        why = f"{found.cause}: {found.reason}"
+        entries = [
+            SkipEntry(first=a, end=b, reason=why, incident=incident.number, step=incident.step)
+            for a, b in skipped
+        ]
+        if action is Action.SWAP_CORPUS:
+            entries.append(self._swap(found, incident))
+        for entry in entries:
+            first(lambda e=entry: append(self.run.skips, e))  # type: ignore[misc]
+        incident.cause = found.cause
+        incident.actions.append(action)
+        incident.reasons.append(f"{found.reason}; {reason}")
+        incident.positions = sorted({*incident.positions, *skipped})
+        if found.cause is Cause.DATA:
+            guilty = documents_at(self.source, np.array(found.guilty))
+            known = {str(d) for d in incident.documents}
+            new = [d.model_dump() for d in guilty[:NAMED] if str(d.model_dump()) not in known]
+            incident.documents += new
+        incident.steps_lost += lost
+        incident.seconds = round(incident.seconds + seconds, 3)
+        self._journal(
+            incident, "attributed", cause=found.cause, positions=skipped, reason=found.reason,
+            suspects=[asdict(s) for s in found.suspects[:16]], action=action, remedy=reason,
+        )  # fmt: skip
+        count = sum(b - a for a, b in skipped)
+        documents = f" of {len(incident.documents)} documents" if incident.documents else ""
+        self.say(f"  cause: {found.cause}: {found.reason}")
+        self.say(f"  skipped from now on: {count} samples{documents} ({_readable(skipped)})")
+
+    def _swap(self, found: Conclusion, incident: Incident) -> SkipEntry:
+        """The corpus that most of the guilty samples come from, out from the first of them on."""
+        corpora = self.source.order.locate(np.array(found.guilty)).corpus
+        name = self.source.order.corpora[int(np.bincount(corpora).argmax())].name
+        why = f"corpus {name} was guilty again and again"
+        self.say(f"  swapped out: corpus {name}")
+        return SkipEntry(
+            first=min(found.guilty), end=LAST_POSITION, reason=why, incident=incident.number, step=incident.step,
+            corpus=name,
+        )  # fmt: skip
+
+    def _selection(self) -> Selection:
+        return selection(self.config, self.source, self.run)
+
+    def _forget(self, step: int) -> None:
+        """What was kept of the steps that are undone: records of positions, and checkpoints."""
+        while self._trained and self._trained[-1].step > step:
+            self._trained.pop()
+
+        for name in first(lambda: store.set_aside_newer(self.run.checkpoints, step)):
+            self.note(
+                "checkpoint_suspect", name=name, reason=f"written after step {step}, which was returned to"
+            )
+
+    # Incidents
+
+    def _open(self, decision: Decision, state: RunState, measured: Measured) -> Incident:
+        """The incident that this decision belongs to: the present one, or a new one."""
+        finding, policy = decision.finding, self.guard.policy.state
+        if self.incident is None:
+            self.incident = self._new(decision, state)
+        incident = self.incident
+        incident.kind = kind_of(incident.verdict, policy.recurrences)
+        window = [t for t in self._trained if t.step >= finding.onset]
+        incident.batches_discarded += sum(not t.applied for t in window)
+        peaks = [float(t.losses.mean()) for t in window]
+        incident.loss_peak = _peak(incident.loss_peak, peaks)
+        incident.norm_peak = _peak(incident.norm_peak, [measured.grad_norm])
+        self.say(f"step {state.step}: incident {incident.number}: {decision.reason}")
+        self._journal(
+            incident, "opened", step=state.step, verdict=finding.verdict, onset=finding.onset,
+            action=decision.action, reason=decision.reason,
+        )  # fmt: skip
+        return incident
+
+    def _close(self, state: RunState, outcome: Outcome) -> None:
+        if self.incident is None:
+            return
+        incident, self.incident = self.incident, None
+        incident.outcome = outcome
+        incident.loss_after = float(np.mean(state.recent_losses))
+        self._journal(incident, "closed", summary=incident.model_dump(mode="json"))
+        since = f"{state.step - incident.step} steps after"
+        self.say(
+            f"step {state.step}: incident {incident.number} is over, {since}: loss {incident.loss_after:.3f}, "
+            f"on the trend again ({incident.steps_lost} steps done again, {incident.batches_discarded} batches refused)"
+        )
+
+    def finish(self, state: RunState) -> None:
+        """At the end of the run: an incident that nothing came after is over."""
+        last = self.decision.finding if self.decision is not None else None
+        calm = last is not None and last.verdict is Verdict.HEALTHY and last.on_trend
+        self._close(state, "healed" if calm else "open")
+
+    def _end(self, decision: Decision, state: RunState, loader: Loader) -> MegastableError:
+        """Hand over or stop: the ledger and the journal have all that a restart needs."""
+        incident, onset = self.incident, decision.finding.onset
+        if incident is None:
+            incident = self._new(decision, state)
+        positions = [p for t in self._trained if t.step >= onset for p in t.positions.tolist()]
+        why = f"the window of incident {incident.number}: {decision.reason}"
+        for a, b in attribution.ranges(sorted(positions)):
+            entry = SkipEntry(first=a, end=b, reason=why, incident=incident.number, step=state.step)
+            first(lambda e=entry: append(self.run.skips, e))  # type: ignore[misc]
+        handover = decision.action is Action.HANDOVER
+        incident.actions.append(decision.action)
+        incident.reasons.append(decision.reason)
+        incident.outcome = "handed over" if handover else "stopped"
+        incident.kind = "divergent"
+        self._journal(incident, "closed", summary=incident.model_dump(mode="json"))
+        policy = self.guard.policy.state.model_dump(mode="json")
+        self.note(
+            "handover" if handover else "unstable", step=state.step, before=onset, reason=decision.reason,
+            incident=incident.number, policy=policy,
+        )  # fmt: skip
+        where = f"step {state.step}: incident {incident.number} (began at step {onset}): {decision.reason}. "
+        if handover:
+            return shared(
+                HandoverError(
+                    f"{where}It needs a restart from a checkpoint before step {onset}: the same command does that, "
+                    f"and skips the suspect data ({self.run.skips.name})"
+                )
+            )
+        return shared(
+            UnstableError(
+                f"{where}All budgets of stability.policy are spent. Look at {self.run.journal}; lower optimizer.lr, "
+                "look at the data, or raise the budgets"
+            )
+        )
+
+    def _new(self, decision: Decision, state: RunState) -> Incident:
+        self.incidents += 1
+        before = [x for x in state.recent_losses if math.isfinite(x)]
+        finding = decision.finding
+        return Incident(
+            number=self.incidents, step=state.step, onset=finding.onset, verdict=finding.verdict,
+            kind=kind_of(finding.verdict, 0), loss_before=float(np.median(before)) if before else None,
+        )  # fmt: skip
+
+    def _journal(self, incident: Incident, what: str, **fields: Any) -> None:
+        policy = self.guard.policy.state.model_dump(mode="json")
+        self.note("incident", number=incident.number, what=what, **fields, policy=policy)
+
+
+def selection(config: RunConfig, source: Source, run: RunDirectory) -> Selection:
+    """What the recipe and the ledger leave of the data. Rank 0 reads: no rank sees a line that others do not."""
+    entries = first(lambda: read_ledger(run.skips))
+    return Selection(source.order, entries, config.data.skip)
+
+
+def _peak(old: float | None, values: list[float]) -> float | None:
+    known = [x for x in [old, *values] if x is not None and math.isfinite(x)]
+    return max(known, default=None)
+
+
+def _local() -> int:
+    """Ranks on this host."""
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def _readable(ranges: list[tuple[int, int]]) -> str:
+    shown = ", ".join(f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in ranges[:4])
+    return f"positions {shown}" + (", ..." if len(ranges) > 4 else "") if ranges else "no position"

@@ -1,0 +1,59 @@
+"""Pictures of a run, for people who would rather look than read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megastable.errors import DataError
+from megastable.stability.backtest import Judged, Recorded
+from megastable.stability.policy import Action
+from megastable.stability.signals import Verdict
+
+COLOURS = {
+    Action.DISCARD: "tab:orange", Action.REWIND: "tab:red", Action.CUT_LR: "tab:purple",
+    Action.SWAP_CORPUS: "tab:brown", Action.HANDOVER: "black", Action.STOP: "black",
+}  # fmt: skip
+
+
+def backtest_plot(rows: Sequence[Recorded], judged: Sequence[Judged], title: str, path: Path) -> None:
+    """Loss and gradient norm over the steps; grey where a step stood out, a coloured line where something is done.
+
+    The kind of file follows from the name (.png, .svg, .pdf). Raises DataError when it cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps = [row.step for row in rows]
+    figure, (loss, norm) = pyplot.subplots(2, 1, sharex=True, figsize=(14, 7), layout="constrained")
+    loss.plot(steps, [row.loss for row in rows], linewidth=0.6)
+    norm.plot(steps, [float("nan") if r.grad_norm is None else r.grad_norm for r in rows], linewidth=0.6)
+    norm.set_yscale("log")
+    ordinary = sorted(row.loss for row in rows if row.loss == row.loss)
+    # The start of a run is far above the rest: cut off, so that a spike can be seen.
+    low, high = ordinary[0], ordinary[int(0.99 * (len(ordinary) - 1))]
+    loss.set_ylim(low - 0.1 * (high - low), high + 0.4 * (high - low) + 1e-6)
+    labelled: set[Action] = set()
+    for step in judged:
+        for axis in (loss, norm):
+            if step.verdict is not Verdict.HEALTHY:
+                axis.axvspan(step.step - 0.5, step.step + 0.5, color="0.85", zorder=0)
+        if step.action is not Action.APPLY:
+            label = None if step.action in labelled else step.action.value
+            labelled.add(step.action)
+            loss.axvline(step.step, color=COLOURS[step.action], linewidth=1, alpha=0.8, label=label)
+            norm.axvline(step.step, color=COLOURS[step.action], linewidth=1, alpha=0.8)
+    if labelled:
+        loss.legend(loc="upper right")
+    loss.set_ylabel("loss (nats per token)")
+    norm.set_ylabel("gradient norm")
+    norm.set_xlabel("step")
+    figure.suptitle(title)
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} could not be written: {error}: give a name that ends in .png") from None
+    finally:
+        pyplot.close(figure)

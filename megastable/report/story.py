@@ -1,0 +1,127 @@
+"""The last words of a run, for whoever watched it: its incidents in a few lines each, its losses, where everything is.
+
+python -m megastable.report.story runs/quickstart
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megastable.config import RunConfig
+from megastable.data.corpora import open_corpora
+from megastable.data.plant import read_planted
+from megastable.data.tokenizer import load_tokenizer
+from megastable.errors import user_errors
+from megastable.recipe import find, load
+
+DONE = {
+    "discard": "the updates were refused; the weights never saw them",
+    "rewind": "went back in memory to before it, skipped those samples and went on, without a restart",
+    "cut_lr": "went back in memory to before it and went on with a smaller learning rate",
+    "swap_corpus": "went back in memory to before it and went on without the corpus",
+    "handover": "stopped, to be started again from a checkpoint of before",
+    "stop": "stopped: a person is needed",
+}
+CLEAN = Path("data/stdlib")
+
+
+def text_at(path: Path, position: int, config: RunConfig) -> str:
+    """The beginning of the text at a position of a corpus, on one line."""
+    corpus = config.data.corpora[0].model_copy(update={"path": path})
+    corpora = open_corpora([corpus], config.model.sequence_length, config.run.seed)
+    info = corpora.manifests[0].tokenizer
+    tokens = corpora.train.sample(position)[1:25]
+    text = " ".join(load_tokenizer(find(path) / info.file, info.eod).decode(tokens).split())
+    return "".join(c if c.isprintable() else "?" for c in text)[:36]
+
+
+def numbers(values: Sequence[Any], shown: int) -> str:
+    return ", ".join(map(str, values[:shown])) + (
+        f" and {len(values) - shown} more" if len(values) > shown else ""
+    )
+
+
+def story(incident: dict[str, Any], config: RunConfig) -> Iterator[str]:
+    """An incident in five lines: seen, guilty, an example, done, cost."""
+    losses = ""
+    if incident["loss_before"] is not None and incident["loss_peak"] is not None:
+        losses = f"the loss went from {incident['loss_before']:.2f} to {incident['loss_peak']:.2f}; "
+    yield f"step {incident['step']:<7} {losses}{incident['class']}, cause: {incident['cause']}"
+    if incident["positions"]:
+        found, planted = (
+            {(d["corpus"], d["shard"], d["document"]) for d in incident[key] or ()}
+            for key in ("documents", "planted_documents")
+        )
+        ranges = [f"{first}-{end - 1}" for first, end in incident["positions"]]
+        line = (
+            f"guilty       samples {numbers(ranges, 4)}: documents {numbers(sorted(d[2] for d in found), 5)}"
+        )
+        if planted:
+            same, others = len(found & planted), len(found - planted)
+            line += (
+                ", exactly the planted ones"
+                if found == planted
+                else (f"; {same} of the {len(planted)} planted ones, {others} others")
+            )
+        yield line
+        path, position = config.data.corpora[0].path, incident["positions"][0][0]
+        if read_planted(find(path)) and CLEAN.exists():
+            yield f"for example  {text_at(path, position, config)!r} instead of {text_at(CLEAN, position, config)!r}"
+    yield f"done         {DONE.get(incident['action'], incident['action'] or 'nothing')}: {incident['outcome']}"
+    yield (
+        f"cost         steps done again: {incident['steps_lost']}, batches refused: {incident['batches_discarded']}, "
+        f"seconds: {incident['seconds']:.1f}"
+    )
+
+
+def tell(run: Path) -> None:
+    """Print the story of the finished run `run`."""
+    s = json.loads((run / "summary.json").read_text())
+    config = load(run / "recipe.yaml")
+    corpus = config.data.corpora[0].path
+    validation = "none (train.eval_samples=0, or no validation split)"
+    if s["val_loss"] is not None:
+        validation = f"{s['val_loss']:.3f}"
+        if s["val_unigram_entropy"] is not None:
+            validation += (
+                f"; knowing only how frequent each token is would give {s['val_unigram_entropy']:.3f}"
+            )
+    print(
+        f"\n{s['parameters'] / 1e6:.1f}M parameters, {s['steps']} steps, {s['tokens'] / 1e6:.2f}M tokens at "
+        f"{s['tokens_per_second']:,.0f} a second, on {s['world_size']} processes with ZeRO {s['zero_stage']}\n"
+    )
+    if planted := read_planted(find(corpus)):
+        met = "" if s["cursor"] > planted.positions[0] else "; the run ended before them"
+        print(f"{corpus} has {planted}{met}.")
+    for incident in s["incidents"]:
+        print(*story(incident, config), sep="\n")
+    if not s["incidents"]:
+        print("No incident.")
+    files = {
+        f"{run}/summary.json": "these figures, and more",
+        f"{run}/journal.jsonl": "what happened, in order, with the reasons",
+        f"{run}/steps/": "every step's measurements (Parquet)",
+        f"{run}/checkpoints/": "what a run resumes from",
+        f"{run}/recipe.yaml": "the configuration, resolved",
+        f"{corpus}/": "the corpus and its tokenizer",
+    }
+    print(
+        f"\ntraining loss    {s['first_loss']:.3f} -> {s['final_loss']:.3f} nats per token (mean of the last steps)\n"
+        f"validation loss  {validation}\n"
+    )
+    print(*(f"{name:<31} {what}" for name, what in files.items()), sep="\n")
+    print(
+        f"\nCurves:   .venv/bin/tensorboard --logdir {run}/tensorboard   then open http://localhost:6006\n"
+        f"Decisions: .venv/bin/python tools/backtest.py {run} --plot {run}/decisions.png"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m megastable.report.story", description=__doc__)
+    parser.add_argument("run", type=Path, help="the directory of a finished run")
+    with user_errors():
+        tell(parser.parse_args().run)

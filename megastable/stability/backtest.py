@@ -1,0 +1,129 @@
+"""What the guard would have done with a recorded run: the same detector and policy over its numbers, without training.
+
+The future of a recording is as it was: a rewind does not take place. What belongs to an excursion that was acted on is
+therefore marked and not acted on again, and what the action would have cured is not known.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from megastable.errors import DataError
+from megastable.stability.guard import Guard, GuardState
+from megastable.stability.policy import Action, Cause
+from megastable.stability.settings import StabilityConfig
+from megastable.stability.signals import Signals, Verdict
+from megastable.stability.snapshot import thin
+
+
+class Recorded(NamedTuple):
+    """A step of a recording; grad_norm and lr are None where it has none."""
+
+    step: int
+    loss: float
+    grad_norm: float | None = None
+    lr: float | None = None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What would have been done at a step, and why."""
+
+    step: int
+    verdict: Verdict
+    action: Action
+    reason: str
+
+
+def simulate(rows: Iterable[Recorded], config: StabilityConfig) -> Iterator[Judged]:
+    """The guard's answer to every step, in order."""
+    guard = Guard(config, simulated=True)
+    points: list[int] = []
+    c = config.snapshots
+    for row in rows:
+        if not points:
+            points = [row.step - 1]  # a run takes its first snapshot when it starts
+        decision = guard.judge(
+            Signals(row.step, row.loss, row.grad_norm, row.lr), points[0] if c.interval else None
+        )
+        action, reason = decision.action, decision.reason
+        if action is Action.REWIND:
+            cause = Cause.LEARNING_RATE if guard.policy.recurred() else Cause.STATE
+            action, remedy = guard.policy.remedy(cause, row.step, 1)
+            reason = f"{reason}; {remedy}" if action is not Action.REWIND else reason
+        if action is Action.STOP:
+            # As if a person had started it again: with new budgets.
+            guard = Guard(config, GuardState(detector=guard.state.detector, acted=row.step), simulated=True)
+        healthy = decision.finding.verdict is Verdict.HEALTHY
+        if c.interval and healthy and row.step >= points[-1] + c.interval:
+            points = thin([*points, row.step], c.keep, c.interval)
+        yield Judged(row.step, decision.finding.verdict, action, reason)
+
+
+def read_trace(path: Path) -> list[Recorded]:
+    """A CSV file with the columns step, loss, grad_norm and, where known, lr; empty = not recorded.
+
+    Raises DataError naming the line for anything else.
+    """
+    rows: list[Recorded] = []
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            missing = {"step", "loss"} - set(reader.fieldnames or ())
+            if missing:
+                raise DataError(
+                    f"{path}: no column {' and '.join(sorted(missing))}: a trace is step,loss,grad_norm[,lr]"
+                )
+            for row in reader:
+                rows.append(_parse(path, reader.line_num, row))
+                if len(rows) > 1 and rows[-1].step <= rows[-2].step:
+                    raise DataError(
+                        f"{path} line {reader.line_num}: step {rows[-1].step} after {rows[-2].step}: sort it"
+                    )
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    if not rows:
+        raise DataError(f"{path}: no steps in it")
+    return rows
+
+
+def _parse(path: Path, line: int, row: dict[str, str | None]) -> Recorded:
+    def number(name: str) -> float | None:
+        text = (row.get(name) or "").strip()
+        return float(text) if text else None
+
+    try:
+        step, loss = float(row["step"] or ""), number("loss")
+        if step != int(step):
+            raise ValueError("steps are whole numbers")
+        return Recorded(int(step), math.nan if loss is None else loss, number("grad_norm"), number("lr"))
+    except (ValueError, OverflowError, TypeError) as error:
+        raise DataError(f"{path} line {line}: {error}: a line is step,loss,grad_norm[,lr]") from None
+
+
+class Episode(NamedTuple):
+    """Steps that follow each other with the same verdict and action."""
+
+    first: Judged
+    last: int
+    steps: int
+
+
+def episodes(judged: Iterable[Judged]) -> list[Episode]:
+    """What is worth a line in a table: everything but healthy steps, repetitions put together."""
+    found: list[Episode] = []
+    previous: Judged | None = None
+    for step in judged:
+        if step.verdict is not Verdict.HEALTHY or step.action is not Action.APPLY:
+            same = previous is not None and (step.verdict, step.action) == (previous.verdict, previous.action)
+            if same and found and found[-1].last == previous.step:  # type: ignore[union-attr]
+                found[-1] = Episode(found[-1].first, step.step, found[-1].steps + 1)
+            else:
+                found.append(Episode(step, step.step, 1))
+        previous = step
+    return found

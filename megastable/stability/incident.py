@@ -1,0 +1,51 @@
+"""One incident, from the first step that stood out to the proof that it is over: for the journal and the summary."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from megastable.stability.policy import Action, Cause
+from megastable.stability.signals import Verdict
+
+Kind = Literal["recoverable", "lingering", "divergent"]
+Outcome = Literal["open", "healed", "recurred", "handed over", "stopped"]
+
+
+class Incident(BaseModel):
+    """step: at which it was acted on; onset: the first step that belongs to it. positions: skipped ranges [first, end).
+    steps_lost: done again or undone. batches_discarded: updates refused. seconds: spent on finding and undoing it.
+    loss_before, loss_peak: nats per token; norm_peak: before clipping.
+    """
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants", populate_by_name=True)
+
+    number: int
+    step: int
+    onset: int
+    verdict: Verdict
+    kind: Kind
+    cause: Cause = Cause.UNKNOWN
+    actions: list[Action] = []
+    reasons: list[str] = []
+    positions: list[tuple[int, int]] = []
+    documents: list[dict[str, Any]] = []
+    steps_lost: int = 0
+    batches_discarded: int = 0
+    seconds: float = 0.0
+    loss_before: float | None = None
+    loss_peak: float | None = None
+    norm_peak: float | None = None
+    loss_after: float | None = None
+    outcome: Outcome = "open"
+
+
+def kind_of(verdict: Verdict, recurrences: int) -> Kind:
+    """Recoverable: a jump that one rewind undoes. Lingering: it settles higher, swings, or comes back. Divergent: it
+    goes away from the trend, or keeps coming back."""
+    if verdict is Verdict.DRIFT or recurrences > 1:
+        return "divergent"
+    if verdict in (Verdict.PLATEAU, Verdict.OSCILLATION) or recurrences:
+        return "lingering"
+    return "recoverable"

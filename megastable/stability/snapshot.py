@@ -1,0 +1,127 @@
+"""Rewind points in host memory: what `engine` says its state is, copied aside; a ring of them, ever sparser with age.
+
+The only impure file of this package: it copies tensors. Which points are kept is the pure function `thin`. On a GPU
+the copies run on a stream of their own into pinned memory, and the next update waits for them there, not the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Stateful(Protocol):
+    """What a ring needs of the engine."""
+
+    def optimizer_state(self) -> dict[str, Tensor]: ...
+    def restore_optimizer_state(self, saved: dict[str, Tensor]) -> None: ...
+    def counters(self) -> dict[str, Any]: ...
+    def restore_counters(self, saved: dict[str, Any]) -> None: ...
+    def hold_updates(self, until: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state after `step` steps. tensors: fp32 masters and Adam's state, on the CPU. counters: of the engine.
+    extra: what its maker wanted to be kept along (where the run stands, random states, the detector)."""
+
+    step: int
+    tensors: dict[str, Tensor]
+    counters: dict[str, Any]
+    extra: Any
+
+
+def thin(steps: Sequence[int], capacity: int, interval: int) -> list[int]:
+    """Which of the ascending `steps` to keep, at most `capacity`: the newest, and older ones ever further apart.
+
+    Ages grow about as powers of two of `interval`, so that a few points reach far back; what is older than the
+    capacity allows for is given up.
+    """
+    kept = list(steps)
+    while len(kept) > capacity:
+        ages = [kept[-1] - step for step in kept]
+        if ages[0] > interval * 2 ** (capacity - 1) or len(kept) < 3:
+            kept.pop(0)
+            continue
+        # The point whose neighbours are closest together for their age is missed least.
+        crowding = [(ages[i - 1] - ages[i + 1]) / ages[i - 1] for i in range(1, len(kept) - 1)]
+        kept.pop(1 + crowding.index(min(crowding)))
+    return kept
+
+
+class Ring:
+    """The rewind points of this rank. Every rank takes, drops and restores the same steps."""
+
+    def __init__(self, engine: Stateful, capacity: int, interval: int) -> None:
+        self._engine, self._capacity, self._interval = engine, capacity, interval
+        self._kept: list[Snapshot] = []
+        self._spare: list[dict[str, Tensor]] = []
+        self._stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
+
+    @property
+    def steps(self) -> list[int]:
+        """Ascending."""
+        return [snapshot.step for snapshot in self._kept]
+
+    def due(self, step: int) -> bool:
+        return self._capacity > 0 and self._interval > 0 and step % self._interval == 0
+
+    def take(self, step: int, extra: Any) -> None:
+        """Copy the state after `step` steps; the oldest or most crowded point gives its memory when all is used."""
+        if not self._capacity:
+            return
+        self.forget_from(step)
+        keep = thin([*self.steps, step], self._capacity, self._interval)
+        for snapshot in [s for s in self._kept if s.step not in keep]:
+            self._kept.remove(snapshot)
+            self._spare.append(snapshot.tensors)
+        source = self._engine.optimizer_state()
+        tensors = self._copy(source, self._spare.pop() if self._spare else {})
+        self._kept.append(Snapshot(step, tensors, self._engine.counters(), extra))
+
+    def before(self, onset: int, older: int = 0) -> Snapshot | None:
+        """The newest point that no step from `onset` on has touched; `older`: pass over so many, if there are."""
+        good = [snapshot for snapshot in self._kept if snapshot.step < onset]
+        return good[max(0, len(good) - 1 - older)] if good else None
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Put the engine back; later points are dropped. The caller brings the low-precision weights up to date."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._engine.restore_optimizer_state(snapshot.tensors)
+        self._engine.restore_counters(snapshot.counters)
+        self.forget_from(snapshot.step + 1)
+
+    def forget_from(self, step: int) -> None:
+        """Drop the points of `step` and later ones."""
+        for snapshot in [s for s in self._kept if s.step >= step]:
+            self._kept.remove(snapshot)
+            self._spare.append(snapshot.tensors)
+
+    def _copy(self, source: dict[str, Tensor], spare: dict[str, Tensor]) -> dict[str, Tensor]:
+        def place(name: str, tensor: Tensor) -> Tensor:
+            old = spare.get(name)
+            if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
+                return old
+            return torch.empty_like(tensor, device="cpu", pin_memory=self._stream is not None)
+
+        copies = {name: place(name, tensor.detach()) for name, tensor in source.items()}
+        if self._stream is None:
+            for name, tensor in source.items():
+                copies[name].copy_(tensor.detach())
+            return copies
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for name, tensor in source.items():
+                copies[name].copy_(tensor.detach(), non_blocking=True)
+        self._engine.hold_updates(self._stream.record_event())
+        return copies
+
+
+def capacity(keep: int, snapshot_bytes: int, budget_bytes: float) -> int:
+    """How many snapshots fit: at most `keep`, whole ones only."""
+    return min(keep, int(budget_bytes // max(1, snapshot_bytes)))

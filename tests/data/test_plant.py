@@ -1,0 +1,213 @@
+"""Noise at known positions: exactly there, the same every time, and never over something else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.config import CorpusConfig, RunConfig
+from megastable.data.corpora import open_corpora
+from megastable.data.documents import documents_at
+from megastable.data.loader import Loader
+from megastable.data.manifest import Manifest
+from megastable.data.plant import PLANTED, plant, positions_of, read_planted
+from megastable.data.prepare import prepare_shards
+from megastable.data.skips import Skips
+from megastable.data.verify import verify_corpus
+from megastable.errors import ConfigError, DataError
+from megastable.recipe import load
+from tests.conftest import tiny
+from tests.data.texts import documents, sentencepiece_file
+
+ROOT = Path(__file__).parents[2]
+WHERE = {"step": 10, "samples": 12, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of real text in several shards; not to be changed."""
+    folder = tmp_path_factory.mktemp("clean")
+    (folder / "in").mkdir()
+    for number, text in enumerate(documents(80)):
+        (folder / "in" / f"{number:03d}.txt").write_text(text)
+    prepare_shards(
+        [folder / "in"],
+        folder / "texts",
+        sentencepiece_file(folder),
+        validation=0.1,
+        shard_tokens=3000,
+        progress=False,
+    )
+    assert len(Manifest.load(folder / "texts").shards) > 3
+    return folder / "texts"
+
+
+@pytest.fixture
+def config(clean: Path, tmp_path: Path) -> RunConfig:
+    return tiny(clean, tmp_path / "run")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_noise_is_what_the_run_reads_there_and_nothing_else(
+    clean: Path, tmp_path: Path, config: RunConfig
+) -> None:
+    before = content(clean)
+    planted, reused = plant(clean, tmp_path / "planted", config, **WHERE)
+    assert not reused
+    assert content(clean) == before
+    assert verify_corpus(tmp_path / "planted").tokens == verify_corpus(clean).tokens
+    assert read_planted(tmp_path / "planted") == planted
+    assert read_planted(clean) is None
+
+    length, size = config.model.sequence_length, config.train.global_batch
+    corpora = [
+        open_corpora([CorpusConfig(path=path)], length, config.run.seed)
+        for path in (clean, tmp_path / "planted")
+    ]
+    assert corpora[0].order_fingerprint == planted.order != corpora[1].order_fingerprint
+    steps = corpora[0].train.order.sequences[0] // size
+    texts = []
+    for opened in corpora:
+        with Loader(opened.train, Skips.of([]), 0, size, size, 0, 1, False) as loader:
+            batches = [step.micro_batches[0] for step in islice(loader, steps)]
+        texts.append(np.concatenate([np.c_[b.tokens.numpy(), b.labels.numpy()[:, -1]] for b in batches]))
+    changed = np.flatnonzero(np.any(texts[0] != texts[1], axis=1))
+    first, end = planted.positions
+    assert changed.tolist() == list(range(first, end))
+    assert first // size == WHERE["step"] - 1 and first % size and end % size
+
+    old, new = (text[first:end] for text in texts)
+    eod = corpora[0].train.eod
+    assert np.array_equal(old == eod, new == eod) and (old == eod).any()
+    assert new[old != new].min() > 0 and new.max() < corpora[0].vocab_size
+    assert (old[:, 1:-1] == new[:, 1:-1])[old[:, 1:-1] != eod].mean() < 0.05  # one in 600 by chance
+    assert planted.documents == documents_at(corpora[0].train, range(first, end))
+    assert planted.documents == documents_at(corpora[1].train, range(first, end))
+
+    here, there = content(clean), content(tmp_path / "planted")
+    shards = {name for name in here if here[name] != there[name]} - {"manifest.json"}
+    assert shards == {f"{document.shard}.bin" for document in planted.documents}
+
+
+def test_the_quickstart_is_hit_in_steps_120_to_122() -> None:
+    c = load("launch/recipes/quickstart.yaml")
+    first, end = positions_of(120, 40, c.train.global_batch)
+    assert (first, end) == (1908, 1948)
+    assert (first // 16 + 1, (end - 1) // 16 + 1) == (120, 122)
+    assert c.train.steps > 122 + 50
+
+
+@given(st.integers(1, 1000), st.integers(1, 500), st.integers(3, 200))
+def test_a_region_begins_and_ends_inside_of_batches(step: int, samples: int, batch: int) -> None:
+    first, end = positions_of(step, samples, batch)
+    assert end - first == samples
+    assert first // batch == step - 1
+    assert first % batch and end % batch
+
+
+def test_made_once_and_replaced_only_by_its_like(clean: Path, tmp_path: Path, config: RunConfig) -> None:
+    output = tmp_path / "planted"
+    made, _ = plant(clean, output, config, **WHERE)
+    files, times = content(output), {path: path.stat().st_mtime_ns for path in output.iterdir()}
+    assert plant(clean, output, config, **WHERE) == (made, True)
+    # Neither the corpora nor the skips of the run say what stands where.
+    other = config.model_copy(
+        update={"data": config.data.model_copy(update={"skip": [(0, 50)], "corpora": []})}
+    )
+    assert plant(clean, output, other, **WHERE, overwrite=True) == (made, True)
+    assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == times
+
+    again = tmp_path / "again"
+    plant(clean, again, config, **WHERE)
+    bins = [name for name in files if name.endswith(".bin")]
+    assert all((again / name).read_bytes() == files[name] for name in bins)
+
+    reseeded = config.model_copy(update={"run": config.run.model_copy(update={"seed": 5})})
+    for change in ((config, {**WHERE, "seed": 4}), (reseeded, WHERE)):
+        with pytest.raises(DataError, match=r"planted for another run or corpus.*--overwrite"):
+            plant(clean, output, change[0], **change[1])
+    assert content(output) == files
+    replaced, reused = plant(clean, output, reseeded, **WHERE, overwrite=True)
+    assert not reused and replaced.positions == made.positions and replaced.documents != made.documents
+    verify_corpus(output)
+
+    (output / "notes.txt").write_text("mine")
+    with pytest.raises(DataError, match=r"will not be replaced: notes\.txt"):
+        plant(clean, output, config, **WHERE, overwrite=True)
+    (output / bins[0]).write_bytes(b"")
+    with pytest.raises(DataError, match="restore it or prepare the corpus again"):
+        plant(clean, output, reseeded, **WHERE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "planted"]
+
+
+def test_what_cannot_be_planted_is_refused(clean: Path, tmp_path: Path, config: RunConfig) -> None:
+    output = tmp_path / "planted"
+    with pytest.raises(DataError, match=r"positions \d+ to \d+ cannot be planted: .* before any comes again"):
+        plant(clean, output, config, step=10_000)
+    with pytest.raises(ConfigError, match="at least 1, 1 and 0"):
+        plant(clean, output, config, step=0)
+    with pytest.raises(DataError, match="not a prepared corpus"):
+        plant(tmp_path, output, config)
+    two = tiny(clean, tmp_path / "run", data={"corpora": [{"path": clean}, {"path": "other"}]})
+    with pytest.raises(ConfigError, match="names 2 corpora"):
+        plant(clean, output, two, **WHERE)
+    for inside in (clean, clean / "planted"):
+        with pytest.raises(DataError, match="is inside of the corpus"):
+            plant(clean, inside, config, **WHERE)
+    assert not output.exists()
+
+    output.mkdir()
+    (output / "thesis.txt").write_text("years of work")
+    for occupied in (output, output / "thesis.txt"):
+        with pytest.raises(DataError, match="is not a planted corpus"):
+            plant(clean, occupied, config, **WHERE, overwrite=True)
+    (output / "thesis.txt").unlink()
+    plant(clean, output, config, **WHERE)  # an empty directory is free
+    with pytest.raises(DataError, match="planted already"):
+        plant(output, tmp_path / "twice", config, **WHERE)
+    (output / PLANTED).write_text("{")
+    with pytest.raises(DataError, match="remove the directory and plant again"):
+        plant(clean, output, config, **WHERE)
+
+
+def test_damage_of_before_is_not_made_part_of_the_copy(
+    clean: Path, tmp_path: Path, config: RunConfig
+) -> None:
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for name, old in content(clean).items():
+        (damaged / name).write_bytes(old[:-2] + b"\1\0" if name.endswith(".bin") else old)
+    with pytest.raises(DataError, match=r"\.bin is not the file that the manifest describes"):
+        plant(damaged, tmp_path / "planted", config, **WHERE)
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
+
+
+def test_the_command(clean: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools/prepare_data.py"), "plant", str(clean), "planted"]
+    options = ["--recipe", "launch/recipes/quickstart.yaml", "--step", "3", "--samples", "6"]
+
+    def run(*overrides: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *options, "--", *overrides], cwd=tmp_path, text=True, capture_output=True
+        )
+
+    done = run("model.sequence_length=32")
+    assert (done.returncode, done.stderr) == (0, "")
+    planted = json.loads((tmp_path / "planted" / PLANTED).read_text())
+    assert planted["positions"] == [37, 43]
+    count = len(planted["documents"])
+    assert done.stdout == f"planted planted: noise at the positions 37 to 42, in {count} documents\n"
+    refused = run("model.layer=3")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "did you mean model.layers?" in refused.stderr and "Traceback" not in refused.stderr

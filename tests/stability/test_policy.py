@@ -1,0 +1,171 @@
+"""The ladder: which verdict leads to which action, when budgets are spent, and what verification does."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.stability.policy import Action, Cause, Decision, Policy, PolicyState
+from megastable.stability.settings import PolicyConfig
+from megastable.stability.signals import Finding, Verdict
+
+CONFIG = PolicyConfig()
+
+
+def seen(step: int, verdict: Verdict = Verdict.HEALTHY, severity: float = 2.0, **more: object) -> Finding:
+    healthy = verdict is Verdict.HEALTHY
+    fields = {"onset": step, "reason": f"{verdict} at {step}", "on_trend": healthy} | more
+    return Finding(step=step, verdict=verdict, severity=0.0 if healthy else severity, **fields)  # type: ignore[arg-type]
+
+
+def run(policy: Policy, findings: list[Finding], oldest: int | None = 0) -> list[Action]:
+    return [policy.decide(finding, oldest).action for finding in findings]
+
+
+def test_a_single_hard_batch_is_refused_and_forgotten() -> None:
+    policy = Policy(CONFIG)
+    steps = [seen(100), seen(101, Verdict.OUTLIER), *(seen(s) for s in range(102, 140))]
+    assert run(policy, steps) == [Action.APPLY, Action.DISCARD, *[Action.APPLY] * 38]
+    assert policy.state.taken == [] and policy.state.refused == [] and not policy.state.watching
+
+
+def test_what_only_stands_out_is_let_through() -> None:
+    assert run(Policy(CONFIG), [seen(100, Verdict.OUTLIER, 0.9)]) == [Action.APPLY]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "most"), [(Verdict.OUTLIER, CONFIG.discards), (Verdict.NON_FINITE, CONFIG.non_finite)]
+)
+def test_refusing_again_and_again_ends_in_a_rewind(verdict: Verdict, most: int) -> None:
+    steps = [seen(100 + i, verdict) for i in range(most)]
+    assert run(Policy(CONFIG), steps) == [*[Action.DISCARD] * (most - 1), Action.REWIND]
+
+
+@pytest.mark.parametrize("verdict", [Verdict.SPIKE, Verdict.DRIFT, Verdict.PLATEAU, Verdict.OSCILLATION])
+def test_what_lasts_is_rewound_at_once(verdict: Verdict) -> None:
+    policy = Policy(CONFIG)
+    decision = policy.decide(seen(100, verdict, onset=98), oldest=90)
+    assert decision.action is Action.REWIND and "at 100" in decision.reason
+    assert policy.state.watching and policy.state.taken[0].step == 100
+
+
+@pytest.mark.parametrize(
+    ("oldest", "words"), [(None, "there is no snapshot"), (98, "the oldest snapshot is of step 98")]
+)
+def test_without_a_snapshot_from_before_the_onset_it_hands_over(oldest: int | None, words: str) -> None:
+    decision = Policy(CONFIG).decide(seen(100, Verdict.SPIKE, onset=98), oldest)
+    assert decision.action is Action.HANDOVER and words in decision.reason
+
+
+def trip(policy: Policy, step: int, cause: Cause, corpora: int = 1) -> Action:
+    """A spike, and the remedy for its cause."""
+    decision = policy.decide(seen(step, Verdict.SPIKE), 0)
+    if decision.action is not Action.REWIND:
+        return decision.action
+    return policy.remedy(cause, updates=step, corpora_left=corpora)[0]
+
+
+def test_spent_rewinds_lead_to_handovers_and_those_to_a_stop() -> None:
+    policy = Policy(PolicyConfig(rewinds=2, handovers=1))
+    actions = [trip(policy, 100 * i, Cause.DATA) for i in range(1, 5)]
+    assert actions == [Action.REWIND, Action.REWIND, Action.HANDOVER, Action.STOP]
+    assert "the 2 rewinds per 2000 steps (stability.policy) are spent" in (
+        policy.decide(seen(999, Verdict.SPIKE), 0).reason
+    )
+
+
+def test_budgets_come_back_after_their_window() -> None:
+    policy = Policy(PolicyConfig(rewinds=1, budget_window=50))
+    assert trip(policy, 10, Cause.DATA) is Action.REWIND
+    run(policy, [seen(s) for s in range(11, 70)])
+    assert trip(policy, 70, Cause.DATA) is Action.REWIND
+
+
+def test_what_recurs_without_a_guilty_sample_is_the_learning_rate() -> None:
+    policy = Policy(CONFIG)
+    assert trip(policy, 100, Cause.STATE) is Action.REWIND and not policy.recurred()
+    policy.decide(seen(105, Verdict.SPIKE), 0)
+    assert policy.recurred()
+    action, reason = policy.remedy(Cause.LEARNING_RATE, updates=95, corpora_left=1)
+    assert action is Action.CUT_LR and "0.5" in reason
+    assert policy.rate_factor(95) == pytest.approx(0.05)
+    assert policy.rate_factor(95 + CONFIG.rewarm_steps // 2) == pytest.approx(0.275)
+    assert policy.rate_factor(95 + CONFIG.rewarm_steps) == 0.5
+
+
+def test_two_bad_regions_in_a_row_are_not_the_learning_rate() -> None:
+    policy = Policy(CONFIG)
+    assert trip(policy, 100, Cause.DATA) is Action.REWIND
+    policy.decide(seen(105, Verdict.SPIKE), 0)
+    assert not policy.recurred()
+
+
+def test_spent_cuts_lead_to_a_handover() -> None:
+    policy = Policy(PolicyConfig(cuts=1))
+    assert trip(policy, 100, Cause.LEARNING_RATE) is Action.CUT_LR
+    assert trip(policy, 110, Cause.LEARNING_RATE) is Action.HANDOVER
+
+
+def test_a_corpus_that_is_guilty_again_and_again_is_swapped_out_if_there_is_another() -> None:
+    for corpora, last in ((1, Action.REWIND), (2, Action.SWAP_CORPUS)):
+        policy = Policy(PolicyConfig(swap_after=3))
+        actions = [trip(policy, 100 * i, Cause.DATA, corpora) for i in range(1, 4)]
+        assert actions == [Action.REWIND, Action.REWIND, last]
+
+
+def test_a_host_that_computes_wrongly_three_times_is_left() -> None:
+    policy = Policy(CONFIG)
+    actions = [trip(policy, 100 * i, Cause.HARDWARE) for i in range(1, 4)]
+    assert actions == [Action.REWIND, Action.REWIND, Action.HANDOVER]
+
+
+def test_an_action_is_verified() -> None:
+    policy = Policy(CONFIG)
+    trip(policy, 100, Cause.DATA)
+    back = [policy.decide(seen(s), 0) for s in range(91, 130)]  # rewound to step 90
+    healed = [d.finding.step for d in back if d.healed]
+    assert healed == [100 + CONFIG.verify_steps // 2] and not policy.state.watching
+
+
+def test_not_back_on_the_trend_in_time_climbs_on() -> None:
+    policy = Policy(CONFIG)
+    trip(policy, 100, Cause.STATE)
+    after = [policy.decide(seen(s, on_trend=False), 0) for s in range(91, 131)]
+    assert [d.action for d in after[:-1]] == [Action.APPLY] * 39
+    assert after[-1].action is Action.REWIND and after[-1].finding.onset == 100
+    assert "not back on the trend" in after[-1].reason and policy.recurred()
+
+
+VERDICTS = st.sampled_from(list(Verdict))
+
+
+@given(
+    st.lists(st.tuples(VERDICTS, st.floats(0, 9), st.booleans()), max_size=120),
+    st.integers(0, 119),
+    st.lists(st.sampled_from(list(Cause)), min_size=120, max_size=120),
+)
+def test_saved_and_restored_it_decides_the_same_and_stays_within_budgets(
+    steps: list[tuple[Verdict, float, bool]], cut: int, causes: list[Cause]
+) -> None:
+    config = PolicyConfig(rewinds=4, cuts=2, swaps=1, handovers=2, budget_window=1000)
+    straight, saved = Policy(config), Policy(config)
+    counts = dict.fromkeys(Action, 0)
+    for i, (verdict, severity, on_trend) in enumerate(steps):
+        if i == cut:
+            saved = Policy(config, PolicyState.model_validate_json(saved.state.model_dump_json()))
+        finding = seen(i + 1, verdict, severity, on_trend=on_trend or verdict is not Verdict.HEALTHY)
+
+        def decide(policy: Policy, finding: Finding = finding, i: int = i) -> tuple[Decision, object]:
+            decision = policy.decide(finding, 0)
+            if decision.action is not Action.REWIND:
+                return decision, None
+            return decision, policy.remedy(causes[i], updates=i, corpora_left=2)
+
+        one, other = decide(straight), decide(saved)
+        assert one == other and straight.state == saved.state
+        counts[one[0].action] += 1
+        if verdict is Verdict.NON_FINITE:
+            assert not one[0].applies  # whatever budgets say, such an update is never applied
+    assert counts[Action.REWIND] <= config.rewinds and counts[Action.HANDOVER] <= config.handovers
+    assert 0 < straight.rate_factor(10**6) <= 1

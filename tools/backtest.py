@@ -1,0 +1,97 @@
+"""What the stability system would have done with past runs: thresholds are tuned on those, not on the next one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from megastable import durable, recipe, records
+from megastable.errors import ConfigError, DataError, user_errors
+from megastable.report.plot import backtest_plot
+from megastable.rundir import as_json
+from megastable.stability.backtest import Judged, Recorded, episodes, read_trace, simulate
+from megastable.stability.policy import Action
+from megastable.stability.settings import StabilityConfig
+
+EXAMPLES = """Examples:
+
+BACKTEST runs/quickstart
+
+BACKTEST trace.csv --json out.json --plot out.png
+
+BACKTEST trace.csv stability.policy.discards=2 stability.snapshots.interval=20
+
+TRACE.csv has the columns step,loss,grad_norm and, where known, lr.""".replace(
+    "BACKTEST", "python tools/backtest.py"
+)
+app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(epilog=EXAMPLES)
+@user_errors()
+def backtest(
+    source: Annotated[Path, typer.Argument(metavar="RUN|TRACE.csv", help="A run directory, or a CSV file")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="stability.KEY=VALUE ...")] = None,
+    json: Annotated[Path | None, typer.Option(help="Every step as {step, verdict, action, reason}")] = None,
+    plot: Annotated[Path | None, typer.Option(help="A picture of it: .png, .svg or .pdf")] = None,
+) -> None:
+    """Replay recorded losses and gradient norms through detector and policy: what would have been done, and when."""
+    given = overrides or []
+    if foreign := [item for item in given if not item.startswith("stability.")]:
+        raise ConfigError(f"{foreign[0]}: only stability.KEY=VALUE has an influence on a backtest")
+    rows = _read(source)
+    judged = list(simulate(rows, _config(source, given)))
+    _show(source, judged)
+    if json is not None:
+        try:
+            durable.write_file(json, (as_json([asdict(step) for step in judged], indent=1) + "\n").encode())
+        except OSError as error:
+            raise DataError(f"{json} could not be written: {error}") from None
+    if plot is not None:
+        backtest_plot(rows, judged, source.name, plot)
+
+
+def _config(source: Path, overrides: list[str]) -> StabilityConfig:
+    """The run's own thresholds, or the defaults, with the overrides."""
+    if source.is_dir():
+        return recipe.load(source / "recipe.yaml", overrides).stability
+    tree: dict[str, Any] = {}
+    for assignment in overrides:
+        recipe.override(tree, assignment)
+    return recipe.validate(tree, "the overrides").stability
+
+
+def _read(source: Path) -> list[Recorded]:
+    if not source.is_dir():
+        return read_trace(source)
+    # As they were first met: a step that was done again after a rewind looks harmless the second time.
+    table = records.read(source / "steps", newest=False).to_pylist()
+    if not table:
+        raise DataError(
+            f"{source}: no step records in {source / 'steps'}: give a run directory, or a CSV file"
+        )
+    return [Recorded(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in table]
+
+
+def _show(source: Path, judged: list[Judged]) -> None:
+    console = Console()
+    table = Table("steps", "verdict", "action", "reason", title=str(source), title_justify="left")
+    for first, last, count in episodes(judged):
+        steps = str(first.step) if count == 1 else f"{first.step}-{last}"
+        table.add_row(steps, first.verdict, first.action, first.reason)
+    if table.row_count:
+        console.print(table)
+    counts = {action: sum(step.action is action for step in judged) for action in Action}
+    acted = ", ".join(f"{n} {a.value}" for a, n in counts.items() if n and a is not Action.APPLY)
+    console.print(
+        f"{source}: {len(judged)} steps; {acted or 'nothing would have been done'}", highlight=False
+    )
+
+
+if __name__ == "__main__":
+    app()
