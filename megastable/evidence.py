@@ -55,15 +55,16 @@ class Laboratory:
         self,
         window: Sequence[Trained],
         harmless: Int64s,
+        reference: Floats,
         selection: Skips | Selection,
         recurred: bool,
     ) -> Conclusion:
         """Who of `window` (the steps since the onset) is guilty; beyond its end, too, where it ends in bad data.
 
-        harmless: positions trained on before, without a complaint. selection: what is skipped already.
+        harmless: positions trained on before, without a complaint; reference: their losses on the present state.
+        selection: what is skipped already.
         """
         positions = np.concatenate([t.positions for t in window])
-        reference = self.losses(harmless)
         kinds = self.corpora(harmless)
         threshold = self.config.threshold
         losses = self.losses(positions)

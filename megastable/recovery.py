@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
@@ -42,6 +43,8 @@ from megastable.stability.policy import Action, Cause, Decision, PolicyState
 from megastable.stability.signals import Signals, Verdict
 from megastable.stability.snapshot import Ring, Snapshot, capacity
 
+Int64s = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 NAMED = 1000  # documents of an incident that the journal names; a swapped corpus would fill it
 
 
@@ -200,7 +203,7 @@ class Recovery:
             return state
         if decision.action is Action.DISCARD and not self.settings.dry_run:
             # The weights are those of before it: should more follow, nothing needs to be done again.
-            self._snapshot(before, self._before)
+            self._snapshot(before, self._before, self.engine.counters_before)
         if decision.action is Action.DISCARD and decision.finding.verdict is Verdict.NON_FINITE:
             found = diagnose.locate(self.engine, batch.micro_batches)
             self.note("located", step=state.step, **asdict(found))
@@ -222,9 +225,11 @@ class Recovery:
             self._snapshot(state, self.guard.detector.state)
         return state
 
-    def _snapshot(self, state: RunState, detector: DetectorState) -> None:
+    def _snapshot(
+        self, state: RunState, detector: DetectorState, counters: dict[str, Any] | None = None
+    ) -> None:
         if state.step not in self.ring.steps:
-            self.ring.take(state.step, (state.model_copy(deep=True), rng_state(), detector))
+            self.ring.take(state.step, (state.model_copy(deep=True), rng_state(), detector), counters)
 
     def _oldest(self) -> int | None:
         return self.ring.steps[0] if self.ring.steps else None
@@ -255,13 +260,13 @@ class Recovery:
                 damage = "the same data on the same state gave other losses: hardware, or a race"
         snapshot = self._restore(finding.onset, 1 if recurred else 0)
         if snapshot is None:
-            reason = f"{decision.reason}; no snapshot holds finite numbers"
+            reason = f"{decision.reason}; no snapshot is good"
             raise self._end(replace(decision, action=Action.HANDOVER, reason=reason), state, loader)
         saved, random_states, detector = snapshot.extra
         if damage:
             conclusion = Conclusion(Cause.HARDWARE, [], [], damage)
         else:
-            conclusion = self._examine(finding.onset, snapshot, saved, recurred)
+            conclusion = self._examine(finding.onset, recurred)
         corpora = self._selection().corpora_left
         action, reason = policy.remedy(conclusion.cause, saved.updates, corpora)
         seconds = time.perf_counter() - begin
@@ -283,27 +288,42 @@ class Recovery:
         return back
 
     def _restore(self, onset: int, older: int) -> Snapshot | None:
-        """Put the engine back to the newest snapshot before `onset` that holds finite numbers."""
+        """Put the engine back to the newest snapshot before `onset` that is still good."""
         while (snapshot := self.ring.before(onset, older)) is not None:
             self.ring.restore(snapshot)
             self.engine.refresh_weights()
+            self._known = self._reference(snapshot)
+            positions, recorded, now = self._known
             norms = self.engine.flat_state().norms()
-            if math.isfinite(norms.parameters + norms.second_moment):
+            finite = math.isfinite(norms.parameters + norms.second_moment)
+            if finite and not attribution.is_worse(now[: recorded.size], recorded):
                 return snapshot
+            why = "is worse on what it was trained on" if finite else "is not finite"
+            self.note("snapshot_rejected", step=snapshot.step, reason=why)
+            self.say(f"  the state after step {snapshot.step} {why} already: further back")
             self.ring.forget_from(snapshot.step)
             onset = snapshot.step
         return None
 
-    def _examine(self, onset: int, snapshot: Snapshot, saved: RunState, recurred: bool) -> Conclusion:
+    def _reference(self, snapshot: Snapshot) -> tuple[Int64s, Floats, Floats]:
+        """Harmless samples of before a snapshot: positions, losses when they were trained on, losses on its state.
+
+        Right after a start their losses are not known: then the second is empty.
+        """
         assert self.laboratory is not None
-        c = self.settings.attribution
-        window = [t for t in self._trained if onset <= t.step][: c.window]
-        before = [t.positions for t in self._trained if t.step <= snapshot.step]
-        harmless = np.concatenate([np.empty(0, np.int64), *before])[-c.reference :]
-        if not harmless.size:
-            # Right after a start: what came before is known from the order, and was trained on without a complaint.
-            harmless = np.arange(max(0, saved.cursor - c.reference), saved.cursor)
-        return self.laboratory.examine(window, harmless, self._selection(), recurred)
+        count, saved = self.settings.attribution.reference, snapshot.extra[0]
+        before = [t for t in self._trained if t.step <= snapshot.step and t.applied]
+        positions = np.concatenate([np.empty(0, np.int64), *(t.positions for t in before)])[-count:]
+        recorded = np.concatenate([np.empty(0), *(t.losses for t in before)])[-count:]
+        if not positions.size:
+            positions = np.arange(max(0, saved.cursor - count), saved.cursor)
+        return positions, recorded, self.laboratory.losses(positions)
+
+    def _examine(self, onset: int, recurred: bool) -> Conclusion:
+        assert self.laboratory is not None
+        window = [t for t in self._trained if onset <= t.step][: self.settings.attribution.window]
+        harmless, _, reference = self._known
+        return self.laboratory.examine(window, harmless, reference, self._selection(), recurred)
 
     def _attribute(
         self, incident: Incident, found: Conclusion, action: Action, reason: str, onset: int, lost: int,

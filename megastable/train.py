@@ -197,6 +197,7 @@ class Trainer:
                 statistics = None
                 if self.engine.probe.watching or due(c.logging.norms_interval, s.step):
                     statistics = self.engine.statistics()
+                    self.recovery.indicators = statistics.indicators
                 if live is not None:
                     now = time.time()
                     worst = worst_samples(
@@ -275,6 +276,7 @@ class Trainer:
             loader.close()
             if self.first:
                 recorder.flush()
+                layers.flush()
             if live is not None:
                 live.close()
 

@@ -156,7 +156,7 @@ def poison_weights(config: RunConfig, at_step: int) -> tuple[int, str]:
     [
         (0, {"enabled": False, "max_discards": 4}, 76, "4 updates in a row were refused"),
         (2, {"enabled": False, "max_discards": 4}, 76, "weights or Adam's moments are not finite"),
-        (0, {}, 78, "no snapshot holds finite numbers"),
+        (0, {}, 78, "no snapshot is good"),
     ],
 )
 def test_a_nan_in_the_weights_ends_the_run(

@@ -14,6 +14,9 @@ from megastable.data.skips import read_ledger
 from megastable.rundir import RunDirectory
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
+from tests.test_failures import terminate
+from tests.test_failures import train as train_with
+from tests.test_gate import trainer_of
 from tests.test_resume import identical
 
 STEPS = 90
@@ -86,3 +89,157 @@ def test_a_rewind_is_exact(name: str, planted: tuple[Path, Planted], tmp_path: P
     one, other = (records.read(run / "steps") for run in (hit, told))
     for column in ("step", "first_position", "next_position", "loss", "grad_norm", "lr", "applied"):
         assert one.column(column).equals(other.column(column)), column
+
+
+# Faults of other kinds, on one process
+
+
+def spoil(config: RunConfig, kind: str, steps: list[int], times: int = 1) -> dict[str, Any]:
+    """Train with a fault at the steps `steps`, the first `times` times that each is done; how it ended, and the end."""
+    import torch
+
+    from megastable import engine as engines
+
+    trainer = trainer_of(config)
+    trainer.resume()
+    engine, real = trainer.engine, trainer.engine.train_step
+    done: dict[int, int] = {}
+
+    def train_step(*args: Any, **options: Any) -> Any:
+        step = trainer.state.step + 1
+        if getattr(engine, "_probing", False) or step not in steps or done.get(step, 0) >= times:
+            return real(*args, **options)
+        done[step] = done.get(step, 0) + 1
+        if kind == "weights":
+            generator = torch.Generator().manual_seed(step)
+            master = engine.masters[0]
+            master.data += torch.randn(master.shape, generator=generator) * 0.2
+            engine.refresh_weights()
+            return real(*args, **options)
+        loss = engines.LossFunction.__call__
+        engines.LossFunction.__call__ = lambda self, *a: twice(loss, self, *a)  # type: ignore[method-assign]
+        try:
+            return real(*args, **options)
+        finally:
+            engines.LossFunction.__call__ = loss  # type: ignore[method-assign]
+
+    def twice(loss: Any, self: Any, *args: Any) -> Any:
+        """What a chip that computes wrongly for a moment does to a step."""
+        value = loss(self, *args)
+        self.samples[-1] = self.samples[-1] * 2
+        return value * 2
+
+    engine.train_step = train_step  # type: ignore[method-assign]
+    try:
+        code, message = trainer.train(), ""
+    except errors.MegastableError as error:
+        code, message = error.code, str(error)
+    factor = trainer.recovery.rate_factor(trainer.state.updates)
+    return {"code": code, "message": message, "factor": factor}
+
+
+@pytest.fixture(scope="module")
+def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus that is learnt quickly, so that a fault shows."""
+    folder = tmp_path_factory.mktemp("easy")
+    write_corpus(folder, ids=20)
+    return folder
+
+
+def test_spoilt_weights_are_undone_and_the_window_is_skipped(easy: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (end,) = run_ranks(1, spoil, recipe(easy, run), "weights", [72])
+    assert end["code"] == 0 and end["factor"] == 1.0
+    (incident,) = incidents(run)
+    assert incident["cause"] == "state" and incident["outcome"] == "healed" and incident["documents"] == []
+    assert incident["actions"] == ["rewind"] and 71 <= incident["onset"] <= 73
+    skipped = sum(b - a for a, b in incident["positions"])
+    assert skipped == 8 * (incident["step"] - incident["onset"] + 1)
+
+
+def test_what_comes_back_with_other_data_cuts_the_learning_rate(easy: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    steps = {"steps": 110, "global_batch": 8, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0}
+    policy = {"rewarm_steps": 10, "verify_steps": 10}
+    config = recipe(easy, run, train=steps, stability={"policy": policy})
+    (end,) = run_ranks(1, spoil, config, "weights", [72], 2)
+    assert end["code"] == 0 and end["factor"] == 0.5
+    (incident,) = incidents(run)
+    assert incident["actions"] == ["rewind", "cut_lr"] and incident["cause"] == "learning_rate"
+    assert incident["kind"] == "lingering" and incident["outcome"] == "healed"
+
+
+def test_what_does_not_happen_again_is_the_hardware(easy: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (end,) = run_ranks(1, spoil, recipe(easy, run), "chip", [72, 73, 74, 75])
+    assert end["code"] == 0
+    (incident,) = incidents(run)
+    assert incident["cause"] == "hardware" and incident["positions"] == []
+    # Nothing is skipped, nothing lost: the same data, and the bytes of a run without the fault.
+    straight = tmp_path / "straight"
+    assert run_ranks(1, train, recipe(easy, straight)) == [(0, "")]
+    assert identical(run / f"checkpoints/step-{STEPS}", straight / f"checkpoints/step-{STEPS}") > 5
+
+
+def test_without_rewind_points_it_hands_over_to_a_restart(
+    planted: tuple[Path, Planted], tmp_path: Path
+) -> None:
+    corpus, what = planted
+    run = tmp_path / "run"
+    config = recipe(
+        corpus, run, stability={"snapshots": {"interval": 0}}, checkpoint={"interval": 20, "keep": 9}
+    )
+    ((code, message),) = run_ranks(1, train, config)
+    assert code == errors.HANDOVER and "there is no snapshot" in message and "checkpoint before step 71" in message
+    first, end = what.positions
+    skipped = [(e.first, e.end) for e in read_ledger(run / "skips.jsonl")]
+    assert skipped[0][0] <= first and skipped[-1][1] <= end + 8
+    assert incidents(run)[0]["outcome"] == "handed over"
+    assert run_ranks(1, train, config) == [(0, "")]
+    assert [e["step"] for e in RunDirectory(run).events("resumed")] == [60]
+
+
+def test_a_restart_goes_back_behind_checkpoints_of_after_the_onset(easy: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    parts = {"stability": {"snapshots": {"interval": 0}}, "checkpoint": {"interval": 1, "keep": 50}}
+    config = recipe(easy, run, **parts)
+    (end,) = run_ranks(1, spoil, config, "weights", [72])
+    assert end["code"] == errors.HANDOVER
+    (event,) = RunDirectory(run).events("handover")
+    assert run_ranks(1, train, config) == [(0, "")]
+    assert [e["step"] for e in RunDirectory(run).events("resumed")] == [event["before"] - 1]
+    assert list((run / "checkpoints").glob("suspect-step-*"))
+    assert (run / f"checkpoints/step-{STEPS}").is_dir()
+
+
+def test_no_room_for_a_snapshot_is_said_with_the_numbers(easy: Path, tmp_path: Path) -> None:
+    few = {"snapshots": {"memory_gib": 1e-9}}
+    ((code, message),) = run_ranks(1, train, recipe(easy, tmp_path / "run", stability=few))
+    assert code == errors.BAD_INPUT and "stability.snapshots.memory_gib=1e-09: a snapshot takes 0." in message
+
+
+def test_a_dry_run_says_what_it_would_do_and_does_nothing(planted: tuple[Path, Planted], tmp_path: Path) -> None:
+    corpus, _ = planted
+    dry, off = tmp_path / "dry", tmp_path / "off"
+    assert run_ranks(1, train, recipe(corpus, dry, stability={"dry_run": True})) == [(0, "")]
+    assert run_ranks(1, train, recipe(corpus, off, stability={"enabled": False})) == [(0, "")]
+    assert identical(dry / f"checkpoints/step-{STEPS}", off / f"checkpoints/step-{STEPS}") > 5
+    would = [(e["step"], e["action"]) for e in RunDirectory(dry).events("would")]
+    assert (71, "discard") in would and [a for _, a in would].count("rewind") == 1
+    assert not (dry / "skips.jsonl").exists() and incidents(dry) == []
+
+
+def test_a_stop_in_the_middle_of_an_incident_forgets_nothing(
+    planted: tuple[Path, Planted], tmp_path: Path
+) -> None:
+    corpus, what = planted
+    run, straight = tmp_path / "run", tmp_path / "straight"
+    # The 78th step that is computed is the 76th: two were done again.
+    ((code, _),) = run_ranks(1, train_with, recipe(corpus, run), terminate, 78)
+    assert code == errors.STOPPED and incidents(run) == []
+    assert run_ranks(1, train, recipe(corpus, run)) == [(0, "")]
+    assert run_ranks(1, train, recipe(corpus, straight)) == [(0, "")]
+    assert identical(run / f"checkpoints/step-{STEPS}", straight / f"checkpoints/step-{STEPS}") > 5
+    for one, other in zip(incidents(run), incidents(straight), strict=True):
+        assert one | {"seconds": 0} == other | {"seconds": 0} and one["outcome"] == "healed"
+        assert [tuple(r) for r in one["positions"]] == [what.positions]

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megastable.errors import DataError
-from megastable.stability.backtest import Judged, Recorded
+from megastable.stability.backtest import Judged, Recorded, episodes
 from megastable.stability.policy import Action
-from megastable.stability.signals import Verdict
 
 COLOURS = {
     Action.DISCARD: "tab:orange", Action.REWIND: "tab:red", Action.CUT_LR: "tab:purple",
@@ -31,26 +30,24 @@ def backtest_plot(rows: Sequence[Recorded], judged: Sequence[Judged], title: str
     loss.plot(steps, [row.loss for row in rows], linewidth=0.6)
     norm.plot(steps, [float("nan") if r.grad_norm is None else r.grad_norm for r in rows], linewidth=0.6)
     norm.set_yscale("log")
-    ordinary = sorted(row.loss for row in rows if row.loss == row.loss)
-    # The start of a run is far above the rest: cut off, so that a spike can be seen.
-    low, high = ordinary[0], ordinary[int(0.99 * (len(ordinary) - 1))]
-    loss.set_ylim(low - 0.1 * (high - low), high + 0.4 * (high - low) + 1e-6)
-    labelled: set[Action] = set()
-    for step in judged:
-        for axis in (loss, norm):
-            if step.verdict is not Verdict.HEALTHY:
-                axis.axvspan(step.step - 0.5, step.step + 0.5, color="0.85", zorder=0)
-        if step.action is not Action.APPLY:
-            label = None if step.action in labelled else step.action.value
-            labelled.add(step.action)
-            loss.axvline(step.step, color=COLOURS[step.action], linewidth=1, alpha=0.8, label=label)
-            norm.axvline(step.step, color=COLOURS[step.action], linewidth=1, alpha=0.8)
-    if labelled:
+    ordinary = sorted(row.loss for row in rows if abs(row.loss) < SHOWN)
+    if ordinary:
+        # The start of a run is far above the rest: cut off, so that a spike can be seen.
+        low, high = ordinary[0], ordinary[int(0.99 * (len(ordinary) - 1))]
+        loss.set_ylim(low - 0.1 * (high - low) - 1e-6, high + 0.4 * (high - low) + 1e-6)
+    for axis in (loss, norm):
+        for first, last, _ in episodes(judged):
+            axis.axvspan(first.step - 0.5, last + 0.5, color="0.85", zorder=0)
+        for action, colour in COLOURS.items():
+            if at := [step.step for step in judged if step.action is action]:
+                lines = {"transform": axis.get_xaxis_transform(), "linewidth": 1, "alpha": 0.8}
+                axis.vlines(at, 0, 1, colors=colour, label=action.value, **lines)
+    if any(step.action is not Action.APPLY for step in judged):
         loss.legend(loc="upper right")
     loss.set_ylabel("loss (nats per token)")
     norm.set_ylabel("gradient norm")
     norm.set_xlabel("step")
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:

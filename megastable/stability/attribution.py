@@ -10,6 +10,7 @@ the learning rate.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,7 @@ Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
 
 SCALE_FLOOR = 0.05  # nats: samples of one kind of text lie at least so far apart; a MAD below it is luck
+WORSE = 0.05  # nats: a healthy state only gets better at what it was trained on
 ENOUGH = 16  # samples of a corpus of its own, below which all corpora are compared together
 SAME = 1e-3  # relative: the same kernels on the same numbers agree far better, also where a GPU's sums are not ordered
 GRADIENT_RATIO = 4.0  # a sample's gradient norm over that of ordinary samples; twice occurs in clean text
@@ -83,18 +85,33 @@ def reproduced(recorded: Floats, again: Floats) -> bool:
     return bool(np.all(same | (~np.isfinite(recorded) & ~np.isfinite(again))))
 
 
+def is_worse(now: Floats, recorded: Floats) -> bool:
+    """Whether a state is worse than those that harmless samples were trained on: it is no good state to go back to.
+
+    now, recorded: losses [n] of the same samples. A sign of life of the update before the first step that stood out:
+    paired differences, their median against its own standard error (1.2533 sigma / sqrt(n)).
+    """
+    both = np.isfinite(now) & np.isfinite(recorded)
+    if not both.any():
+        return bool(recorded.size)
+    change = now[both] - recorded[both]
+    middle = float(np.median(change))
+    error = 1.2533 * 1.4826 * float(np.median(np.abs(change - middle))) / np.sqrt(change.size)
+    return bool(middle > WORSE + 4 * error)
+
+
 def conclude(suspects: list[Suspect], guilty: list[int], recurred: bool, compared_with: int) -> Conclusion:
     """Put the experiments on the good state together. recurred: after an action that had found nobody guilty."""
-    worst = sorted(suspects, key=lambda s: -s.z)
+    worst = sorted(suspects, key=lambda s: math.inf if math.isnan(s.z) else -s.z)
     if guilty:
-        bad = [s for s in worst if s.position in set(guilty)]
-        loss, z = bad[0].loss, bad[0].z
+        bad = next(s for s in worst if s.position in guilty)
+        norm = "" if bad.gradient_norm is None else f", and by itself a gradient norm of {bad.gradient_norm:.3g}"
         return Conclusion(
             Cause.DATA,
             sorted(guilty),
             worst,
             f"{len(guilty)} of {len(suspects)} samples are bad on the state before the onset, too: the worst has a "
-            f"loss of {loss:.2f} ({z:.0f} robust deviations above {compared_with} harmless ones)",
+            f"loss of {bad.loss:.2f} ({bad.z:.0f} robust deviations above {compared_with} harmless ones){norm}",
         )
     if recurred:
         return Conclusion(

@@ -10,6 +10,7 @@ import csv
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,14 +67,15 @@ def simulate(rows: Iterable[Recorded], config: StabilityConfig) -> Iterator[Judg
 
 
 def read_trace(path: Path) -> list[Recorded]:
-    """A CSV file with the columns step, loss, grad_norm and, where known, lr; empty = not recorded.
+    """A CSV file with the columns step, loss and, where known, grad_norm and lr, in any order, among others.
 
-    Raises DataError naming the line for anything else.
+    An empty loss is a nan, as many tools write it; an empty grad_norm or lr was not recorded. Raises DataError naming
+    the line for anything else.
     """
     rows: list[Recorded] = []
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, skipinitialspace=True)
             missing = {"step", "loss"} - set(reader.fieldnames or ())
             if missing:
                 raise DataError(
@@ -98,11 +100,13 @@ def _parse(path: Path, line: int, row: dict[str, str | None]) -> Recorded:
         return float(text) if text else None
 
     try:
-        step, loss = float(row["step"] or ""), number("loss")
-        if step != int(step):
-            raise ValueError("steps are whole numbers")
+        if None in row or None in row.values():
+            raise ValueError("not as many fields as the first line has")
+        step, loss = number("step"), number("loss")
+        if step is None or not step.is_integer():
+            raise ValueError(f"the step is {row['step']!r}, no whole number")
         return Recorded(int(step), math.nan if loss is None else loss, number("grad_norm"), number("lr"))
-    except (ValueError, OverflowError, TypeError) as error:
+    except ValueError as error:
         raise DataError(f"{path} line {line}: {error}: a line is step,loss,grad_norm[,lr]") from None
 
 
@@ -116,14 +120,9 @@ class Episode(NamedTuple):
 
 def episodes(judged: Iterable[Judged]) -> list[Episode]:
     """What is worth a line in a table: everything but healthy steps, repetitions put together."""
-    found: list[Episode] = []
-    previous: Judged | None = None
-    for step in judged:
-        if step.verdict is not Verdict.HEALTHY or step.action is not Action.APPLY:
-            same = previous is not None and (step.verdict, step.action) == (previous.verdict, previous.action)
-            if same and found and found[-1].last == previous.step:  # type: ignore[union-attr]
-                found[-1] = Episode(found[-1].first, step.step, found[-1].steps + 1)
-            else:
-                found.append(Episode(step, step.step, 1))
-        previous = step
+    found = []
+    for kind, group in groupby(judged, key=lambda step: (step.verdict, step.action)):
+        if kind != (Verdict.HEALTHY, Action.APPLY):
+            steps = list(group)
+            found.append(Episode(steps[0], steps[-1].step, len(steps)))
     return found

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -31,7 +32,9 @@ from megastable.stability.signals import Finding, Signals, Verdict
 _FARTHEST = 1e6  # sigma; residuals end here so that no sum overflows
 _JUMP = 4.0  # sigma from which on a value stands out: not accepted, and remembered if harmless
 _SLOW = 15  # observations; an alarm that took longer to build up is a drift, not a spike
-_INDICATORS = 32  # at most; a state stays small
+_ABSURD = 1e6  # nats; no cross-entropy is that large, and sums of such numbers overflow
+_INDICATORS = 16  # at most, so that a state stays small
+_NORM_EVERY = 25  # observations between two measurements of the gradient norm's level as an indicator
 
 
 class _State(BaseModel):
@@ -65,14 +68,10 @@ class Excursion(_State):
 
 
 class Drop(_State):
-    """A sudden fall of the loss, such as a shard of easy text: the way back up to the trend before is no spike."""
+    """A sudden fall of the loss, such as a shard of easy text: the way back up to `level` is no spike."""
 
     level: float
-    slope: float
     since: int
-
-    def level_at(self, now: int) -> float:
-        return self.level + self.slope * (now - self.since)
 
 
 class Sums(_State):
@@ -95,6 +94,7 @@ class DetectorState(_State):
     sums: Sums = Field(default_factory=Sums)
     best: float | None = None  # lowest level of the loss that was held
     best_lr: float | None = None
+    width: float | None = None  # the scatter of the loss when it was smallest, slowly given up
     drop: Drop | None = None
     excursion: Excursion | None = None
     indicators: dict[str, list[float]] = {}
@@ -106,13 +106,14 @@ class _Residuals:
 
     rise: how far the loss lies above both its line and its latest level: a loss that merely falls more slowly than
     before does not rise. fall: below both. above_best: above the best level that was held. norm: log gradient norm
-    above its line, None where unknown.
+    above its line, None where unknown. wider: the scatter now over what it was at its smallest.
     """
 
     rise: float
     fall: float
     above_best: float
     norm: float | None
+    wider: float
 
 
 class Detector:
@@ -133,10 +134,10 @@ class Detector:
         A step whose numbers are not finite leaves no trace in the state.
         """
         s, c, step = self._state, self.config, signals.step
-        warnings = self._warnings(signals)
-        if wrong := _not_finite(signals):
-            return Finding(step, Verdict.NON_FINITE, 1.0, step, wrong, warnings, on_trend=False)
+        if wrong := _no_number(signals):
+            return Finding(step, Verdict.NON_FINITE, 1.0, step, wrong, on_trend=False)
         s.seen += 1
+        warnings = self._warnings(signals)
         norm = None if signals.grad_norm is None else math.log(max(signals.grad_norm, 1e-30))
         if len(s.loss.values) < c.min_values or step < c.warmup_steps:
             return self._start(step, signals.loss, norm, warnings)
@@ -149,24 +150,20 @@ class Detector:
         _keep(s.loss.raw, signals.loss, c.relearn)
         if norm is not None:
             _keep(s.norm.raw, norm, c.relearn)
-        verdict, severity, onset, reason = Verdict.HEALTHY, 0.0, step, ""
-        on_trend = r.rise < _JUMP / 2 and (r.norm is None or r.norm < _JUMP / 2)
         outlier, why = self._outlier(r)
-        if s.excursion is None and (found := self._sequential(step, r)):
-            s.excursion = found
-            s.sums = Sums()
+        if s.excursion is None and (raised := self._sequential(step, r)):
+            s.excursion, s.sums = raised, Sums()
             s.loss.pending, s.norm.pending = [], []
         if s.excursion is not None:
             e = s.excursion
             e.severity = max(e.severity, outlier)
-            verdict, severity, onset, reason = e.verdict, e.severity, e.onset, e.reason
-            on_trend = False
+            found = Finding(step, e.verdict, e.severity, e.onset, e.reason, warnings, on_trend=False)
             self._follow(e, r)
-        else:
-            if outlier > 0.0:
-                verdict, severity, reason = Verdict.OUTLIER, outlier, why
-            self._learn(r, signals, norm, line)
-        return Finding(step, verdict, severity, onset, reason, warnings, on_trend)
+            return found
+        self._learn(r, signals, norm, line)
+        on_trend = r.rise < _JUMP / 2 and (r.norm is None or r.norm < _JUMP / 2)
+        verdict = Verdict.OUTLIER if outlier > 0.0 else Verdict.HEALTHY
+        return Finding(step, verdict, outlier, step, why if outlier > 0.0 else "", warnings, on_trend)
 
     def _start(self, step: int, loss: float, norm: float | None, warnings: tuple[str, ...]) -> Finding:
         """Fill the windows; only an explosion is noticed."""
@@ -186,23 +183,22 @@ class Detector:
         if len(channel.values) < self.config.min_values:
             return None
         now, full = self._state.seen, self.config.window
-        if (
-            self._state.excursion is not None
-        ):  # frozen: a slope is not trusted for longer than it was seen to hold
-            now = channel.times[-1]
+        if self._state.excursion is not None:
+            now = channel.times[-1]  # a slope is not trusted for longer than it was seen to hold
         return trend(channel.times, channel.values, now, floor=floor, full=full)
 
     def _residuals(self, loss: float, norm: float | None, line: Trend, norm_line: Trend | None) -> _Residuals:
         s = self._state
         rise = loss - max(line.level, line.late)
-        fall = min(line.level, line.late) - loss
+        fall = min(line.low, line.late) - loss
         above = loss - s.best if s.best is not None else 0.0
         if s.drop is not None:
-            back = loss - s.drop.level_at(s.seen)
+            back = loss - s.drop.level
             rise, above = min(rise, back), min(above, back)
         zn = None if norm is None or norm_line is None else _bound((norm - norm_line.level) / norm_line.scale)
+        wider = line.scale / s.width if s.width is not None else 1.0
         return _Residuals(
-            _bound(rise / line.scale), _bound(fall / line.scale), _bound(above / line.noise), zn
+            _bound(rise / line.scale), _bound(fall / line.scale), _bound(above / line.noise), zn, wider
         )
 
     # The tests.
@@ -232,38 +228,35 @@ class Detector:
             s.joint.add(both - c.joint_allowance, now, step)
         s.drift.add(min(r.above_best, c.drift_clip) - c.drift_allowance, now, step)
         wide = c.oscillation_clip
-        s.wide_up.add(min(max(r.rise, 0.0), wide) - c.oscillation_allowance, now, step)
-        s.wide_down.add(min(max(r.fall, 0.0), wide) - c.oscillation_allowance, now, step)
+        s.wide_up.add(min(max(r.rise * r.wider, 0.0), wide) - c.oscillation_allowance, now, step)
+        s.wide_down.add(min(max(r.fall * r.wider, 0.0), wide) - c.oscillation_allowance, now, step)
 
-        if s.spike.value >= c.spike_limit:
-            return self._raised(
-                Verdict.SPIKE, s.spike, s.spike.value / c.spike_limit, "the loss stays above its trend"
-            )
-        if s.joint.value >= c.joint_limit:
-            severity = s.joint.value / c.joint_limit
-            return self._raised(Verdict.SPIKE, s.joint, severity, "loss and gradient norm rise together")
-        if s.drift.value >= c.drift_limit:
-            raw = self._state.loss.raw
-            half = len(raw) // 2
-            rising = median(raw[half:]) > median(raw[:half])
-            what = Verdict.DRIFT if rising else Verdict.PLATEAU
-            return self._raised(
-                what, s.drift, s.drift.value / c.drift_limit, "the loss left the best level it held"
-            )
         swing = min(s.wide_up.value, s.wide_down.value)
-        if swing >= c.oscillation_limit:
-            first = min(s.wide_up, s.wide_down, key=lambda side: side.since)
-            return self._raised(
-                Verdict.OSCILLATION, first, swing / c.oscillation_limit, "the loss swings up and down"
-            )
+        first = min(s.wide_up, s.wide_down, key=lambda side: side.since)
+        for verdict, by, severity, what in (
+            (Verdict.SPIKE, s.spike, s.spike.value / c.spike_limit, "the loss stays above its trend"),
+            (Verdict.SPIKE, s.joint, s.joint.value / c.joint_limit, "loss and gradient norm rise together"),
+            (
+                Verdict.DRIFT,
+                s.drift,
+                s.drift.value / c.drift_limit,
+                "the loss has left the best level it held",
+            ),
+            (Verdict.OSCILLATION, first, swing / c.oscillation_limit, "the loss swings up and down"),
+        ):
+            if severity >= 1.0:
+                steps = now - by.since + 1
+                if verdict is Verdict.SPIKE and steps > _SLOW:
+                    verdict = Verdict.DRIFT
+                elif verdict is Verdict.DRIFT and not self._rises():
+                    verdict = Verdict.PLATEAU
+                reason = f"{what} since step {by.onset}: {steps} observations, {r.above_best:.1f} sigma above the best"
+                return Excursion(verdict=verdict, onset=by.onset, since=now, severity=severity, reason=reason)
         return None
 
-    def _raised(self, verdict: Verdict, by: Sum, severity: float, reason: str) -> Excursion:
-        now = self._state.seen
-        if verdict is Verdict.SPIKE and now - by.since > _SLOW:
-            verdict = Verdict.DRIFT
-        reason = f"{reason} since step {by.onset} ({now - by.since + 1} steps, {severity:.2f} of the limit)"
-        return Excursion(verdict=verdict, onset=by.onset, since=now, severity=severity, reason=reason)
+    def _rises(self) -> bool:
+        latest = self._state.loss.raw[-2 * _SLOW :]
+        return median(latest[-_SLOW:]) > median(latest[:_SLOW])
 
     # What is remembered.
 
@@ -272,7 +265,7 @@ class Detector:
         c, s = self.config, self._state
         slow = e.verdict in (Verdict.DRIFT, Verdict.PLATEAU)
         if e.verdict is Verdict.OSCILLATION:
-            _keep(e.loss, max(abs(r.rise), abs(r.fall)), 2 * c.recovery)
+            _keep(e.loss, max(r.rise, r.fall), 2 * c.recovery)
         else:
             _keep(e.loss, r.above_best if slow else r.rise, 2 * c.recovery)
         if r.norm is not None:
@@ -288,7 +281,7 @@ class Detector:
         if over:
             s.excursion = None
         elif lasted >= c.adapt:
-            s.excursion, s.best, s.best_lr = None, None, None
+            s.excursion, s.best, s.best_lr, s.width = None, None, None, None
             for channel in (s.loss, s.norm):
                 channel.values = list(channel.raw)
                 channel.times = list(range(s.seen - len(channel.raw) + 1, s.seen + 1))
@@ -299,29 +292,39 @@ class Detector:
         for channel, value, z in ((s.loss, signals.loss, r.rise), (s.norm, norm, r.norm)):
             if value is None:
                 continue
-            if z is None or z < _JUMP:
+            low = channel is s.loss and r.fall >= _JUMP and s.drop is None
+            if z is None or (z < _JUMP and not low):
                 self._accept(channel, value)
-            else:
+            elif not low:
                 channel.pending.append((s.seen, z))
             if channel.pending and s.seen - channel.pending[0][0] >= c.recovery:
                 # A refused jump cannot have done harm, so it counts as little more than what is refused.
                 known = max(c.lone, c.record_margin * channel.record)
                 channel.record = max(channel.record, min(channel.pending.pop(0)[1], 1.25 * known))
+        self._hold(signals, line)
+        fall = s.sums.fall
+        fall.add(min(r.fall, c.spike_clip) - c.fall_allowance, s.seen, signals.step)
+        if fall.value >= c.spike_limit:
+            if s.drop is None and s.seen - fall.since <= _SLOW:
+                s.drop = Drop(level=line.level, since=s.seen)
+            s.sums.fall = Sum()
+
+    def _hold(self, signals: Signals, line: Trend) -> None:
+        """The best level: lowered as the loss falls, but not to that of a few easy shards; given up slowly."""
+        c, s = self.config, self._state
         level = median(s.loss.values[-c.level :])
-        if (
-            s.best is None
-            or (s.best_lr is not None and signals.lr is not None and signals.lr > 1.25 * s.best_lr)
-            or level < s.best + c.forget * line.noise
-        ):
+        if s.drop is not None:
+            returned = level >= s.drop.level
+            if s.seen - s.drop.since > c.drop_memory or (returned and s.seen - s.drop.since > c.level):
+                s.drop = None
+            else:
+                level = max(level, s.drop.level)
+        risen_lr = s.best_lr is not None and signals.lr is not None and signals.lr > 1.25 * s.best_lr
+        if s.best is None or risen_lr or level < s.best + c.forget * line.noise:
             s.best, s.best_lr = level, signals.lr
         else:
             s.best += c.forget * line.noise
-        fall = s.sums.fall
-        fall.add(min(r.fall, c.spike_clip) - c.spike_allowance, s.seen, signals.step)
-        if fall.value >= c.spike_limit:
-            if s.drop is None and s.seen - fall.since <= _SLOW:
-                s.drop = Drop(level=line.level, slope=line.slope, since=s.seen)
-            s.sums.fall = Sum()
+        s.width = line.scale if s.width is None else min(line.scale, s.width * (1.0 + c.forget))
 
     def _accept(self, channel: Channel, value: float) -> None:
         _keep(channel.times, self._state.seen, self.config.window)
@@ -331,32 +334,37 @@ class Detector:
         s, c = self._state, self.config
         for channel in (s.loss, s.norm):
             channel.record *= 0.5 ** (1 / c.record_half_life)
-        if s.drop is not None and s.seen - s.drop.since > c.drop_memory:
-            s.drop = None
 
     def _warnings(self, signals: Signals) -> tuple[str, ...]:
-        """Indicators that grow: the newest third of the measurements against the oldest, in log units."""
+        """Of the indicators that were measured, and every now and then of the level of the gradient norm."""
+        said = [
+            f"{name} is {value}" for name, value in signals.indicators.items() if not math.isfinite(value)
+        ]
+        logs = {name: math.log(value) for name, value in signals.indicators.items() if 0.0 < value < math.inf}
+        if self._state.seen % _NORM_EVERY == 0 and self._state.norm.values:
+            logs["gradient norm"] = median(self._state.norm.values[-_NORM_EVERY:])
+        grown = [self._growth(name, value) for name, value in logs.items()]
+        return (*said, *filter(None, grown))
+
+    def _growth(self, name: str, value: float) -> str:
+        """Does it grow? The newest third of the measurements against the oldest, in log units; "" = no."""
         c, known = self.config, self._state.indicators
-        said = []
-        for name, value in signals.indicators.items():
-            if not math.isfinite(value):
-                said.append(f"{name} is {value}")
-            elif value > 0.0 and (name in known or len(known) < _INDICATORS):
-                series = known.setdefault(name, [])
-                _keep(series, math.log(value), c.indicator_window)
-                third = len(series) // 3
-                if third >= 3:
-                    growth = median(series[-third:]) - median(series[:third])
-                    steps = [abs(b - a) for a, b in zip(series, series[1:])]
-                    if growth > max(math.log(c.indicator_growth), _JUMP * median(steps)):
-                        said.append(
-                            f"{name} has grown {math.exp(growth):.1f} times in {len(series)} measurements"
-                        )
-        return tuple(said)
+        if name not in known and len(known) >= _INDICATORS:
+            return ""
+        series = known.setdefault(name, [])
+        _keep(series, value, c.indicator_window)
+        third = len(series) // 3
+        if third < 3:
+            return ""
+        growth = median(series[-third:]) - median(series[:third])
+        scatter = median([abs(after - before) for before, after in pairwise(series)])
+        if growth <= max(math.log(c.indicator_growth), _JUMP * scatter):
+            return ""
+        return f"{name} has grown {math.exp(min(growth, 700.0)):.1f} times in {len(series)} measurements"
 
 
-def _not_finite(signals: Signals) -> str:
-    if not math.isfinite(signals.loss):
+def _no_number(signals: Signals) -> str:
+    if not abs(signals.loss) < _ABSURD:
         return f"loss is {signals.loss}"
     if signals.grad_norm is not None and not math.isfinite(signals.grad_norm):
         return f"gradient norm is {signals.grad_norm}"

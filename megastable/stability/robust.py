@@ -1,4 +1,4 @@
-"""Robust statistics of short windows: a trend that outliers do not move, and sequential sums that no one step can raise.
+"""Robust statistics of short windows: a trend that outliers do not move, a sequential sum that one step cannot raise.
 
 Plain Python on purpose: sorting 100 floats takes less than one call into numpy.
 """
@@ -26,12 +26,12 @@ def median(values: Sequence[float]) -> float:
 class Trend:
     """What the next value is compared with.
 
-    level: expected now. slope: per observation, never rising. scale: sigma of the scatter about the line. noise: the
+    level: expected now. low: the least that can be expected, if the fall goes on as steeply as it ever was. scale: sigma of the scatter about the line. noise: the
     same from successive differences alone, which a curved trend does not inflate. late: level of the newest values.
     """
 
     level: float
-    slope: float
+    low: float
     scale: float
     noise: float
     late: float
@@ -51,20 +51,22 @@ def trend(times: Sequence[int], values: Sequence[float], now: int, *, floor: flo
     third = len(values) // 3
     parts = (slice(0, third), slice(third, -third), slice(-third, None))
     (x0, x1, x2), (y0, y1, y2) = ([median(series[part]) for part in parts] for series in (times, values))
-    slope = min(0.0, max((y2 - y0) / (x2 - x0), (y2 - y1) / (x2 - x1)))
+    slopes = [min(0.0, (y2 - y0) / (x2 - x0)), min(0.0, (y2 - y1) / (x2 - x1))]
+    slope = max(slopes)
     level_now = [value - slope * (time - now) for time, value in zip(times, values)]
     level = median(level_now)
     scale = _MAD_TO_SIGMA * median([abs(value - level) for value in level_now])
     jumps = [abs(after - before) for before, after in pairwise(values)]
     noise = _MAD_TO_SIGMA * median(jumps) / math.sqrt(2.0)
-    return Trend(level, slope, max(scale, floor), max(noise, floor), median(values[-_NEWEST:]))
+    low = level + (min(slopes) - slope) * (now - x1)
+    return Trend(level, low, max(scale, floor), max(noise, floor), median(values[-_NEWEST:]))
 
 
 class Sum(BaseModel):
     """A one-sided cumulative sum (Page, Biometrika 41, 1954) of which the largest term does not count.
 
-    So one step, whatever its size, raises nothing; it takes company. since, onset: the observation and the step at which
-    it last left zero.
+    So one step, whatever its size, raises nothing; it takes company. since, onset: the observation and the step at
+    which it last left zero.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -8,33 +8,40 @@ from megastable.part import Fraction, Part
 
 
 class DetectorConfig(Part):
-    """What counts as a deviation; see detector.py. Lengths are in observations (steps, or lines of a sparse trace).
+    """What counts as a deviation; see detector.py. Lengths are in observations: steps, or lines of a sparse trace.
+
+    The figures below are from public traces of real runs: 29,000 healthy steps, and nine onsets of spikes
+    (docs/stability.md). Every limit may move by a fifth either way without a missed onset or more than one false alarm.
 
     Residuals are in sigma, the scatter of the last `window` accepted values: long enough for a steady estimate, short
-    enough to follow the trend. min_values, warmup_steps: nothing is judged before, unless the loss rises by
-    `explosion` nats above all that was seen. loss_floor (nats), norm_floor (log units): scatter is taken as at least
-    that, so that the first wiggle of a constant series is nothing and a norm that moves by a fifth neither.
+    enough to follow the trend. min_values, warmup_steps: nothing is judged before both, unless the loss rises by
+    `explosion` nats above all that was seen. loss_floor (nats), norm_floor (log units): the scatter is taken as at least
+    that, so that the first wiggle of a constant series is nothing, and a norm that is up by a half neither, which late
+    in a quiet run is 10 sigma and means nothing.
 
-    Outlier, refused (severity 1): loss and norm at the same step beyond outlier_loss and outlier_norm; or one of them
-    beyond `lone`, and beyond record_margin times the farthest harmless jump of that kind that this run has shown,
-    which is forgotten with a half-life of record_half_life: single gradient norms of 10 times the usual and single
-    hard batches of 15 sigma pass without harm on the public traces. Without a norm to confirm it: lone_without_norm.
-    A loss beyond `notice` and beyond that record is mentioned with a severity below 1.
+    Outlier, refused (severity 1): loss and norm of the same step beyond outlier_loss and outlier_norm; or one alone
+    beyond `lone` and beyond record_margin times the farthest harmless jump of its kind that this run has shown, which
+    is forgotten with a half-life of record_half_life. Single gradient norms at 13 times the usual and single hard
+    batches at 15 sigma pass without harm. lone_without_norm: for the loss, where no norm can confirm it. A loss beyond
+    `notice` and beyond that record is mentioned, with a severity below 1.
 
-    Cumulative sums: a term is the residual, at most *_clip, minus *_allowance; the alarm is at *_limit. On the public
-    traces spikes reach 6.8 (loss) and 5.0 (joint) within five steps, the healthy runs 5.0 and 3.1 in 29,000 steps.
-    drift: a loss 2 sigma above the best level is noticed in 30 steps, one that wanders by less than 1.25 never;
-    `forget`: sigma per observation by which the best level is given up, for data whose difficulty wanders.
-    oscillation: twice the usual scatter on both sides.
+    Cumulative sums: a term is the residual, at most *_clip, less *_allowance; the alarm is at *_limit; the largest term
+    does not count. Within five steps spikes reach 4.8 (loss) or 4.0 (joint), healthy runs 3.7 and 2.1 ever. tame: the
+    norm counts less by as much as its farthest harmless jump exceeds this. drift: against the best level, a median of
+    `level` values, in units of the scatter of neighbours; a slow divergence reaches 45 in 100 steps, healthy runs 3.6
+    ever. forget: in sigma per observation, how fast best level and smallest scatter are given up, for data whose
+    difficulty wanders. oscillation: of the residuals on either side over the smallest scatter; swings of 3 sigma are
+    noticed, healthy runs reach 1.6.
 
-    recovery: an excursion is over when the median of so many residuals is below `calm`. lasting: one that is longer
-    is a plateau; spikes that heal do so in 10 to 30 steps. adapt: after so many the level is taken as given, and
-    learnt anew from the last `relearn`. drop_memory: how long the level before a sudden fall of the loss (a shard of
-    easy text, typically 100M tokens) is kept as one that may come back.
+    recovery: an excursion is over when the median of so many residuals is below `calm`. lasting: one that is longer is a
+    plateau; spikes that heal do so in 10 to 30 steps. adapt: after so many the level is taken as given, and learnt anew
+    from the last `relearn`. fall_allowance, drop_memory: a sudden fall of the loss, a shard of easy text (typically 100M
+    tokens), and for how long the level before it may come back without being a spike. indicator_growth: factor between
+    the first and the last third of indicator_window measurements.
     """
 
-    window: PositiveInt = 100
-    min_values: int = Field(default=20, ge=6)
+    window: int = Field(default=100, ge=30)
+    min_values: int = Field(default=20, ge=9, le=30)
     warmup_steps: NonNegativeInt = 50
     explosion: PositiveFloat = 2.0
     loss_floor: PositiveFloat = 0.005
@@ -54,8 +61,8 @@ class DetectorConfig(Part):
     joint_loss_clip: PositiveFloat = 2.0
     joint_norm_clip: PositiveFloat = 4.0
     joint_allowance: PositiveFloat = 2.5
-    tame: PositiveFloat = 10.0
     joint_limit: PositiveFloat = 3.0
+    tame: PositiveFloat = 10.0
     level: PositiveInt = 30
     drift_clip: PositiveFloat = 3.0
     drift_allowance: PositiveFloat = 1.7
@@ -69,10 +76,11 @@ class DetectorConfig(Part):
     calm: PositiveFloat = 1.0
     lasting: PositiveInt = 50
     adapt: PositiveInt = 150
-    relearn: PositiveInt = 50
+    relearn: int = Field(default=50, ge=30)
+    fall_allowance: PositiveFloat = 1.5
     drop_memory: PositiveInt = 300
 
-    indicator_window: PositiveInt = 24
+    indicator_window: int = Field(default=24, ge=9)
     indicator_growth: PositiveFloat = 2.0
 
 

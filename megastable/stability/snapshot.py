@@ -70,8 +70,11 @@ class Ring:
     def due(self, step: int) -> bool:
         return self._capacity > 0 and self._interval > 0 and step % self._interval == 0
 
-    def take(self, step: int, extra: Any) -> None:
-        """Copy the state after `step` steps; the oldest or most crowded point gives its memory when all is used."""
+    def take(self, step: int, extra: Any, counters: dict[str, Any] | None = None) -> None:
+        """Copy the state after `step` steps; the oldest or most crowded point gives its memory when all is used.
+
+        counters: when the engine's have moved on already, as after a refused step.
+        """
         if not self._capacity:
             return
         self.forget_from(step)
@@ -81,7 +84,7 @@ class Ring:
             self._spare.append(snapshot.tensors)
         source = self._engine.optimizer_state()
         tensors = self._copy(source, self._spare.pop() if self._spare else {})
-        self._kept.append(Snapshot(step, tensors, self._engine.counters(), extra))
+        self._kept.append(Snapshot(step, tensors, counters or self._engine.counters(), extra))
 
     def before(self, onset: int, older: int = 0) -> Snapshot | None:
         """The newest point that no step from `onset` on has touched; `older`: pass over so many, if there are."""
