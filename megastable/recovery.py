@@ -21,13 +21,12 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 
 from megastable import diagnose
+from megastable.casebook import Casebook
 from megastable.checkpoint import store
 from megastable.checkpoint.store import RunState
 from megastable.config import RunConfig
-from megastable.data.documents import documents_at
 from megastable.data.loader import Loader, Source, Step
-from megastable.data.order import LAST_POSITION
-from megastable.data.skips import Selection, SkipEntry, append, read_ledger
+from megastable.data.skips import Selection, read_ledger
 from megastable.engine import Engine, Measured
 from megastable.errors import ConfigError, HandoverError, MegastableError, UnstableError
 from megastable.evidence import Laboratory, Trained
@@ -38,7 +37,7 @@ from megastable.stability import attribution
 from megastable.stability.attribution import Conclusion
 from megastable.stability.detector import DetectorState
 from megastable.stability.guard import Guard, GuardState
-from megastable.stability.incident import Incident, Outcome, kind_of
+from megastable.stability.incident import Incident
 from megastable.stability.policy import Action, Cause, Decision, PolicyState
 from megastable.stability.signals import Signals, Verdict
 from megastable.stability.snapshot import Ring, Snapshot, capacity
@@ -73,12 +72,11 @@ class Recovery:
         self.config, self.settings = config, config.stability
         self.engine, self.source, self.run = engine, source, run
         self.note, self.say = note, say
-        self.incident: Incident | None = None
-        self.incidents = 0
         self.decision: Decision | None = None
         self.indicators: dict[str, float] = {}
         c = self.settings
         self.guard = Guard(c, simulated=c.dry_run)
+        self.casebook = Casebook(run, source, lambda: self.guard.policy.state, note, say)
         self._before = self.guard.detector.state
         self.ring = Ring(engine, 0, c.snapshots.interval)
         self.laboratory: Laboratory | None = None
@@ -92,7 +90,7 @@ class Recovery:
         memory = Memory.model_validate(state.stability)
         memory.guard.policy = self._newest_policy(memory.guard.policy)
         self.guard = Guard(self.settings, memory.guard, simulated=self.settings.dry_run)
-        self.incident, self.incidents = memory.incident, max(memory.incidents, self._journaled())
+        self.casebook.restore(memory.incident, memory.incidents)
         batch = self.config.train.global_batch
         self.laboratory = Laboratory(self.settings.attribution, self.engine, loader, batch)
         if self.settings.enabled and not self.settings.dry_run:
@@ -101,7 +99,8 @@ class Recovery:
 
     def memory(self) -> dict[str, Any]:
         """For the checkpoint."""
-        memory = Memory(guard=self.guard.state, incident=self.incident, incidents=self.incidents)
+        book = self.casebook
+        memory = Memory(guard=self.guard.state, incident=book.incident, incidents=book.count)
         return memory.model_dump()
 
     def _newest_policy(self, saved: PolicyState) -> PolicyState:
@@ -115,9 +114,6 @@ class Recovery:
             return journaled if journaled.clock > saved.clock else saved
 
         return first(read)
-
-    def _journaled(self) -> int:
-        return first(lambda: max((e["number"] for e in self.run.events("incident")), default=0))
 
     def _capacity(self) -> int:
         """How many snapshots every rank has room for; said, with the numbers."""
@@ -215,11 +211,12 @@ class Recovery:
             self._rehearse(decision, state)
             return state
         if decision.healed:
-            self._close(state, "healed")
+            self.casebook.close(state, "healed")
         if decision.action.rewinds:
             return self._rewind(decision, batch, measured, state, loader, damage)
         if decision.action.ends:
-            raise self._end(decision, state, loader)
+            self.casebook.open(decision, state, self._since(decision.finding.onset), measured.grad_norm)
+            raise self._end(decision, state)
         calm = applied and decision.finding.verdict is Verdict.HEALTHY and decision.finding.on_trend
         if calm and self.ring.due(state.step):
             self._snapshot(state, self.guard.detector.state)
@@ -251,7 +248,8 @@ class Recovery:
         damage: str,
     ) -> RunState:
         begin, finding, policy = time.perf_counter(), decision.finding, self.guard.policy
-        incident = self._open(decision, state, measured)
+        window = self._since(finding.onset)
+        self.casebook.open(decision, state, window, measured.grad_norm)
         recurred = policy.recurred()
         # On the state that the update was refused on: the very experiment again.
         if not damage:
@@ -261,26 +259,26 @@ class Recovery:
         snapshot = self._restore(finding.onset, 1 if recurred else 0)
         if snapshot is None:
             reason = f"{decision.reason}; no snapshot is good"
-            raise self._end(replace(decision, action=Action.HANDOVER, reason=reason), state, loader)
+            raise self._end(replace(decision, action=Action.HANDOVER, reason=reason), state)
         saved, random_states, detector = snapshot.extra
         if damage:
             conclusion = Conclusion(Cause.HARDWARE, [], [], damage)
         else:
-            conclusion = self._examine(finding.onset, recurred)
+            conclusion = self._examine(window, recurred)
         corpora = self._selection().corpora_left
         action, reason = policy.remedy(conclusion.cause, saved.updates, corpora)
         seconds = time.perf_counter() - begin
         lost = state.step - snapshot.step
-        self._attribute(incident, conclusion, action, reason, finding.onset, lost, seconds)
+        self.casebook.attribute(conclusion, window, action, reason, lost, seconds)
         if action.ends:
-            raise self._end(replace(decision, action=action, reason=reason), state, loader)
+            raise self._end(replace(decision, action=action, reason=reason), state)
         back: RunState = saved.model_copy(deep=True)
         back.seconds = state.seconds
         self.guard.rewind(detector)
         set_rng_state(random_states)
         loader.go_to(back.cursor, self._selection())
         self._forget(snapshot.step)
-        self._journal(incident, "rewound", to_step=back.step, cursor=back.cursor)
+        self.casebook.rewound(back.step, back.cursor)
         self.say(
             f"  rewound {lost} steps to step {back.step} in {time.perf_counter() - begin:.1f} s, without a restart; "
             f"{reason}"
@@ -293,7 +291,7 @@ class Recovery:
             self.ring.restore(snapshot)
             self.engine.refresh_weights()
             self._known = self._reference(snapshot)
-            positions, recorded, now = self._known
+            _, recorded, now = self._known
             norms = self.engine.flat_state().norms()
             finite = math.isfinite(norms.parameters + norms.second_moment)
             if finite and not attribution.is_worse(now[: recorded.size], recorded):
@@ -316,66 +314,15 @@ class Recovery:
         positions = np.concatenate([np.empty(0, np.int64), *(t.positions for t in before)])[-count:]
         recorded = np.concatenate([np.empty(0), *(t.losses for t in before)])[-count:]
         if not positions.size:
-            positions = np.arange(max(0, saved.cursor - count), saved.cursor)
+            kept, _ = self._selection().next_kept(max(0, saved.cursor - count), count)
+            positions = kept[kept < saved.cursor]
         return positions, recorded, self.laboratory.losses(positions)
 
-    def _examine(self, onset: int, recurred: bool) -> Conclusion:
+    def _examine(self, window: list[Trained], recurred: bool) -> Conclusion:
         assert self.laboratory is not None
-        window = [t for t in self._trained if onset <= t.step][: self.settings.attribution.window]
+        suspects = window[: self.settings.attribution.window]
         harmless, _, reference = self._known
-        return self.laboratory.examine(window, harmless, reference, self._selection(), recurred)
-
-    def _attribute(
-        self, incident: Incident, found: Conclusion, action: Action, reason: str, onset: int, lost: int,
-        seconds: float,
-    ) -> None:  # fmt: skip
-        """Put the conclusion into the incident, the skips into the ledger."""
-        if found.cause is Cause.DATA:
-            skipped = attribution.ranges(found.guilty)
-        elif found.cause is Cause.HARDWARE:
-            skipped = []
-        else:
-            window = [p for t in self._trained if t.step >= onset for p in t.positions.tolist()]
-            skipped = attribution.ranges(sorted(window))
-        why = f"{found.cause}: {found.reason}"
-        entries = [
-            SkipEntry(first=a, end=b, reason=why, incident=incident.number, step=incident.step)
-            for a, b in skipped
-        ]
-        if action is Action.SWAP_CORPUS:
-            entries.append(self._swap(found, incident))
-        for entry in entries:
-            first(lambda e=entry: append(self.run.skips, e))  # type: ignore[misc]
-        incident.cause = found.cause
-        incident.actions.append(action)
-        incident.reasons.append(f"{found.reason}; {reason}")
-        incident.positions = sorted({*incident.positions, *skipped})
-        if found.cause is Cause.DATA:
-            guilty = documents_at(self.source, np.array(found.guilty))
-            known = {str(d) for d in incident.documents}
-            new = [d.model_dump() for d in guilty[:NAMED] if str(d.model_dump()) not in known]
-            incident.documents += new
-        incident.steps_lost += lost
-        incident.seconds = round(incident.seconds + seconds, 3)
-        self._journal(
-            incident, "attributed", cause=found.cause, positions=skipped, reason=found.reason,
-            suspects=[asdict(s) for s in found.suspects[:16]], action=action, remedy=reason,
-        )  # fmt: skip
-        count = sum(b - a for a, b in skipped)
-        documents = f" of {len(incident.documents)} documents" if incident.documents else ""
-        self.say(f"  cause: {found.cause}: {found.reason}")
-        self.say(f"  skipped from now on: {count} samples{documents} ({_readable(skipped)})")
-
-    def _swap(self, found: Conclusion, incident: Incident) -> SkipEntry:
-        """The corpus that most of the guilty samples come from, out from the first of them on."""
-        corpora = self.source.order.locate(np.array(found.guilty)).corpus
-        name = self.source.order.corpora[int(np.bincount(corpora).argmax())].name
-        why = f"corpus {name} was guilty again and again"
-        self.say(f"  swapped out: corpus {name}")
-        return SkipEntry(
-            first=min(found.guilty), end=LAST_POSITION, reason=why, incident=incident.number, step=incident.step,
-            corpus=name,
-        )  # fmt: skip
+        return self.laboratory.examine(suspects, harmless, reference, self._selection(), recurred)
 
     def _selection(self) -> Selection:
         return selection(self.config, self.source, self.run)
@@ -390,69 +337,18 @@ class Recovery:
                 "checkpoint_suspect", name=name, reason=f"written after step {step}, which was returned to"
             )
 
-    # Incidents
-
-    def _open(self, decision: Decision, state: RunState, measured: Measured) -> Incident:
-        """The incident that this decision belongs to: the present one, or a new one."""
-        finding, policy = decision.finding, self.guard.policy.state
-        if self.incident is None:
-            self.incident = self._new(decision, state)
-        incident = self.incident
-        incident.kind = kind_of(incident.verdict, policy.recurrences)
-        window = [t for t in self._trained if t.step >= finding.onset]
-        incident.batches_discarded += sum(not t.applied for t in window)
-        peaks = [float(t.losses.mean()) for t in window]
-        incident.loss_peak = _peak(incident.loss_peak, peaks)
-        incident.norm_peak = _peak(incident.norm_peak, [measured.grad_norm])
-        self.say(f"step {state.step}: incident {incident.number}: {decision.reason}")
-        self._journal(
-            incident, "opened", step=state.step, verdict=finding.verdict, onset=finding.onset,
-            action=decision.action, reason=decision.reason,
-        )  # fmt: skip
-        return incident
-
-    def _close(self, state: RunState, outcome: Outcome) -> None:
-        if self.incident is None:
-            return
-        incident, self.incident = self.incident, None
-        incident.outcome = outcome
-        incident.loss_after = float(np.mean(state.recent_losses))
-        self._journal(incident, "closed", summary=incident.model_dump(mode="json"))
-        since = f"{state.step - incident.step} steps after"
-        self.say(
-            f"step {state.step}: incident {incident.number} is over, {since}: loss {incident.loss_after:.3f}, "
-            f"on the trend again ({incident.steps_lost} steps done again, {incident.batches_discarded} batches refused)"
-        )
-
     def finish(self, state: RunState) -> None:
         """At the end of the run: an incident that nothing came after is over."""
         last = self.decision.finding if self.decision is not None else None
         calm = last is not None and last.verdict is Verdict.HEALTHY and last.on_trend
-        self._close(state, "healed" if calm else "open")
+        self.casebook.close(state, "healed" if calm else "open")
 
-    def _end(self, decision: Decision, state: RunState, loader: Loader) -> MegastableError:
-        """Hand over or stop: the ledger and the journal have all that a restart needs."""
-        incident, onset = self.incident, decision.finding.onset
-        if incident is None:
-            incident = self._new(decision, state)
-        positions = [p for t in self._trained if t.step >= onset for p in t.positions.tolist()]
-        why = f"the window of incident {incident.number}: {decision.reason}"
-        for a, b in attribution.ranges(sorted(positions)):
-            entry = SkipEntry(first=a, end=b, reason=why, incident=incident.number, step=state.step)
-            first(lambda e=entry: append(self.run.skips, e))  # type: ignore[misc]
-        handover = decision.action is Action.HANDOVER
-        incident.actions.append(decision.action)
-        incident.reasons.append(decision.reason)
-        incident.outcome = "handed over" if handover else "stopped"
-        incident.kind = "divergent"
-        self._journal(incident, "closed", summary=incident.model_dump(mode="json"))
-        policy = self.guard.policy.state.model_dump(mode="json")
-        self.note(
-            "handover" if handover else "unstable", step=state.step, before=onset, reason=decision.reason,
-            incident=incident.number, policy=policy,
-        )  # fmt: skip
-        where = f"step {state.step}: incident {incident.number} (began at step {onset}): {decision.reason}. "
-        if handover:
+    def _end(self, decision: Decision, state: RunState) -> MegastableError:
+        """What ends this process; all that a restart needs is written down."""
+        onset = decision.finding.onset
+        number = self.casebook.give_up(decision, state, self._since(onset)).number
+        where = f"step {state.step}: incident {number} (began at step {onset}): {decision.reason}. "
+        if decision.action is Action.HANDOVER:
             return shared(
                 HandoverError(
                     f"{where}It needs a restart from a checkpoint before step {onset}: the same command does that, "
@@ -466,18 +362,8 @@ class Recovery:
             )
         )
 
-    def _new(self, decision: Decision, state: RunState) -> Incident:
-        self.incidents += 1
-        before = [x for x in state.recent_losses if math.isfinite(x)]
-        finding = decision.finding
-        return Incident(
-            number=self.incidents, step=state.step, onset=finding.onset, verdict=finding.verdict,
-            kind=kind_of(finding.verdict, 0), loss_before=float(np.median(before)) if before else None,
-        )  # fmt: skip
-
-    def _journal(self, incident: Incident, what: str, **fields: Any) -> None:
-        policy = self.guard.policy.state.model_dump(mode="json")
-        self.note("incident", number=incident.number, what=what, **fields, policy=policy)
+    def _since(self, onset: int) -> list[Trained]:
+        return [t for t in self._trained if t.step >= onset]
 
 
 def selection(config: RunConfig, source: Source, run: RunDirectory) -> Selection:
@@ -486,16 +372,6 @@ def selection(config: RunConfig, source: Source, run: RunDirectory) -> Selection
     return Selection(source.order, entries, config.data.skip)
 
 
-def _peak(old: float | None, values: list[float]) -> float | None:
-    known = [x for x in [old, *values] if x is not None and math.isfinite(x)]
-    return max(known, default=None)
-
-
 def _local() -> int:
     """Ranks on this host."""
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
-
-
-def _readable(ranges: list[tuple[int, int]]) -> str:
-    shown = ", ".join(f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in ranges[:4])
-    return f"positions {shown}" + (", ..." if len(ranges) > 4 else "") if ranges else "no position"

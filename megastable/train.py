@@ -36,14 +36,13 @@ from megastable.data.skips import Selection, Skips
 from megastable.data.statistics import token_counts, unigram_entropy
 from megastable.engine import Engine, Judge, Measured, start_distributed, stop_distributed
 from megastable.errors import CheckpointError, SpaceError, UnstableError
-from megastable.hardware import memory_gib, peak_tflops
-from megastable.model.flops import flops_per_token, parameters
+from megastable.hardware import peak_tflops
+from megastable.model.flops import parameters
 from megastable.optim.schedule import rate
 from megastable.parallel.topology import Layout, Topology
 from megastable.ranks import agree, first, shared
-from megastable.records import LAYER_SCHEMA, LayerRecord, Recorder, StepRecord, worst_samples
 from megastable.recovery import Recovery, selection
-from megastable.report.live import Live
+from megastable.report.observer import Observer
 from megastable.report.summary import incidents, summarise
 from megastable.rundir import RunDirectory
 from megastable.startup import StopRequest, open_data, open_run
@@ -156,10 +155,9 @@ class Trainer:
                 f"note: schedule.warmup_steps={c.schedule.warmup_steps} is not below train.steps={c.train.steps}: "
                 "the learning rate never reaches its peak"
             )
-        live = Live(c.logging, self.run.tensorboard, c.train.steps, s.step) if self.first else None
-        recorder = Recorder(self.run.steps, c.logging.flush_steps)
-        layers = Recorder(self.run.layers, 1, LAYER_SCHEMA)
-        clips: list[bool] = []
+        observer = None
+        if self.first:
+            observer = Observer(c, self.run, self.layout, self.engine.device, peak, s.step)
         loader = self._loader(self.corpora.train, selection(c, self.corpora.train, self.run), s.cursor)
         total = c.schedule.total_steps or c.train.steps
         tokens = c.train.global_batch * c.model.sequence_length
@@ -198,50 +196,8 @@ class Trainer:
                 if self.engine.probe.watching or due(c.logging.norms_interval, s.step):
                     statistics = self.engine.statistics()
                     self.recovery.indicators = statistics.indicators
-                if live is not None:
-                    now = time.time()
-                    worst = worst_samples(
-                        measured.losses.tolist(), batch.positions.tolist(), c.logging.worst_samples,
-                        c.train.micro_batch, self.layout.data,
-                    )  # fmt: skip
-                    per_second = tokens / seconds
-                    flops = per_second / self.layout.world / (peak * 1e12)
-                    clipped = applied and 0 < c.optimizer.clip < measured.grad_norm
-                    clips.append(clipped)
-                    occasional: dict[str, Any] = {}
-                    if statistics is not None:
-                        occasional = statistics.overall | {"clipped_fraction": sum(clips) / len(clips)}
-                        clips.clear()
-                    record = StepRecord(
-                        step=s.step,
-                        time=now,
-                        first_position=batch.first,
-                        next_position=batch.next,
-                        applied=applied,
-                        finite=measured.finite,
-                        clipped=clipped,
-                        loss=measured.loss,
-                        z_loss=float(measured.squares.mean()) * c.model.z_loss,
-                        z=float(measured.squares.mean().sqrt()),
-                        grad_norm=measured.grad_norm,
-                        lr=lr,
-                        **vars(worst),
-                        seconds=seconds,
-                        data_seconds=waited,
-                        tokens_per_second=per_second,
-                        mfu_full=flops * flops_per_token(c.model, causal=False),
-                        mfu_causal=flops * flops_per_token(c.model, causal=True),
-                        memory=memory_gib(self.engine.device),
-                        loss_scale=measured.loss_scale,
-                        **occasional,
-                    )
-                    recorder.add(record)
-                    live.step(record)
-                    if statistics is not None and statistics.layers:
-                        found = statistics.layers.items()
-                        rows = [LayerRecord(s.step, now, name, **values) for name, values in found]
-                        layers.add(*rows)
-                        live.layers(rows)
+                if observer is not None:
+                    observer.step(s, batch, measured, applied, lr, seconds, waited, statistics)
                 if not applied:
                     self._discarded(measured, batch)
 
@@ -254,11 +210,11 @@ class Trainer:
 
                 # Once in a while
                 if due(c.train.eval_interval, s.step) and s.step < c.train.steps and not stopping:
-                    self._evaluate(live)
+                    self._evaluate(observer)
                 if due(c.checkpoint.interval, s.step):
-                    last_saved = self._checkpoint(recorder) or last_saved
+                    last_saved = self._checkpoint(observer) or last_saved
 
-            if s.step > last_saved and (stopping or c.checkpoint.at_end) and not self._checkpoint(recorder):
+            if s.step > last_saved and (stopping or c.checkpoint.at_end) and not self._checkpoint(observer):
                 raise shared(
                     SpaceError(
                         f"step {s.step} is done, but its checkpoint could not be written (see above): make room and "
@@ -270,15 +226,12 @@ class Trainer:
                 self.say(f"stopped at step {s.step} as asked; the same command goes on from {self.run.root}")
                 return errors.STOPPED
             self.recovery.finish(s)
-            self._finish(self._evaluate(live), recorder)
+            self._finish(self._evaluate(observer), observer)
             return errors.OK
         finally:
             loader.close()
-            if self.first:
-                recorder.flush()
-                layers.flush()
-            if live is not None:
-                live.close()
+            if observer is not None:
+                observer.close()
 
     def _gate(self, lr: float) -> Judge:
         step = self.state.step + 1
@@ -305,7 +258,7 @@ class Trainer:
 
     # Once in a while
 
-    def _evaluate(self, live: Live | None) -> float | None:
+    def _evaluate(self, observer: Observer | None) -> float | None:
         """Mean cross-entropy over the evaluation samples, nats per token; always the same samples."""
         if self.validation is None:
             return None
@@ -313,15 +266,15 @@ class Trainer:
         losses = self.engine.evaluate(micro_batches)[:samples]
         loss = float(losses.mean())
         self.note("evaluated", step=self.state.step, loss=loss, samples=samples)
-        if live is not None:
-            live.validation(self.state.step, loss)
+        if observer is not None:
+            observer.live.validation(self.state.step, loss)
         return loss
 
-    def _checkpoint(self, recorder: Recorder) -> int | None:
+    def _checkpoint(self, observer: Observer | None) -> int | None:
         """Save; the step when it worked. A disk that refuses is journaled and, if the recipe says so, ends the run."""
         begin = time.perf_counter()
-        if self.first:
-            recorder.flush()
+        if observer is not None:
+            observer.flush()
         norms = self.engine.flat_state().norms()
         if not math.isfinite(norms.parameters + norms.second_moment):
             # A checkpoint would push out a good one, and from here on every update is refused anyway.
@@ -351,17 +304,18 @@ class Trainer:
         self.say(f"WARNING: {message}; training goes on (checkpoint.on_failure=continue)")
         return None
 
-    def _finish(self, validation: float | None, recorder: Recorder) -> None:
+    def _finish(self, validation: float | None, observer: Observer | None) -> None:
         """The last records, summary.json and the last word."""
-        first(lambda: self._write_summary(validation, recorder))
+        first(lambda: self._write_summary(validation, observer))
         self.say(f"finished: {self.run.summary}")
 
-    def _write_summary(self, validation: float | None, recorder: Recorder) -> None:
+    def _write_summary(self, validation: float | None, observer: Observer | None) -> None:
         c, s = self.config, self.state
-        recorder.flush()
-        if recorder.pending:
-            lost = len(recorder.pending)
-            self.note("records_lost", steps=lost, from_step=recorder.pending[0].step)
+        assert observer is not None
+        observer.flush()
+        if pending := observer.steps.pending:
+            lost = len(pending)
+            self.note("records_lost", steps=lost, from_step=pending[0].step)
             raise SpaceError(
                 f"{self.run.steps}: the last {lost} step records could not be written and are lost"
             )

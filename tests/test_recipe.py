@@ -111,7 +111,7 @@ def test_keys_below_a_value_in_a_list() -> None:
         ("layers", "did you mean model.layers?"),
         ("paralel.tensor", "did you mean parallel?"),
         ("train.lr", "did you mean optimizer.lr?"),
-        ("optimizer.interval", "did you mean checkpoint.interval or logging.interval?"),
+        ("optimizer.interval", "did you mean checkpoint.interval or logging.interval or stability.snapshots"),
         ("optimizer.lrate", "known here: lr, betas, eps, weight_decay, clip"),
         ("model.kvheads", "did you mean model.kv_heads?"),
         ("data.corpora.0.pth", "did you mean data.corpora.0.path?"),

@@ -19,8 +19,8 @@ from tests.test_failures import train as train_with
 from tests.test_gate import trainer_of
 from tests.test_resume import identical
 
-STEPS = 90
-FIRST_BAD = 71
+STEPS = 80
+FIRST_BAD = 61
 
 
 def recipe(corpus: Path, run: Path, **parts: Any) -> RunConfig:
@@ -36,7 +36,7 @@ def recipe(corpus: Path, run: Path, **parts: Any) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Planted]:
-    """A corpus with 20 samples of noise, in parts of the batches of the steps 71 to 73."""
+    """A corpus with 20 samples of noise, in parts of the batches of the steps 61 to 63."""
     folder = tmp_path_factory.mktemp("planted")
     write_corpus(folder / "clean", ids=20)
     (folder / "clean/tokenizer.model").write_bytes(b"")  # copied along, never read
@@ -69,21 +69,27 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+def hit_and_told(hit: RunConfig, told: RunConfig) -> tuple[tuple[int, str], tuple[int, str]]:
+    """A run that meets the bad region, and one that is told from the start to leave out what the first one skipped."""
+    assert hit.run.dir is not None
+    first = train(hit)
+    skips = [(e.first, e.end) for e in read_ledger(hit.run.dir / "skips.jsonl")]
+    return first, train(told.model_copy(update={"data": told.data.model_copy(update={"skip": skips})}))
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_rewind_is_exact(name: str, planted: tuple[Path, Planted], tmp_path: Path) -> None:
     """The run that hit the bad region ends with the bytes of a run that was told to skip it from the start."""
     world, parts = LAYOUTS[name]
     corpus, what = planted
     hit, told = tmp_path / "hit", tmp_path / "told"
-    assert run_ranks(world, train, recipe(corpus, hit, **parts)) == [(0, "")] * world
+    configs = recipe(corpus, hit, **parts), recipe(corpus, told, **parts)
+    assert run_ranks(world, hit_and_told, *configs) == [((0, ""), (0, ""))] * world
     (incident,) = incidents(hit)
     assert incident["cause"] == "data" and incident["outcome"] == "healed"
     assert [tuple(r) for r in incident["positions"]] == [what.positions]
     assert incident["documents"] == [d.model_dump() for d in what.documents]
     assert incident["steps_lost"] <= 25 and incident["batches_discarded"] <= 4
-    skips = [(e.first, e.end) for e in read_ledger(hit / "skips.jsonl")]
-    data = {"corpora": [{"path": corpus}], "skip": skips}
-    assert run_ranks(world, train, recipe(corpus, told, **parts, data=data)) == [(0, "")] * world
     assert incidents(told) == [] and not list(RunDirectory(told).events("discarded"))
     assert identical(hit / f"checkpoints/step-{STEPS}", told / f"checkpoints/step-{STEPS}") > 20
     one, other = (records.read(run / "steps") for run in (hit, told))
@@ -148,11 +154,11 @@ def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_spoilt_weights_are_undone_and_the_window_is_skipped(easy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    (end,) = run_ranks(1, spoil, recipe(easy, run), "weights", [72])
+    (end,) = run_ranks(1, spoil, recipe(easy, run), "weights", [62])
     assert end["code"] == 0 and end["factor"] == 1.0
     (incident,) = incidents(run)
     assert incident["cause"] == "state" and incident["outcome"] == "healed" and incident["documents"] == []
-    assert incident["actions"] == ["rewind"] and 71 <= incident["onset"] <= 73
+    assert incident["actions"] == ["rewind"] and 61 <= incident["onset"] <= 63
     skipped = sum(b - a for a, b in incident["positions"])
     assert skipped == 8 * (incident["step"] - incident["onset"] + 1)
 
@@ -162,7 +168,7 @@ def test_what_comes_back_with_other_data_cuts_the_learning_rate(easy: Path, tmp_
     steps = {"steps": 110, "global_batch": 8, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0}
     policy = {"rewarm_steps": 10, "verify_steps": 10}
     config = recipe(easy, run, train=steps, stability={"policy": policy})
-    (end,) = run_ranks(1, spoil, config, "weights", [72], 2)
+    (end,) = run_ranks(1, spoil, config, "weights", [62], 2)
     assert end["code"] == 0 and end["factor"] == 0.5
     (incident,) = incidents(run)
     assert incident["actions"] == ["rewind", "cut_lr"] and incident["cause"] == "learning_rate"
@@ -171,7 +177,7 @@ def test_what_comes_back_with_other_data_cuts_the_learning_rate(easy: Path, tmp_
 
 def test_what_does_not_happen_again_is_the_hardware(easy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    (end,) = run_ranks(1, spoil, recipe(easy, run), "chip", [72, 73, 74, 75])
+    (end,) = run_ranks(1, spoil, recipe(easy, run), "chip", [62, 63, 64, 65])
     assert end["code"] == 0
     (incident,) = incidents(run)
     assert incident["cause"] == "hardware" and incident["positions"] == []
@@ -190,7 +196,7 @@ def test_without_rewind_points_it_hands_over_to_a_restart(
         corpus, run, stability={"snapshots": {"interval": 0}}, checkpoint={"interval": 20, "keep": 9}
     )
     ((code, message),) = run_ranks(1, train, config)
-    assert code == errors.HANDOVER and "there is no snapshot" in message and "checkpoint before step 71" in message
+    assert code == errors.HANDOVER and "there is no snapshot" in message and "checkpoint before step 61" in message
     first, end = what.positions
     skipped = [(e.first, e.end) for e in read_ledger(run / "skips.jsonl")]
     assert skipped[0][0] <= first and skipped[-1][1] <= end + 8
@@ -203,7 +209,7 @@ def test_a_restart_goes_back_behind_checkpoints_of_after_the_onset(easy: Path, t
     run = tmp_path / "run"
     parts = {"stability": {"snapshots": {"interval": 0}}, "checkpoint": {"interval": 1, "keep": 50}}
     config = recipe(easy, run, **parts)
-    (end,) = run_ranks(1, spoil, config, "weights", [72])
+    (end,) = run_ranks(1, spoil, config, "weights", [62])
     assert end["code"] == errors.HANDOVER
     (event,) = RunDirectory(run).events("handover")
     assert run_ranks(1, train, config) == [(0, "")]
@@ -225,7 +231,7 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(planted: tuple[Path, P
     assert run_ranks(1, train, recipe(corpus, off, stability={"enabled": False})) == [(0, "")]
     assert identical(dry / f"checkpoints/step-{STEPS}", off / f"checkpoints/step-{STEPS}") > 5
     would = [(e["step"], e["action"]) for e in RunDirectory(dry).events("would")]
-    assert (71, "discard") in would and [a for _, a in would].count("rewind") == 1
+    assert (61, "discard") in would and [a for _, a in would].count("rewind") == 1
     assert not (dry / "skips.jsonl").exists() and incidents(dry) == []
 
 
@@ -234,8 +240,8 @@ def test_a_stop_in_the_middle_of_an_incident_forgets_nothing(
 ) -> None:
     corpus, what = planted
     run, straight = tmp_path / "run", tmp_path / "straight"
-    # The 78th step that is computed is the 76th: two were done again.
-    ((code, _),) = run_ranks(1, train_with, recipe(corpus, run), terminate, 78)
+    # The 68th step that is computed is the 66th: two were done again.
+    ((code, _),) = run_ranks(1, train_with, recipe(corpus, run), terminate, 68)
     assert code == errors.STOPPED and incidents(run) == []
     assert run_ranks(1, train, recipe(corpus, run)) == [(0, "")]
     assert run_ranks(1, train, recipe(corpus, straight)) == [(0, "")]

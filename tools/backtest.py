@@ -75,11 +75,13 @@ def _read(source: Path) -> list[Recorded]:
         raise DataError(
             f"{source}: no step records in {source / 'steps'}: give a run directory, or a CSV file"
         )
-    return [Recorded(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in table]
+    # An overflow of fp16 is not judged: a smaller loss scale mends it.
+    judged = [row for row in table if row["finite"] or row["loss_scale"] <= 1]
+    return [Recorded(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in judged]
 
 
 def _show(source: Path, judged: list[Judged]) -> None:
-    console = Console()
+    console = Console(markup=False, emoji=False, highlight=False)
     table = Table("steps", "verdict", "action", "reason", title=str(source), title_justify="left")
     for first, last, count in episodes(judged):
         steps = str(first.step) if count == 1 else f"{first.step}-{last}"
@@ -88,9 +90,7 @@ def _show(source: Path, judged: list[Judged]) -> None:
         console.print(table)
     counts = {action: sum(step.action is action for step in judged) for action in Action}
     acted = ", ".join(f"{n} {a.value}" for a, n in counts.items() if n and a is not Action.APPLY)
-    console.print(
-        f"{source}: {len(judged)} steps; {acted or 'nothing would have been done'}", highlight=False
-    )
+    console.print(f"{source}: {len(judged)} steps; {acted or 'nothing would have been done'}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,12 @@ class Skips:
         firsts, ends = np.maximum(self._firsts[low:high], first), np.minimum(self._ends[low:high], end)
         return list(zip(firsts.tolist(), ends.tolist(), strict=True)) if first < end else []
 
+    def gaps(self) -> Skips:
+        """The positions in [0, 2^62) that are not skipped."""
+        firsts, ends = np.append(0, self._ends), np.append(self._firsts, LAST_POSITION)
+        some = firsts < ends
+        return Skips(firsts[some], ends[some])
+
     def union(self, other: Skips) -> Skips:
         """The positions that are in either."""
         return Skips.of([*self.ranges, *other.ranges])
@@ -106,8 +112,12 @@ class Selection:
             )
         self._order = order
         self._out = {names.index(name): Skips.of(ranges) for name, ranges in out.items()}
-        if len(self._out) == len(names) and all(s.ranges[-1][1] == LAST_POSITION for s in self._out.values()):
+        if not self.corpora_left:
             raise DataError("the skip ledger swaps out every corpus: delete one of those lines")
+        if len(self._out) == len(names):
+            # Where every corpus is out there is nothing to look for, however far that reaches.
+            in_some = Skips.of(kept for skips in self._out.values() for kept in skips.gaps().ranges)
+            self.skips = self.skips.union(in_some.gaps())
 
     @property
     def corpora_left(self) -> int:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from megastable.errors import DataError
-from megastable.stability.backtest import Judged, Recorded, episodes
+from megastable.stability.backtest import Judged, Recorded
 from megastable.stability.policy import Action
+from megastable.stability.signals import Verdict
 
 COLOURS = {
     Action.DISCARD: "tab:orange", Action.REWIND: "tab:red", Action.CUT_LR: "tab:purple",
     Action.SWAP_CORPUS: "tab:brown", Action.HANDOVER: "black", Action.STOP: "black",
 }  # fmt: skip
+LARGEST = 1e30  # what is beyond is as good as infinite, and breaks the scales of a picture
 
 
 def backtest_plot(rows: Sequence[Recorded], judged: Sequence[Judged], title: str, path: Path) -> None:
@@ -27,17 +31,19 @@ def backtest_plot(rows: Sequence[Recorded], judged: Sequence[Judged], title: str
 
     steps = [row.step for row in rows]
     figure, (loss, norm) = pyplot.subplots(2, 1, sharex=True, figsize=(14, 7), layout="constrained")
-    loss.plot(steps, [row.loss for row in rows], linewidth=0.6)
-    norm.plot(steps, [float("nan") if r.grad_norm is None else r.grad_norm for r in rows], linewidth=0.6)
+    loss.plot(steps, [_shown(row.loss) for row in rows], linewidth=0.6)
+    norm.plot(steps, [_shown(row.grad_norm, 0.0) for row in rows], linewidth=0.6)
     norm.set_yscale("log")
-    ordinary = sorted(row.loss for row in rows if abs(row.loss) < SHOWN)
+    ordinary = sorted(row.loss for row in rows if math.isfinite(_shown(row.loss)))
     if ordinary:
         # The start of a run is far above the rest: cut off, so that a spike can be seen.
         low, high = ordinary[0], ordinary[int(0.99 * (len(ordinary) - 1))]
         loss.set_ylim(low - 0.1 * (high - low) - 1e-6, high + 0.4 * (high - low) + 1e-6)
+    runs = groupby(judged, key=lambda step: step.verdict is Verdict.HEALTHY)
+    marked = [list(steps) for healthy, steps in runs if not healthy]
     for axis in (loss, norm):
-        for first, last, _ in episodes(judged):
-            axis.axvspan(first.step - 0.5, last + 0.5, color="0.85", zorder=0)
+        for run in marked:
+            axis.axvspan(run[0].step - 0.5, run[-1].step + 0.5, color="0.85", zorder=0)
         for action, colour in COLOURS.items():
             if at := [step.step for step in judged if step.action is action]:
                 lines = {"transform": axis.get_xaxis_transform(), "linewidth": 1, "alpha": 0.8}
@@ -49,8 +55,12 @@ def backtest_plot(rows: Sequence[Recorded], judged: Sequence[Judged], title: str
     norm.set_xlabel("step")
     figure.suptitle(title, parse_math=False)
     try:
-        figure.savefig(path, dpi=110)
+        figure.savefig(path, dpi=110, format=path.suffix[1:] or "png")
     except (OSError, ValueError) as error:
         raise DataError(f"{path} could not be written: {error}: give a name that ends in .png") from None
     finally:
         pyplot.close(figure)
+
+
+def _shown(value: float | None, above: float = -LARGEST) -> float:
+    return value if value is not None and above < value < LARGEST else math.nan

@@ -105,13 +105,14 @@ def conclude(suspects: list[Suspect], guilty: list[int], recurred: bool, compare
     worst = sorted(suspects, key=lambda s: math.inf if math.isnan(s.z) else -s.z)
     if guilty:
         bad = next(s for s in worst if s.position in guilty)
-        norm = "" if bad.gradient_norm is None else f", and by itself a gradient norm of {bad.gradient_norm:.3g}"
+        norm = bad.gradient_norm
+        alone = "" if norm is None else f", and by itself a gradient norm of {norm:.3g}"
         return Conclusion(
             Cause.DATA,
             sorted(guilty),
             worst,
             f"{len(guilty)} of {len(suspects)} samples are bad on the state before the onset, too: the worst has a "
-            f"loss of {bad.loss:.2f} ({bad.z:.0f} robust deviations above {compared_with} harmless ones){norm}",
+            f"loss of {bad.loss:.2f} ({bad.z:.0f} robust deviations above {compared_with} harmless ones){alone}",
         )
     if recurred:
         return Conclusion(

@@ -103,8 +103,8 @@ def _parse(path: Path, line: int, row: dict[str, str | None]) -> Recorded:
         if None in row or None in row.values():
             raise ValueError("not as many fields as the first line has")
         step, loss = number("step"), number("loss")
-        if step is None or not step.is_integer():
-            raise ValueError(f"the step is {row['step']!r}, no whole number")
+        if step is None or not step.is_integer() or abs(step) > 2**53:
+            raise ValueError(f"the step is {row['step']!r}, no whole number below 2^53")
         return Recorded(int(step), math.nan if loss is None else loss, number("grad_norm"), number("lr"))
     except ValueError as error:
         raise DataError(f"{path} line {line}: {error}: a line is step,loss,grad_norm[,lr]") from None

@@ -255,8 +255,10 @@ class Detector:
         return None
 
     def _rises(self) -> bool:
+        """Over the latest observations, by more than half of the scatter between neighbours."""
         latest = self._state.loss.raw[-2 * _SLOW :]
-        return median(latest[-_SLOW:]) > median(latest[:_SLOW])
+        scatter = median([abs(after - before) for before, after in pairwise(latest)])
+        return median(latest[-_SLOW:]) - median(latest[:_SLOW]) > scatter / 2
 
     # What is remembered.
 
@@ -276,8 +278,8 @@ class Detector:
         else:
             calm = [median(z[-c.recovery :]) < c.calm for z in (e.loss, e.norm) if z]
             over = lasted >= c.recovery and all(calm)
-        if lasted >= c.lasting and e.verdict is Verdict.SPIKE:
-            e.verdict = Verdict.PLATEAU
+        if lasted == c.lasting and e.verdict is not Verdict.OSCILLATION:
+            e.verdict = Verdict.DRIFT if self._rises() else Verdict.PLATEAU
         if over:
             s.excursion = None
         elif lasted >= c.adapt:

@@ -26,8 +26,9 @@ def median(values: Sequence[float]) -> float:
 class Trend:
     """What the next value is compared with.
 
-    level: expected now. low: the least that can be expected, if the fall goes on as steeply as it ever was. scale: sigma of the scatter about the line. noise: the
-    same from successive differences alone, which a curved trend does not inflate. late: level of the newest values.
+    level: expected now. low: the least that can be expected, if the fall goes on as steeply as it ever was. scale:
+    sigma of the scatter about the line. noise: the same from successive differences alone, which a curved trend does
+    not inflate. late: level of the newest values.
     """
 
     level: float

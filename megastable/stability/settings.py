@@ -10,14 +10,14 @@ from megastable.part import Fraction, Part
 class DetectorConfig(Part):
     """What counts as a deviation; see detector.py. Lengths are in observations: steps, or lines of a sparse trace.
 
-    The figures below are from public traces of real runs: 29,000 healthy steps, and nine onsets of spikes
-    (docs/stability.md). Every limit may move by a fifth either way without a missed onset or more than one false alarm.
+    The figures below are from public traces of real runs: 29,000 healthy steps, seven onsets of spikes and a slow
+    divergence (docs/stability.md).
 
     Residuals are in sigma, the scatter of the last `window` accepted values: long enough for a steady estimate, short
     enough to follow the trend. min_values, warmup_steps: nothing is judged before both, unless the loss rises by
-    `explosion` nats above all that was seen. loss_floor (nats), norm_floor (log units): the scatter is taken as at least
-    that, so that the first wiggle of a constant series is nothing, and a norm that is up by a half neither, which late
-    in a quiet run is 10 sigma and means nothing.
+    `explosion` nats above all that was seen. loss_floor (nats), norm_floor (log units): the scatter is taken as at
+    least that, so that the first wiggle of a constant series is nothing, and a norm that is up by a half neither, which
+    late in a quiet run is 10 sigma and means nothing.
 
     Outlier, refused (severity 1): loss and norm of the same step beyond outlier_loss and outlier_norm; or one alone
     beyond `lone` and beyond record_margin times the farthest harmless jump of its kind that this run has shown, which
@@ -33,11 +33,11 @@ class DetectorConfig(Part):
     difficulty wanders. oscillation: of the residuals on either side over the smallest scatter; swings of 3 sigma are
     noticed, healthy runs reach 1.6.
 
-    recovery: an excursion is over when the median of so many residuals is below `calm`. lasting: one that is longer is a
-    plateau; spikes that heal do so in 10 to 30 steps. adapt: after so many the level is taken as given, and learnt anew
-    from the last `relearn`. fall_allowance, drop_memory: a sudden fall of the loss, a shard of easy text (typically 100M
-    tokens), and for how long the level before it may come back without being a spike. indicator_growth: factor between
-    the first and the last third of indicator_window measurements.
+    recovery: an excursion is over when the median of so many residuals is below `calm`. lasting: one that is longer
+    is a plateau; spikes that heal do so in 10 to 30 steps. adapt: after so many the level is taken as given, and learnt
+    anew from the last `relearn`. fall_allowance, drop_memory: a sudden fall of the loss, a shard of easy text
+    (typically 100M tokens), and for how long the level before it may come back without being a spike.
+    indicator_growth: factor between the first and the last third of indicator_window measurements.
     """
 
     window: int = Field(default=100, ge=30)
@@ -61,7 +61,7 @@ class DetectorConfig(Part):
     joint_loss_clip: PositiveFloat = 2.0
     joint_norm_clip: PositiveFloat = 4.0
     joint_allowance: PositiveFloat = 2.5
-    joint_limit: PositiveFloat = 3.0
+    joint_limit: PositiveFloat = 3.2
     tame: PositiveFloat = 10.0
     level: PositiveInt = 30
     drift_clip: PositiveFloat = 3.0
@@ -72,7 +72,7 @@ class DetectorConfig(Part):
     oscillation_allowance: PositiveFloat = 0.8
     oscillation_limit: PositiveFloat = 4.0
 
-    recovery: PositiveInt = 5
+    recovery: PositiveInt = 4
     calm: PositiveFloat = 1.0
     lasting: PositiveInt = 50
     adapt: PositiveInt = 150

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megastable.data.loader import Loader, Source, Step, documents_of
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import Corpus, Order
-from megastable.data.skips import Skips
+from megastable.data.skips import Selection, SkipEntry, Skips
 from megastable.errors import ConfigError, DataError
 from megastable.model.rope import document_positions
 
@@ -45,7 +45,9 @@ def no_thread_is_left() -> Iterator[None]:
     assert set(threading.enumerate()) <= before
 
 
-def load(source: Source, steps: int, cursor: int = 0, skips: Skips = SKIPS, **options: Any) -> list[Step]:
+def load(
+    source: Source, steps: int, cursor: int = 0, skips: Skips | Selection = SKIPS, **options: Any
+) -> list[Step]:
     layout = {"global_batch": 24, "micro_batch": 4, "data_rank": 0, "data_size": 1, **options}
     apart = layout.pop("keep_documents_apart", False)
     with Loader(source, skips, cursor, keep_documents_apart=apart, **layout) as loader:
@@ -142,6 +144,69 @@ def test_go_to_keeps_out_what_was_read_ahead(source: Source) -> None:
     expected = load(source, 3, cursor=cursor, skips=more)
     assert [rows(step) for step in changed] == [rows(step) for step in expected]
     assert changed[-1].next > 10**15
+
+
+@pytest.mark.parametrize("back", [0, 24, 55, 10**12])
+def test_go_to_anywhere_is_a_start_there(source: Source, back: int) -> None:
+    """Back, forward and to where it stands, with more skipped or less."""
+    for skips in (SKIPS, Skips.of([]), Skips.of([(back, back + 40)])):
+        with Loader(source, SKIPS, 24, 24, 4, 0, 1, False, prefetch=3) as loader:
+            next(loader)
+            loader.go_to(back, skips)
+            assert loader.cursor == back
+            again = list(islice(loader, 2))
+        expected = load(source, 2, cursor=back, skips=skips)
+        assert [(s.first, s.next, rows(s)) for s in again] == [(s.first, s.next, rows(s)) for s in expected]
+
+
+def test_go_to_after_an_error_of_what_was_read_ahead(source: Source) -> None:
+    with Loader(source, Skips.of([(72, 2**62)]), 0, 24, 4, 0, 1, False, prefetch=1) as loader:
+        list(islice(loader, 2))
+        with pytest.raises(DataError, match="all others are skipped"):
+            next(loader)
+        loader.go_to(24, SKIPS)
+        assert rows(next(loader)) == rows(load(source, 1, cursor=24)[0])
+
+
+def test_without_a_corpus_that_was_swapped_out(source: Source) -> None:
+    """Only its samples are missing; those of the others come in the same order."""
+    out = SkipEntry(first=30, end=2**62, reason="x", corpus="books")
+    selection = Selection(source.order, [out], SKIPS.ranges)
+    steps = load(source, 4, skips=selection)
+    walked = np.concatenate([step.positions for step in steps])
+    everything = np.concatenate([step.positions for step in load(source, 30)])
+    kept = [p for p in everything.tolist() if p < 30 or source.order.locate_one(p).corpus == 1]
+    assert walked.tolist() == kept[: 4 * 24]
+    # A start with it, or on the way, is the same.
+    assert [rows(s) for s in load(source, 2, cursor=steps[1].next, skips=selection)] == [
+        rows(s) for s in steps[2:]
+    ]
+
+
+@pytest.mark.parametrize(("micro_batch", "data_size"), [(24, 1), (1, 1), (4, 2), (2, 3)])
+def test_reading_any_positions(source: Source, micro_batch: int, data_size: int) -> None:
+    """In the given order, repeated, skipped ones too; the run goes on as if nothing had been read."""
+    unit = micro_batch * data_size
+    wanted = np.array([(7 * i + 31) % 50 for i in range(3 * unit)])
+    expected = [rows(step) for step in load(source, 3, micro_batch=24)]
+    found = np.empty_like(wanted)
+    walked: list[dict[int, list[int]]] = [{} for _ in expected]
+    for rank in range(data_size):
+        with Loader(source, SKIPS, 0, 24, micro_batch, rank, data_size, True) as loader:
+            assert loader.unit == unit
+            for part in walked:
+                part |= rows(next(loader))
+                before = (loader.cursor, loader.skips)
+                batches = loader.read(wanted)
+                assert (loader.cursor, loader.skips) == before
+            assert loader.read(wanted[:0]) == []
+        for number, batch in enumerate(batches):
+            assert batch.positions.shape == (micro_batch,) and batch.segments is not None
+            found[number * unit + rank * micro_batch :][:micro_batch] = batch.positions.numpy()
+            samples = torch.from_numpy(source.samples(batch.positions.numpy()))
+            assert torch.equal(batch.tokens, samples[:, :-1]) and torch.equal(batch.labels, samples[:, 1:])
+    assert found.tolist() == wanted.tolist()
+    assert walked == expected
 
 
 @pytest.mark.parametrize("prefetch", [1, 5])

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megastable.data.skips import Range, SkipEntry, Skips, append, read_ledger
+from megastable.data.order import LAST_POSITION, Corpus, Order
+from megastable.data.skips import Range, Selection, SkipEntry, Skips, append, read_ledger
 from megastable.errors import DataError
 
 RANGES = st.lists(
@@ -74,6 +75,17 @@ def test_between(ranges: list[Range], first: int, end: int) -> None:
 @given(RANGES, RANGES)
 def test_union(one: list[Range], other: list[Range]) -> None:
     assert Skips.of(one).union(Skips.of(other)).ranges == Skips.of(one + other).ranges
+
+
+@settings(deadline=None)
+@given(RANGES)
+def test_gaps(ranges: list[Range]) -> None:
+    skips = Skips.of(ranges)
+    gaps = skips.gaps()
+    assert positions(gaps.between(0, 99)) == set(range(99)) - positions(ranges)
+    assert gaps.gaps().ranges == skips.ranges
+    assert gaps.ranges[-1][1] == LAST_POSITION
+    assert Skips.of([(0, LAST_POSITION)]).gaps().ranges == []
 
 
 def test_huge_ranges_are_not_walked_through() -> None:
@@ -173,6 +185,13 @@ def test_a_torn_line_is_reported(ledger: Path, caplog: pytest.LogCaptureFixture)
         ('{"first": 1, "reason": "x"}', "end Field required"),
         ('{"first": 1, "end": 2}', "reason Field required"),
         ('{"first": 1, "end": 2, "reason": "x", "why": 1}', "why Extra"),
+        ('{"first": 1, "end": 2, "reason": "x", "corpus": 3}', "corpus .*string"),
+        ('{"first": 1, "end": 1e30, "reason": "x"}', "end .*integer"),
+        ('{"first": 1, "end": 99999999999999999999999, "reason": "x"}', "end .*less than or equal"),
+        ('{"first": NaN, "end": 2, "reason": "x"}', "first .*integer"),
+        ('{"first": null, "end": 2, "reason": "x"}', "first .*integer"),
+        ('{"first": [1], "end": 2, "reason": "x"}', "first .*integer"),
+        ("null", "line 2"),
         ("\udcff", "not JSON"),
     ],
 )
@@ -196,3 +215,125 @@ def test_a_ledger_that_cannot_be_used(tmp_path: Path) -> None:
         append(tmp_path / "no" / "skips.jsonl", SkipEntry(first=1, end=2, reason="x"))
     with pytest.raises(DataError, match="cannot be read"):
         read_ledger(tmp_path)
+
+
+# Selections: positions, and corpora that were swapped out
+
+CORPORA = ("books", "code", "web")
+ORDER = Order(
+    [Corpus(name, 500, weight) for name, weight in zip(CORPORA, (0.5, 0.2, 0.3), strict=True)], 16, seed=3, block=16
+)  # fmt: skip
+OF = ORDER.locate(np.arange(400)).corpus.tolist()  # the corpus at every position that is looked at here
+
+
+def out(name: str | None, first: int, end: int = LAST_POSITION) -> SkipEntry:
+    return SkipEntry(first=first, end=end, reason="x", corpus=name)
+
+
+ENTRIES = st.lists(
+    st.builds(
+        lambda name, first, length: out(name, first, first + length),
+        st.sampled_from([None, *CORPORA]), st.integers(0, 60), st.integers(1, 60),
+    ), max_size=8,
+)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(
+    ENTRIES,
+    st.none() | st.tuples(st.sampled_from(CORPORA), st.integers(0, 99)),
+    RANGES,
+    st.integers(0, 80),
+    st.lists(st.integers(0, 9), max_size=5),
+)
+def test_a_selection_is_the_naive_walk(
+    entries: list[SkipEntry], gone: tuple[str, int] | None, more: list[Range], cursor: int, counts: list[int]
+) -> None:
+    """Whatever is skipped and swapped out, for a while or (one corpus) for good; in steps of any sizes."""
+    if gone is not None:
+        entries = [*entries, out(*gone)]
+    selection = Selection(ORDER, entries, more)
+    left = [
+        p for p in range(cursor, 400)
+        if p not in positions(more)
+        and not any(e.corpus in (None, CORPORA[OF[p]]) and e.first <= p < e.end for e in entries)
+    ]  # fmt: skip
+    walked = 0
+    for count in counts:
+        kept, following = selection.next_kept(cursor, count)
+        assert kept.dtype == np.int64 and kept.tolist() == left[walked : walked + count]
+        assert following == (kept[-1] + 1 if count else cursor)
+        walked, cursor = walked + count, following
+    assert selection.corpora_left == (3 if gone is None else 2)
+
+
+def test_corpora_that_are_left() -> None:
+    entries = [out("web", 5, 90), out("web", 70), out("code", 3, 10**15), out(None, 0, 7)]
+    selection = Selection(ORDER, entries)
+    assert selection.corpora_left == 2  # code comes back
+    assert Selection(ORDER, []).corpora_left == 3
+    assert Selection(ORDER, [*entries, out("code", 10**15)]).corpora_left == 1
+    kept, _ = selection.next_kept(0, 20)
+    assert kept.tolist() == [p for p in range(7, 400) if OF[p] == 0][:20]
+
+
+def test_a_corpus_that_is_swapped_out_again_is_out_once() -> None:
+    """Twice by two incidents, at one position more or less."""
+    twice = Selection(ORDER, [out("web", 50), out("web", 49)])
+    once = Selection(ORDER, [out("web", 49)])
+    assert twice.corpora_left == once.corpora_left == 2
+    assert twice.next_kept(0, 90)[0].tolist() == once.next_kept(0, 90)[0].tolist()
+
+
+@pytest.mark.parametrize("name", ["news", "", "Web"])
+def test_a_corpus_that_is_none_of_the_run(name: str) -> None:
+    with pytest.raises(
+        DataError, match=f"swaps out corpus '{name}', which is none of .*'books'.* correct its name"
+    ):
+        Selection(ORDER, [out("web", 5), out(name, 5, 9)])
+
+
+def test_all_corpora_out() -> None:
+    entries = [out(name, first) for name, first in zip(CORPORA, (5, 10, 10**15), strict=True)]
+    assert Selection(ORDER, entries[:2]).corpora_left == 1
+    with pytest.raises(DataError, match="swaps out every corpus: delete one of those lines"):
+        Selection(ORDER, entries)
+    with pytest.raises(DataError, match="swaps out every corpus"):
+        Selection(Order([Corpus("only", 500, 1.0)], 16, seed=3), [out("only", 7)])
+
+
+def test_all_corpora_out_for_long_are_not_walked_through() -> None:
+    """To the last position but one, by a careless hand: a walk there would not end before the test's timeout."""
+    back = 10**15
+    for_long = Selection(ORDER, [out("books", 40, back), out("code", 9), out("web", 30, back + 7)])
+    kept, _ = for_long.next_kept(0, 60)
+    assert max(p for p in kept.tolist() if p < back) < 40 and kept[-1] >= back
+    nearly = Selection(ORDER, [out(name, 5, LAST_POSITION - 1) for name in CORPORA])
+    assert nearly.next_kept(0, 5)[0].tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(DataError, match="all others are skipped"):
+        nearly.next_kept(0, 7)
+
+
+def test_what_is_left_of_a_selection_may_be_skipped_as_well() -> None:
+    selection = Selection(ORDER, [out("web", 0), out(None, 50)])
+    left = [p for p in range(50) if OF[p] != 2]
+    assert selection.next_kept(0, len(left))[0].tolist() == left
+    with pytest.raises(DataError, match="all others are skipped"):
+        selection.next_kept(0, len(left) + 1)
+
+
+def test_a_selection_refuses_wrong_ranges_of_the_recipe() -> None:
+    for wrong in [(9, 5), (-1, 5), (0, 2**62 + 1), (1.5, 3)]:
+        with pytest.raises(DataError, match="skip range"):
+            Selection(ORDER, [], [wrong])  # type: ignore[list-item]
+
+
+def test_a_swapped_corpus_through_the_ledger(ledger: Path) -> None:
+    entries = [out(None, 3, 9), out("web", 20), out("web", 5, 30), out(None, 6, 12)]
+    for entry in entries:
+        append(ledger, entry)
+    found = read_ledger(ledger)
+    assert [(e.first, e.end, e.corpus) for e in found] == [(e.first, e.end, e.corpus) for e in entries]
+    selection = Selection(ORDER, found)
+    left = [p for p in range(400) if not 3 <= p < 12 and not (p >= 5 and OF[p] == 2)]
+    assert selection.next_kept(0, 60)[0].tolist() == left[:60]

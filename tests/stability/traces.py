@@ -34,7 +34,7 @@ def healthy(
     exponential: bool = False,
     norm: float = 0.4,
 ) -> Run:
-    """noise: sigma of the loss in nats. tail: of the norm, times |Student t, 3 degrees|; `exponential`: in its exponent."""
+    """noise: sigma of the loss, nats. tail: of the norm, times |Student t, 3 degrees|; exponential: in its exponent."""
     rng = np.random.default_rng(seed)
     loss = 3.0 + 8.0 * (1.0 + np.arange(steps) / 20.0) ** -0.5 + noise * rng.standard_normal(steps)
     heavy = tail * rng.standard_t(3, steps)

@@ -1,0 +1,174 @@
+"""From measured seconds to the costs of the stability system as shares of a step. Pure: numbers in, a table out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from rich import box
+from rich.table import Table
+
+Floats = npt.NDArray[np.float64]
+Term = tuple[Floats, float]  # values [rounds], and what their median counts
+
+GATE_LIMIT, LIMIT = 0.005, 0.02  # of a step: the gate with its NaN checks, and everything
+RESAMPLES = 2000
+
+# By component: the stopwatches whose sum it is, and the two kinds of step whose difference it is.
+COMPONENTS: dict[str, tuple[tuple[str, ...], tuple[str, str] | None]] = {
+    "gate": (("norm", "collect", "finite", "losses", "counters", "rest"), ("gate", "bare")),
+    "guard": (("judge", "settle"), ("guard", "gate")),
+    "snapshot": (("take",), ("snapshot", "guard")),
+    "norms": (("statistics",), None),
+    "layers": (("look", "tell"), ("layers", "guard")),
+    "records": (("write",), None),
+}
+MEANING = {
+    "gate": "gate with NaN checks",
+    "norm": "norm, our part of it",
+    "collect": "sample losses summed",
+    "finite": "are they finite",
+    "losses": "sample losses made",
+    "counters": "counters kept",
+    "rest": "rest of the gate",
+    "guard": "detector, policy, record",
+    "judge": "detector and policy",
+    "settle": "record, carrying out",
+    "snapshot": "rewind point in memory",
+    "norms": "weight, moment norms",
+    "layers": "look into every layer",
+    "look": "activations, gradients",
+    "tell": "weights, records",
+    "records": "file of step records",
+    "everything": "everything on",
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median, or a sum of some, with its 95% interval, bootstrapped over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A component: milliseconds each time it happens, and share of a bare step, spread over `every` steps.
+
+    parts: of `direct_ms`, medians. Of what is only measured directly, both figures are the same.
+    """
+
+    name: str
+    every: int
+    direct_ms: Estimate
+    paired_ms: Estimate
+    direct_share: Estimate
+    paired_share: Estimate
+    parts: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Total:
+    """Shares of a bare step, and what they should stay below."""
+
+    direct: Estimate
+    paired: Estimate
+    limit: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """steps_ms: whole steps by kind; totals: "gate" and "everything"."""
+
+    steps_ms: dict[str, Estimate]
+    components: list[Cost]
+    totals: dict[str, Total]
+
+
+def estimate(terms: Sequence[Term], factor: float) -> Estimate:
+    """The sum of the weighted medians, times `factor`; the values of all terms are paired by round."""
+    rounds = len(terms[0][0])
+    drawn = np.random.default_rng(0).integers(0, rounds, (RESAMPLES, rounds))
+    sums = factor * np.sum([weight * np.median(values[drawn], axis=1) for values, weight in terms], axis=0)
+    low, high = np.quantile(sums, (0.025, 0.975)).tolist()
+    return Estimate(factor * sum(weight * float(np.median(values)) for values, weight in terms), low, high)
+
+
+def assess(
+    samples: Mapping[str, Sequence[float]], kinds: Sequence[str], intervals: Mapping[str, int]
+) -> Costs:
+    """Costs of what was measured.
+
+    samples: seconds [rounds], by kind of step (`kinds`) and by stopwatch. intervals: steps between two of a
+    component, for those that do not happen at every step; 0 = never.
+    """
+    seconds = {name: np.asarray(values, dtype=np.float64) for name, values in samples.items()}
+    of_step = 1 / float(np.median(seconds["bare"]))
+    components: list[Cost] = []
+    direct_terms: list[Term] = []
+    paired_terms: list[Term] = []
+    for name, (watches, steps) in COMPONENTS.items():
+        every = intervals.get(name, 1)
+        if not every:
+            continue
+        direct = [(seconds[watch], 1 / every) for watch in watches]
+        paired = [(seconds[steps[0]] - seconds[steps[1]], 1 / every)] if steps else direct
+        direct_terms += direct
+        paired_terms += paired
+        cost = Cost(
+            name,
+            every,
+            estimate(direct, 1000 * every),
+            estimate(paired, 1000 * every),
+            estimate(direct, of_step),
+            estimate(paired, of_step),
+            {watch: 1000 * float(np.median(seconds[watch])) for watch in watches},
+        )
+        components.append(cost)
+    gate = components[0]
+    totals = {
+        "gate": Total(gate.direct_share, gate.paired_share, GATE_LIMIT),
+        "everything": Total(estimate(direct_terms, of_step), estimate(paired_terms, of_step), LIMIT),
+    }
+    steps_ms = {kind: estimate([(seconds[kind], 1.0)], 1000) for kind in kinds}
+    return Costs(steps_ms, components, totals)
+
+
+def table(costs: Costs) -> Table:
+    """For a person: what, how long, how often, which share of a step; sums and limits at the end."""
+    bare = costs.steps_ms["bare"].median
+    shown = Table(
+        title=f"Of a step of {bare:,.1f} ms without any of it; ± half of a 95% interval",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    shown.add_column("component", no_wrap=True)
+    for heading in ("every", "direct ms", "paired ms", "direct %", "paired %"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for cost in costs.components:
+        paired_too = COMPONENTS[cost.name][1] is not None
+        shown.add_row(
+            MEANING[cost.name], str(cost.every), f"{cost.direct_ms.median:.3f}",
+            _with_width(cost.paired_ms, 1, 1) if paired_too else "", f"{100 * cost.direct_share.median:.3f}",
+            _with_width(cost.paired_share, 100, 2) if paired_too else "",
+        )  # fmt: skip
+        for part, milliseconds in cost.parts.items() if len(cost.parts) > 1 else ():
+            share = f"{100 * milliseconds / cost.every / bare:.3f}"
+            shown.add_row(f"  {MEANING[part]}", "", f"{milliseconds:.3f}", "", share, style="dim")
+    shown.add_section()
+    for name, total in costs.totals.items():
+        direct, paired = f"{100 * total.direct.median:.3f}", _with_width(total.paired, 100, 2)
+        limit = f"limit {100 * total.limit:g} %"
+        shown.add_row(MEANING[name], "", "", limit, direct, paired, style="bold")
+    return shown
+
+
+def _with_width(e: Estimate, factor: float, digits: int) -> str:
+    middle, width = factor * e.median, factor * (e.high - e.low) / 2
+    digits = digits if width < 10 else 0  # what such a width leaves of them
+    return f"{middle:.{digits}f}±{width:.{digits}f}"

@@ -1,0 +1,265 @@
+"""A recorded run through detector and policy: what would have been done, without a run to do it to."""
+
+from __future__ import annotations
+
+import math
+import string
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastable.errors import DataError
+from megastable.stability.backtest import Episode, Judged, Recorded, episodes, read_trace, simulate
+from megastable.stability.policy import Action
+from megastable.stability.settings import StabilityConfig
+from megastable.stability.signals import Verdict
+from tests.stability.traces import Run, healthy, spike
+
+FIRST, SECOND, LENGTH = 250, 450, 40
+ENDS = (Action.HANDOVER, Action.STOP)
+
+
+def recorded(run: Run) -> list[Recorded]:
+    return [Recorded(s.step, s.loss, s.grad_norm) for s in run]
+
+
+def judged(rows: list[Recorded], **stability: Any) -> list[Judged]:
+    found = list(simulate(rows, StabilityConfig.model_validate(stability)))
+    assert [j.step for j in found] == [r.step for r in rows]
+    return found
+
+
+def acted(found: list[Judged], *but: Action) -> list[Judged]:
+    return [j for j in found if j.action not in (Action.APPLY, *but)]
+
+
+@pytest.fixture
+def one() -> list[Recorded]:
+    return recorded(spike(healthy(600, seed=1), FIRST, length=LENGTH))
+
+
+@pytest.fixture
+def two() -> list[Recorded]:
+    return recorded(spike(spike(healthy(600, seed=1), FIRST, length=LENGTH), SECOND, length=LENGTH))
+
+
+def test_in_a_healthy_run_nothing_is_done() -> None:
+    assert acted(judged(recorded(healthy(600, seed=1)))) == []
+
+
+def test_a_spike_is_rewound_once_and_the_rest_of_it_marked(one: list[Recorded]) -> None:
+    found = judged(one)
+    (rewind,) = acted(found, Action.DISCARD)
+    assert rewind.action is Action.REWIND and FIRST <= rewind.step <= FIRST + 5
+    assert all(FIRST <= j.step < rewind.step for j in found if j.action is Action.DISCARD)
+    rest = [j for j in found if rewind.step < j.step < FIRST + LENGTH]
+    assert all(j.verdict is not Verdict.HEALTHY and j.action is Action.APPLY for j in rest)
+    assert {j.reason for j in rest} == {
+        f"part of the excursion that the action at step {rewind.step} would have undone"
+    }
+    assert all(j.verdict is Verdict.HEALTHY for j in found if not FIRST <= j.step < FIRST + LENGTH + 10)
+
+
+def test_two_spikes_are_rewound_each(two: list[Recorded]) -> None:
+    steps = [j.step for j in judged(two) if j.action is Action.REWIND]
+    assert len(steps) == 2 and all(0 <= s - at <= 5 for s, at in zip(steps, (FIRST, SECOND)))
+
+
+@pytest.mark.parametrize("broken", [{"loss": math.nan}, {"loss": math.inf}, {"grad_norm": math.inf}])
+def test_one_step_that_is_not_finite_is_discarded(broken: dict[str, float]) -> None:
+    rows = recorded(healthy(600, seed=1))
+    rows[FIRST] = rows[FIRST]._replace(**broken)
+    (discard,) = acted(judged(rows))
+    assert (discard.step, discard.verdict, discard.action) == (FIRST, Verdict.NON_FINITE, Action.DISCARD)
+
+
+def test_without_snapshots_it_is_handed_over(one: list[Recorded]) -> None:
+    (handover,) = acted(judged(one, snapshots={"interval": 0}), Action.DISCARD)
+    assert handover.action is Action.HANDOVER and "there is no snapshot" in handover.reason
+
+
+@pytest.mark.parametrize(
+    ("policy", "actions"),
+    [
+        ({"rewinds": 1}, [Action.REWIND, Action.HANDOVER]),
+        ({"rewinds": 1, "handovers": 0}, [Action.REWIND, Action.STOP]),
+        ({"rewinds": 0, "handovers": 1}, [Action.HANDOVER, Action.STOP]),
+        ({"rewinds": 0, "handovers": 0}, [Action.STOP, Action.STOP]),
+        ({"rewinds": 1, "budget_window": 100}, [Action.REWIND, Action.REWIND]),
+    ],
+)
+def test_what_is_spent_leads_further_and_the_recording_goes_on(
+    policy: dict[str, int], actions: list[Action], two: list[Recorded]
+) -> None:
+    """After a stop a person has started it again, with new budgets."""
+    found = acted(judged(two, policy=policy), Action.DISCARD)
+    assert [j.action for j in found] == actions
+    for j in found:
+        assert ("are spent" in j.reason) == (j.action in ENDS)
+
+
+def test_a_run_that_stays_broken_climbs_the_whole_ladder() -> None:
+    rows = [
+        r._replace(loss=math.nan) if r.step >= FIRST else r for r in recorded(healthy(FIRST + 24, seed=1))
+    ]
+    ladder = acted(judged(rows), Action.DISCARD)
+    assert ladder[0].action is Action.REWIND
+    assert all(j.verdict is Verdict.NON_FINITE for j in ladder)
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_sparse_recording_without_norms_and_with_gaps(every: int) -> None:
+    """Every tenth step was logged: steps are numbers, not counts; the snapshots lie as far apart as they can."""
+    run = spike(healthy(600, seed=1), FIRST, length=LENGTH)
+    rows = [Recorded(1000 + s.step * every, s.loss) for s in run]
+    (rewind,) = acted(judged(rows), Action.DISCARD)
+    assert rewind.action is Action.REWIND and 0 <= (rewind.step - 1000) / every - FIRST <= 5
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.tuples(st.floats(), st.none() | st.floats(), st.integers(1, 2**40)), min_size=1, max_size=200)
+)
+def test_no_numbers_break_it(numbers: list[tuple[float, float | None, int]]) -> None:
+    step, rows = 0, []
+    for loss, norm, gap in numbers:
+        step += gap
+        rows.append(Recorded(step, loss, norm))
+    for j in judged(rows):
+        assert not (j.verdict is Verdict.HEALTHY and j.action is Action.DISCARD)
+
+
+def test_nothing_recorded() -> None:
+    assert judged([]) == []
+
+
+# Episodes
+
+KINDS = st.tuples(st.sampled_from(Verdict), st.sampled_from(Action))
+
+
+@given(st.lists(st.tuples(KINDS, st.integers(1, 3))))
+def test_episodes_partition_what_is_not_plain(kinds: list[tuple[tuple[Verdict, Action], int]]) -> None:
+    """Every step that is worth a word is in one episode, in order; an episode is as long as it can be."""
+    plain = (Verdict.HEALTHY, Action.APPLY)
+    one_by_one = [kind for kind, count in kinds for _ in range(count)]
+    steps = [Judged(10 * i, verdict, action, f"{i}") for i, (verdict, action) in enumerate(one_by_one)]
+    found = episodes(steps)
+    covered: list[Judged] = []
+    for episode in found:
+        part = [j for j in steps if episode.first.step <= j.step <= episode.last]
+        assert part[0] == episode.first and len(part) == episode.steps
+        assert {(j.verdict, j.action) for j in part} == {(part[0].verdict, part[0].action)}
+        covered += part
+    assert covered == [j for j in steps if (j.verdict, j.action) != plain]
+    for one, other in pairwise(found):
+        same = (one.first.verdict, one.first.action) == (other.first.verdict, other.first.action)
+        assert not (same and other.first.step == one.last + 10)
+
+
+def test_an_episode_is_told_by_its_first_step() -> None:
+    steps = [Judged(s, Verdict.SPIKE, Action.APPLY, f"reason {s}") for s in (5, 6, 7)]
+    assert episodes(steps) == [Episode(steps[0], 7, 3)]
+
+
+# Traces
+
+
+def trace(folder: Path, content: str | bytes) -> Path:
+    path = folder / "trace.csv"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "rows"),
+    [
+        ("step,loss,grad_norm\n1,2.5,0.5\n2,2.4,\n", [Recorded(1, 2.5, 0.5), Recorded(2, 2.4)]),
+        ("step,loss\n1,2.5\n", [Recorded(1, 2.5)]),
+        ("lr,time,grad_norm,loss,step\n1e-3,x,0.5,2.5,7\n", [Recorded(7, 2.5, 0.5, 1e-3)]),
+        ("step, loss, grad_norm\n 1, 2.5 , 0.5\n", [Recorded(1, 2.5, 0.5)]),
+        ("step,loss\r\n1,2.5\r\n\r\n10,2.4\r\n", [Recorded(1, 2.5), Recorded(10, 2.4)]),
+        ("\ufeffstep,loss\n1.0,2.5", [Recorded(1, 2.5)]),  # as a spreadsheet saves it
+        ('"step","loss"\n"1","2.5"\n', [Recorded(1, 2.5)]),
+        ("step,loss,grad_norm\n0,1e308,-1e308\n1,-inf,Infinity\n", None),
+        ("step,loss,grad_norm\n-3,1e400,nan\n", [Recorded(-3, math.inf, math.nan)]),
+        (f"step,loss\n{2**53},1\n", [Recorded(2**53, 1.0)]),
+    ],
+)
+def test_traces(content: str, rows: list[Recorded] | None, tmp_path: Path) -> None:
+    found = read_trace(trace(tmp_path, content))
+    if rows is not None:
+        assert str(found) == str(rows)  # nan is nan
+    judged(found)
+
+
+@pytest.mark.parametrize("text", ["nan", "NaN", "", "  "])
+def test_a_loss_that_is_nan_or_empty(text: str, tmp_path: Path) -> None:
+    """pandas leaves a nan out when it writes a CSV file."""
+    (row,) = read_trace(trace(tmp_path, f"step,loss,grad_norm\n5,{text},\n"))
+    assert row.step == 5 and math.isnan(row.loss) and row.grad_norm is None
+    assert [j.action for j in judged([row])] == [Action.DISCARD]
+
+
+HEAD = "step,loss,grad_norm\n1,2.5,0.5\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no column loss and step"),
+        ("\n\n", "no column loss and step"),
+        ("step,loss\n", "no steps in it"),
+        ("step,loss\n\n\n", "no steps in it"),
+        ("step,grad_norm\n1,2\n", "no column loss"),
+        ("iteration,loss\n1,2\n", "no column step"),
+        ("Step;loss\n1;2\n", "no column loss and step"),
+        (HEAD + "2,high,0.5\n", "line 3: could not convert string to float: 'high'"),
+        (HEAD + "2,2.5,low\n", "line 3: could not convert string to float: 'low'"),
+        (HEAD + "two,2.5,0.5\n", "line 3: .*'two'"),
+        (HEAD + ",2.5,0.5\n", "line 3: the step is ''"),
+        (HEAD + "1.5,2.5,0.5\n", "line 3: the step is '1.5', no whole number"),
+        (HEAD + "1e400,2.5,0.5\n", "line 3: the step is '1e400', no whole number"),
+        (HEAD + "1e300,2.5,0.5\n", "line 3: the step is '1e300', no whole number below"),
+        (HEAD + "nan,2.5,0.5\n", "line 3: the step is 'nan'"),
+        (HEAD + "-inf,2.5,0.5\n", "line 3: the step is '-inf'"),
+        (HEAD + "1,2.5,0.5\n", "line 3: step 1 after 1: sort it"),
+        (HEAD + "5,2.5,0.5\n3,2.5,0.5\n", "line 4: step 3 after 5: sort it"),
+        (HEAD + "2,2.5,0.5,7\n", "line 3: not as many fields"),
+        (HEAD + "2,2.\n", "line 3: not as many fields"),  # cut off while it was written
+        (HEAD + " \n", "line 3: not as many fields"),
+        (HEAD + "2,2,5,0,5\n", "line 3: not as many fields"),
+        (HEAD + '2,"2.5\n3,2.4,0.5\n', "line 4: "),
+        (HEAD + "2,2.5,\x00\n", "line 3: could not convert"),
+        (b"\x80\x04\x95binary\xff\xfe", "cannot be read: .*utf-8"),
+        (HEAD.encode("utf-16"), "cannot be read: .*utf-8"),
+        (HEAD + "x" * 200_000 + ",1,1\n", "cannot be read: field larger than field limit"),
+    ],
+)  # fmt: skip
+def test_bad_traces(content: str | bytes, message: str, tmp_path: Path) -> None:
+    path = trace(tmp_path, content)
+    with pytest.raises(DataError, match=message) as caught:
+        read_trace(path)
+    assert str(caught.value).startswith(str(path))
+
+
+@settings(max_examples=200)
+@given(st.lists(st.text(alphabet=string.digits[:4] + '.-e,\n"\r\x00 infa', max_size=12), max_size=6))
+def test_any_text_is_a_trace_or_a_message(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
+    path = trace(tmp_path_factory.getbasetemp(), "\n".join(["step,loss,grad_norm", *lines]))
+    rows = None
+    with suppress(DataError):
+        rows = read_trace(path)
+    if rows is not None:
+        assert rows and all(a.step < b.step for a, b in pairwise(rows))
+
+
+def test_traces_that_are_not_there(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.csv", tmp_path):
+        with pytest.raises(DataError, match=f"{path} cannot be read"):
+            read_trace(path)

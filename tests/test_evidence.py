@@ -1,0 +1,195 @@
+"""What the laboratory measures is what autograd says of each sample, under every layout; and it leaves no trace."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megastable.config import RunConfig
+from megastable.data.corpora import open_corpora
+from megastable.data.loader import documents_of
+from megastable.model.gpt import GPT
+from megastable.parallel.sharding import placement_of
+from megastable.parallel.topology import Layout, TensorParallel
+from tests import reference
+from tests.conftest import VOCABULARY, tiny
+from tests.distributed import run_ranks
+
+STEPS, RATE, BATCH = 2, 3e-3, 8
+ASKED = [
+    [5],
+    [40, 3, 3, 17, 0],
+    list(range(30, 43)),
+    list(range(8)),
+    [],
+]  # most of them no multiple of anything
+ALONE = [3, 40, 21]
+
+ONE: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp32-whole": {"train": {"micro_batch": 8}},
+}
+TWO: dict[str, dict[str, Any]] = {
+    "fp32-dp2": {},
+    "fp32-zero3": {"parallel": {"zero": 3}},
+    "fp32-tp2": {"parallel": {"tensor": 2}},
+    "fp32-pp2": {"parallel": {"pipeline": 2}},
+    "bf16-dp2": {"precision": {"kind": "bf16"}},
+    "bf16-pp2": {"precision": {"kind": "bf16"}, "parallel": {"pipeline": 2}},
+    "fp16-dp2": {"precision": {"kind": "fp16"}},
+}
+
+
+def config(corpus: Path, **parts: Any) -> RunConfig:
+    train = {"global_batch": BATCH, "micro_batch": 2, "steps": 10} | parts.pop("train", {})
+    model = {"vocab_size": VOCABULARY, "init_std": 0.1}
+    return tiny(corpus, Path("none"), **{"precision": {"kind": "fp32"}, **parts}, train=train, model=model)
+
+
+def measure(configs: list[RunConfig], world: int) -> list[dict[str, Any]]:
+    """Of each: what the laboratory found after two steps, and the state before, after and a step later."""
+    import torch.distributed as dist
+
+    from megastable import deepspeed_config
+    from megastable.data.loader import Loader
+    from megastable.data.skips import Skips
+    from megastable.engine import Engine
+    from megastable.evidence import Laboratory
+    from megastable.parallel.topology import Topology
+
+    def state(engine: Any) -> dict[str, Any]:
+        found = {name: t.clone() for name, t in engine.optimizer_state().items()}
+        for index, parameter in enumerate(engine.ds.module.parameters()):
+            found[f"low/{index}"] = getattr(parameter, "ds_tensor", parameter).detach().clone()
+        return found | {"counters": engine.counters(), "random": torch.get_rng_state()}
+
+    def run(c: RunConfig, measuring: bool) -> dict[str, Any]:
+        torch.manual_seed(1)
+        layout = Layout(c.parallel.tensor, c.parallel.pipeline, deepspeed_config.data_parallel(c, world))
+        topology = Topology(layout, dist.get_rank(), timeout=120)
+        engine = Engine(c, deepspeed_config.build(c, world), topology)
+        source = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed).train
+        found: dict[str, Any] = {}
+        with Loader(
+            source, Skips.of([]), 0, BATCH, c.train.micro_batch, topology.data_rank, layout.data,
+            c.data.keep_documents_apart,
+        ) as loader:  # fmt: skip
+
+            def step() -> Any:
+                return engine.train_step(next(loader).micro_batches, RATE, lambda m: m.finite)[0]
+
+            for _ in range(STEPS):
+                step()
+            if measuring:
+                laboratory = Laboratory(c.stability.attribution, engine, loader, BATCH)
+                found["before"], cursor = state(engine), loader.cursor
+                found["losses"] = [laboratory.losses(np.array(p, dtype=np.int64)) for p in ASKED]
+                found["norms"] = [laboratory.gradient_norm(p) for p in ALONE]
+                found["after"] = state(engine)
+                assert loader.cursor == cursor
+            last = step()
+            found["last"] = (last.losses.tolist(), last.grad_norm)
+            found["final"] = state(engine)
+        found["wrapper"] = type(engine.optimizer).__name__
+        return found
+
+    return [run(c, True) | {"undisturbed": run(c, False)} for c in configs]
+
+
+@pytest.fixture(scope="module")
+def one(corpus: Path) -> dict[str, list[dict[str, Any]]]:
+    return measured(corpus, ONE, 1)
+
+
+@pytest.fixture(scope="module")
+def two(corpus: Path) -> dict[str, list[dict[str, Any]]]:
+    return measured(corpus, TWO, 2)
+
+
+def measured(corpus: Path, cases: dict[str, dict[str, Any]], world: int) -> dict[str, list[dict[str, Any]]]:
+    """By case, what each rank found."""
+    ranks = run_ranks(world, measure, [config(corpus, **parts) for parts in cases.values()], world)
+    return {name: [rank[index] for rank in ranks] for index, name in enumerate(cases)}
+
+
+@cache
+def expected(corpus: Path) -> tuple[list[list[float]], list[float]]:
+    """The same after two steps of a plain GPT, by autograd."""
+    c = config(corpus)
+    source = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed).train
+    shape = reference.Shape(2, 4, 2, 8, VOCABULARY, z=c.model.z_loss)
+    model = GPT(c.model, TensorParallel(), "none", c.run.seed)
+    weights = {placement_of(p).name: p.detach() for p in model.parameters()}
+
+    def batch(positions: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        samples = source.samples(np.array(positions))
+        segments = documents_of(samples[:, :-1], source.eod) if c.data.keep_documents_apart else None
+        return (
+            torch.from_numpy(samples[:, :-1]), torch.from_numpy(samples[:, 1:]),
+            None if segments is None else torch.from_numpy(segments),
+        )  # fmt: skip
+
+    batches = [batch(list(range(BATCH * i, BATCH * (i + 1)))) for i in range(STEPS)]
+    _, _, optimizer = reference.train(weights, shape, batches, [RATE] * STEPS)
+    asked = sorted({p for positions in ASKED for p in positions})
+    tokens, labels, segments = batch(asked)
+    with torch.no_grad():
+        logits = reference.logits(optimizer.w, shape, tokens, segments)
+    every = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(1)
+    losses = dict(zip(asked, every.tolist(), strict=True))
+    norms = []
+    for position in ALONE:
+        tokens, labels, segments = batch([position])
+        leaves = {name: w.detach().clone().requires_grad_() for name, w in optimizer.w.items()}
+        objective, _ = reference.losses(reference.logits(leaves, shape, tokens, segments), labels, shape.z)
+        gradients = torch.autograd.grad(objective, list(leaves.values()))
+        norms.append(float(torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt()))
+    return [[losses[p] for p in positions] for positions in ASKED], norms
+
+
+def check_numbers(found: dict[str, list[dict[str, Any]]], corpus: Path) -> None:
+    losses, norms = expected(corpus)
+    for name, ranks in found.items():
+        # Two steps of Adam enlarge what rounding leaves; in bf16 the samples are still told apart.
+        tolerance = 1e-4 if name.startswith("fp32") else 0.05
+        for got, wanted in zip(ranks[0]["losses"], losses, strict=True):
+            assert got.dtype == np.float64
+            assert got.tolist() == pytest.approx(wanted, rel=tolerance), name
+        assert ranks[0]["norms"] == pytest.approx(norms, rel=tolerance), name
+        for other in ranks[1:]:
+            assert other["norms"] == ranks[0]["norms"], name
+            assert all(map(np.array_equal, other["losses"], ranks[0]["losses"])), name
+    assert max(norms) > 1.2 * min(norms) and max(losses[2]) > 1.05 * min(losses[2])  # samples do differ
+
+
+def check_traces(found: dict[str, list[dict[str, Any]]]) -> None:
+    """Bit for bit: state, counters and random numbers, and the step after it."""
+    for name, ranks in found.items():
+        for rank in ranks:
+            for one, other in (("before", "after"), ("final", "undisturbed")):
+                before, after = rank[one], rank[other] if other == "after" else rank[other]["final"]
+                assert before.keys() == after.keys() and len(before) > 12
+                for key, value in before.items():
+                    same = torch.equal(value, after[key]) if torch.is_tensor(value) else value == after[key]
+                    assert same, f"{name}: {key} of {one}"
+            assert rank["last"] == rank["undisturbed"]["last"], name
+            assert any(
+                not torch.equal(rank["after"][k], rank["final"][k]) for k in rank["after"] if "low" in k
+            )
+
+
+def test_on_one_rank(one: dict[str, list[dict[str, Any]]], corpus: Path) -> None:
+    check_numbers(one, corpus)
+    check_traces(one)
+
+
+def test_on_two_ranks(two: dict[str, list[dict[str, Any]]], corpus: Path) -> None:
+    check_numbers(two, corpus)
+    check_traces(two)
+    wrappers = {ranks[0]["wrapper"] for ranks in two.values()}
+    assert wrappers == {"BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"}

@@ -1,0 +1,127 @@
+"""`tools/bench.py stability`: it measures on this machine, whatever the numbers are, and its sums are sums."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from megastable.bench.costs import COMPONENTS, MEANING, assess, estimate, table
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "model.layers=2 model.hidden=32 model.heads=2 model.kv_heads=2 model.ffn=64 model.sequence_length=32 "
+    "model.vocab_size=250 model.vocab_multiple=64 train.global_batch=4 train.micro_batch=2 logging.norms_interval=20"
+).split()
+
+
+def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"COLUMNS": "90", "OMP_NUM_THREADS": "1", "TERM": "dumb"}
+    command = [sys.executable, str(ROOT / "tools" / "bench.py"), *map(str, arguments)]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """What was written and printed; the recipe's corpus does not exist."""
+    file = tmp_path_factory.mktemp("bench") / "cost.json"
+    missing = "data.corpora=[{path: no/such/folder}]"
+    done = bench("stability", "--rounds", 2, "--json", file, missing, *TINY)
+    assert done.returncode == 0, done.stderr
+    return json.loads(file.read_text()), done.stdout
+
+
+def test_it_measures_and_tells_where(measured: tuple[dict[str, Any], str]) -> None:
+    found, printed = measured
+    assert found["rounds"] == 2 and found["disturbed"] == 0
+    assert found["machine"].keys() >= {"device", "threads", "torch", "deepspeed", "date", "load_average"}
+    assert found["run"]["global_batch"] == 4 and found["run"]["precision"] == "bf16"
+    costs = found["costs"]
+    assert all(e["median"] > 0 for e in costs["steps_ms"].values())
+    intervals = {c["name"]: c["every"] for c in costs["components"]}
+    assert intervals == {"gate": 1, "guard": 1, "snapshot": 10, "norms": 20, "layers": 100, "records": 50}
+    # Each of these takes time, or it was not reached.
+    parts = {name: ms for c in costs["components"] for name, ms in c["parts"].items()}
+    assert all(ms > 0 for ms in parts.values()), parts
+    assert all(MEANING[name] in printed for name in (*COMPONENTS, "everything"))
+
+
+def test_the_totals_are_sums_of_shares(measured: tuple[dict[str, Any], str]) -> None:
+    costs = measured[0]["costs"]
+    bare = costs["steps_ms"]["bare"]["median"]
+    for way in ("direct", "paired"):
+        shares = [c[f"{way}_share"]["median"] for c in costs["components"]]
+        assert shares == pytest.approx(
+            [c[f"{way}_ms"]["median"] / c["every"] / bare for c in costs["components"]]
+        )
+        assert costs["totals"]["everything"][way]["median"] == pytest.approx(sum(shares))
+        assert costs["totals"]["gate"][way] == costs["components"][0][f"{way}_share"]
+    for component in costs["components"]:
+        assert component["direct_ms"]["median"] == pytest.approx(sum(component["parts"].values()))
+    assert (costs["totals"]["gate"]["limit"], costs["totals"]["everything"]["limit"]) == (0.005, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["parallel.tensor=2"], "1 ranks cannot be laid out"),
+        (["model.layer=2"], "did you mean model.layers"),
+        (["--recipe", "no.yaml"], "no.yaml: no such recipe"),
+    ],
+)
+def test_bad_input(arguments: list[str], message: str) -> None:
+    done = bench("stability", *arguments)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+SECONDS = {
+    "bare": 1.0, "gate": 1.01, "guard": 1.03, "snapshot": 1.13, "layers": 2.03, "norm": 0.001, "collect": 0.002,
+    "finite": 0.0, "losses": 0.0, "counters": 0.0, "rest": 0.001, "judge": 0.005, "settle": 0.001, "take": 0.05,
+    "statistics": 0.2, "look": 0.5, "tell": 0.1, "write": 0.01,
+}  # fmt: skip
+INTERVALS = {"snapshot": 10, "norms": 0, "layers": 100, "records": 10}
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=9))
+def test_what_falls_on_the_whole_round_falls_out(noise: list[float]) -> None:
+    """A machine that is slow for a round is slow for all of it: differences within a round stay as they are."""
+    slower = np.array(noise) - noise[0]
+    kinds = ("bare", "gate", "guard", "snapshot", "layers")
+    samples = {name: (value + slower * (name in kinds)).tolist() for name, value in SECONDS.items()}
+    costs = assess(samples, kinds, INTERVALS)
+    paired = {c.name: c.paired_ms.median for c in costs.components}
+    assert paired == pytest.approx({"gate": 10, "guard": 20, "snapshot": 100, "layers": 1000, "records": 10})
+    direct = {c.name: c.direct_ms.median for c in costs.components}
+    assert direct == pytest.approx({"gate": 4, "guard": 6, "snapshot": 50, "layers": 600, "records": 10})
+    bare = float(np.median(1 + slower))
+    assert costs.totals["everything"].paired.median == pytest.approx(
+        (0.01 + 0.02 + 0.01 + 0.01 + 0.001) / bare
+    )
+    assert costs.totals["everything"].direct.median == pytest.approx(
+        (0.004 + 0.006 + 0.005 + 0.006 + 0.001) / bare
+    )
+
+
+def test_an_interval_holds_what_is_likely() -> None:
+    """Of 200 measurements of a known difference about 19 of 20 intervals hold it."""
+    drawn = np.random.default_rng(5).standard_normal((200, 25))
+    held = [(e := estimate([(values, 1.0)], 1.0)).low <= 0 <= e.high for values in drawn]
+    assert 0.9 <= np.mean(held) <= 0.99
+
+
+def test_the_table_fits_a_terminal() -> None:
+    samples = {name: [value] * 3 for name, value in SECONDS.items()}
+    text = io.StringIO()
+    Console(width=80, file=text).print(table(assess(samples, ("bare",), INTERVALS)))
+    words = " ".join(text.getvalue().split())
+    assert "…" not in words and "limit 0.5 % 0.400" in words and "limit 2 % 2.200" in words

@@ -1,0 +1,72 @@
+"""What things cost, measured on this machine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megastable import durable, recipe
+from megastable.errors import DataError, user_errors
+from megastable.rundir import as_json
+
+EXAMPLES = """Examples:
+
+BENCH stability
+
+BENCH stability --rounds 100 --json cost.json
+
+BENCH stability --recipe launch/recipes/125m.yaml model.vocab_size=32000 train.global_batch=32""".replace(
+    "BENCH", "python tools/bench.py"
+)
+app = typer.Typer(help=__doc__, epilog=EXAMPLES, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def benchmarks() -> None:
+    """Commands that measure; each runs in this one process."""
+
+
+@app.command(epilog=EXAMPLES)
+@user_errors()
+def stability(
+    overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of the recipe")] = None,
+    recipe_path: Annotated[
+        Path, typer.Option("--recipe", help="Whose model, batch and precision to measure with")
+    ] = Path("launch/recipes/quickstart.yaml"),
+    rounds: Annotated[int, typer.Option(min=2, help="Each does every kind of step once")] = 30,
+    json: Annotated[Path | None, typer.Option(help="All numbers, and the machine")] = None,
+) -> None:
+    """What gate, detector, snapshots and statistics add to a step. On random tokens: no corpus is needed."""
+    config = recipe.load(recipe_path, overrides or [])
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    # Not above: --help and mistakes in a recipe need no DeepSpeed, which takes seconds to import.
+    from megastable import engine
+    from megastable.bench.costs import table
+    from megastable.bench.stability import measure, steps_needed
+
+    columns = TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    engine.start_distributed(config.run.timeout)
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=steps_needed(rounds))
+        found = measure(config, rounds, lambda: progress.advance(task), progress.console.print)
+    engine.stop_distributed()
+    console = Console()
+    console.print(table(found.costs))
+    console.print(", ".join(f"{key} {value}" for key, value in (found.run | found.machine).items()))
+    if found.disturbed:
+        console.print(f"note: the guard did not simply pass {found.disturbed} steps: measure again")
+    if json is not None:
+        try:
+            durable.write_file(json, (as_json(asdict(found), indent=1) + "\n").encode())
+        except OSError as error:
+            raise DataError(f"{json} could not be written: {error}") from None
+
+
+if __name__ == "__main__":
+    app()
