@@ -40,7 +40,8 @@ from megastable.stability.guard import Guard, GuardState
 from megastable.stability.incident import Incident
 from megastable.stability.policy import Action, Cause, Decision, PolicyState
 from megastable.stability.signals import Signals, Verdict
-from megastable.stability.snapshot import Ring, Snapshot, capacity
+from megastable.stability.snapshot import Ring, Snapshot
+from megastable.stability.spacing import capacity
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

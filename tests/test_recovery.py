@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megastable import errors, records
 from megastable.config import RunConfig
+from megastable.data.corpora import open_corpora
 from megastable.data.plant import Planted, plant
-from megastable.data.skips import read_ledger
+from megastable.data.skips import Selection, read_ledger
 from megastable.rundir import RunDirectory
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
@@ -249,3 +251,32 @@ def test_a_stop_in_the_middle_of_an_incident_forgets_nothing(
     for one, other in zip(incidents(run), incidents(straight), strict=True):
         assert one | {"seconds": 0} == other | {"seconds": 0} and one["outcome"] == "healed"
         assert [tuple(r) for r in one["positions"]] == [what.positions]
+
+
+def test_a_guilty_corpus_is_swapped_out(tmp_path: Path) -> None:
+    """Two corpora; the samples that the second gives to three steps are noise, and one incident is one too many."""
+    for name in ("good", "bad"):
+        write_corpus(tmp_path / name, ids=20, seed=len(name))
+    corpora = [{"path": tmp_path / "good", "weight": 2.0}, {"path": tmp_path / "bad"}]
+    run = tmp_path / "run"
+    config = recipe(tmp_path, run, data={"corpora": corpora}, stability={"policy": {"swap_after": 1}})
+    source = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed).train
+    positions = np.arange(8 * (FIRST_BAD - 1), 8 * (FIRST_BAD + 2))
+    places = source.order.locate(positions)
+    noise = np.random.default_rng(0)
+    tokens = np.memmap(tmp_path / "bad/part-0.bin", dtype=np.uint16, mode="r+")
+    for first in places.first_token[places.corpus == 1].tolist():
+        tokens[first : first + 32] = noise.integers(1, 250, 32)
+    tokens.flush()
+    assert run_ranks(1, train, config) == [(0, "")]
+    (incident,) = incidents(run)
+    assert incident["actions"] == ["swap_corpus"] and incident["outcome"] == "healed"
+    guilty = [p for a, b in incident["positions"] for p in range(a, b)]
+    assert set(guilty) <= set(positions[places.corpus == 1].tolist()) and len(guilty) > 3
+    (entry,) = [e for e in read_ledger(run / "skips.jsonl") if e.corpus is not None]
+    assert entry.corpus == "bad" and entry.first == guilty[0]
+    chosen = Selection(source.order, read_ledger(run / "skips.jsonl"))
+    trained = chosen.next_kept(guilty[0], 500)[0]
+    assert set(source.order.locate(trained).corpus.tolist()) == {0}
+    last = records.read(run / "steps").to_pylist()[-1]
+    assert last["next_position"] - 8 * STEPS > 20  # a third of what came after was passed over

@@ -19,7 +19,7 @@ from megastable.stability.guard import Guard, GuardState
 from megastable.stability.policy import Action, Cause
 from megastable.stability.settings import StabilityConfig
 from megastable.stability.signals import Signals, Verdict
-from megastable.stability.snapshot import thin
+from megastable.stability.spacing import thin
 
 
 class Recorded(NamedTuple):

@@ -326,7 +326,8 @@ class Detector:
             s.best, s.best_lr = level, signals.lr
         else:
             s.best += c.forget * line.noise
-        s.width = line.scale if s.width is None else min(line.scale, s.width * (1.0 + c.forget))
+        if len(s.loss.values) == c.window:  # the scatter of a few values is small by chance
+            s.width = line.scale if s.width is None else min(line.scale, s.width * (1.0 + c.forget))
 
     def _accept(self, channel: Channel, value: float) -> None:
         _keep(channel.times, self._state.seen, self.config.window)

@@ -13,17 +13,19 @@ from pydantic import BaseModel, ConfigDict
 from megastable.stability.detector import Detector, DetectorState
 from megastable.stability.policy import Action, Decision, Policy, PolicyState
 from megastable.stability.settings import StabilityConfig
-from megastable.stability.signals import Signals, Verdict
+from megastable.stability.signals import Finding, Signals, Verdict
 
 
 class GuardState(BaseModel):
-    """What a checkpoint keeps. acted: see `Guard.judge`."""
+    """What a checkpoint keeps. Of a simulation: acted, the step of the last action; broken: on numbers that have not
+    been finite since."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     detector: DetectorState | None = None
     policy: PolicyState = PolicyState()
     acted: int | None = None
+    broken: bool = False
 
 
 class Guard:
@@ -41,17 +43,14 @@ class Guard:
         self.detector = Detector(config.detector, state.detector)
         self.policy = Policy(config.policy, state.policy)
         self.simulated = simulated
-        self._acted = state.acted
+        self._acted, self._broken = state.acted, state.broken
 
     def judge(self, signals: Signals, oldest_snapshot: int | None) -> Decision:
         """The decision on a step, before its update."""
         finding = self.detector.observe(signals)
-        if (
-            self.simulated
-            and self._acted is not None
-            and finding.verdict not in (Verdict.HEALTHY, Verdict.NON_FINITE)
-            and finding.onset <= self._acted
-        ):
+        if finding.verdict is not Verdict.NON_FINITE:
+            self._broken = False
+        if self.simulated and self._acted is not None and self._acted_on(finding):
             reason = f"part of the excursion that the action at step {self._acted} would have undone"
             return Decision(Action.APPLY, finding, reason)
         if self.simulated:
@@ -60,7 +59,14 @@ class Guard:
         decision = self.policy.decide(finding, oldest_snapshot)
         if self.simulated and decision.action not in (Action.APPLY, Action.DISCARD):
             self._acted = signals.step
+            self._broken = finding.verdict is Verdict.NON_FINITE
         return decision
+
+    def _acted_on(self, finding: Finding) -> bool:
+        """Whether the last action would have undone this step already."""
+        if finding.verdict is Verdict.NON_FINITE:
+            return self._broken
+        return finding.verdict is not Verdict.HEALTHY and finding.onset <= (self._acted or 0)
 
     def rewind(self, detector: DetectorState) -> None:
         """The steps since `detector` was saved have not happened. The policy remembers them."""
@@ -70,4 +76,4 @@ class Guard:
     def state(self) -> GuardState:
         """A copy, for a checkpoint."""
         policy = self.policy.state.model_copy(deep=True)
-        return GuardState(detector=self.detector.state, policy=policy, acted=self._acted)
+        return GuardState(detector=self.detector.state, policy=policy, acted=self._acted, broken=self._broken)

@@ -30,8 +30,8 @@ class DetectorConfig(Part):
     norm counts less by as much as its farthest harmless jump exceeds this. drift: against the best level, a median of
     `level` values, in units of the scatter of neighbours; a slow divergence reaches 45 in 100 steps, healthy runs 3.6
     ever. forget: in sigma per observation, how fast best level and smallest scatter are given up, for data whose
-    difficulty wanders. oscillation: of the residuals on either side over the smallest scatter; swings of 3 sigma are
-    noticed, healthy runs reach 1.6.
+    difficulty wanders. oscillation: of the residuals on either side over the smallest scatter; swings of 4 sigma are
+    noticed, healthy runs reach 2.
 
     recovery: an excursion is over when the median of so many residuals is below `calm`. lasting: one that is longer
     is a plateau; spikes that heal do so in 10 to 30 steps. adapt: after so many the level is taken as given, and learnt
@@ -69,8 +69,8 @@ class DetectorConfig(Part):
     drift_limit: PositiveFloat = 10.0
     forget: NonNegativeFloat = 0.001
     oscillation_clip: PositiveFloat = 4.0
-    oscillation_allowance: PositiveFloat = 0.8
-    oscillation_limit: PositiveFloat = 4.0
+    oscillation_allowance: PositiveFloat = 0.9
+    oscillation_limit: PositiveFloat = 3.0
 
     recovery: PositiveInt = 4
     calm: PositiveFloat = 1.0

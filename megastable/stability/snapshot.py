@@ -1,17 +1,18 @@
 """Rewind points in host memory: what `engine` says its state is, copied aside; a ring of them, ever sparser with age.
 
-The only impure file of this package: it copies tensors. Which points are kept is the pure function `thin`. On a GPU
+The only impure file of this package: it copies tensors. Which points are kept is decided in spacing.py. On a GPU
 the copies run on a stream of their own into pinned memory, and the next update waits for them there, not the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from megastable.stability.spacing import thin
 
 
 class Stateful(Protocol):
@@ -33,24 +34,6 @@ class Snapshot:
     tensors: dict[str, Tensor]
     counters: dict[str, Any]
     extra: Any
-
-
-def thin(steps: Sequence[int], capacity: int, interval: int) -> list[int]:
-    """Which of the ascending `steps` to keep, at most `capacity`: the newest, and older ones ever further apart.
-
-    Ages grow about as powers of two of `interval`, so that a few points reach far back; what is older than the
-    capacity allows for is given up.
-    """
-    kept = list(steps)
-    while len(kept) > capacity:
-        ages = [kept[-1] - step for step in kept]
-        if ages[0] > interval * 2 ** (capacity - 1) or len(kept) < 3:
-            kept.pop(0)
-            continue
-        # The point whose neighbours are closest together for their age is missed least.
-        crowding = [(ages[i - 1] - ages[i + 1]) / ages[i - 1] for i in range(1, len(kept) - 1)]
-        kept.pop(1 + crowding.index(min(crowding)))
-    return kept
 
 
 class Ring:
@@ -123,8 +106,3 @@ class Ring:
                 copies[name].copy_(tensor.detach(), non_blocking=True)
         self._engine.hold_updates(self._stream.record_event())
         return copies
-
-
-def capacity(keep: int, snapshot_bytes: int, budget_bytes: float) -> int:
-    """How many snapshots fit: at most `keep`, whole ones only."""
-    return min(keep, int(budget_bytes // max(1, snapshot_bytes)))

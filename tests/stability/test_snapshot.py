@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megastable.stability.snapshot import Ring, capacity, thin
+from megastable.stability.snapshot import Ring
+from megastable.stability.spacing import capacity, thin
 
 
 @given(st.integers(1, 8), st.integers(1, 50), st.integers(1, 300))
