@@ -43,9 +43,10 @@ from megastable.stability.signals import Signals, Verdict
 from megastable.stability.snapshot import Ring, Snapshot
 from megastable.stability.spacing import capacity
 
+QUIET = 500  # steps between two warnings: what moves, moves for long
+
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-NAMED = 1000  # documents of an incident that the journal names; a swapped corpus would fill it
 
 
 class Memory(BaseModel):
@@ -75,6 +76,7 @@ class Recovery:
         self.note, self.say = note, say
         self.decision: Decision | None = None
         self.indicators: dict[str, float] = {}
+        self._quiet_until = 0
         c = self.settings
         self.guard = Guard(c, simulated=c.dry_run)
         self.casebook = Casebook(run, source, lambda: self.guard.policy.state, note, say)
@@ -211,6 +213,7 @@ class Recovery:
         if self.settings.dry_run:
             self._rehearse(decision, state)
             return state
+        self._warn(decision, state)
         if decision.healed:
             self.casebook.close(state, "healed")
         if decision.action.rewinds:
@@ -231,6 +234,14 @@ class Recovery:
 
     def _oldest(self) -> int | None:
         return self.ring.steps[0] if self.ring.steps else None
+
+    def _warn(self, decision: Decision, state: RunState) -> None:
+        """Journal leading indicators when they begin to move; nobody acts on them."""
+        if decision.finding.warnings and state.step >= self._quiet_until:
+            self._quiet_until = state.step + QUIET
+            for text in decision.finding.warnings:
+                self.note("warning", step=state.step, text=text)
+                self.say(f"step {state.step}: warning: {text}")
 
     def _rehearse(self, decision: Decision, state: RunState) -> None:
         if decision.action is not Action.APPLY:

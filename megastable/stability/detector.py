@@ -56,7 +56,10 @@ class Channel(_State):
 
 
 class Excursion(_State):
-    """verdict, onset (a step), since (the observation that raised it), and the newest residuals of loss and norm."""
+    """verdict, onset (a step), since (the observation that raised it), and the newest residuals of loss and norm.
+
+    loss_again, joint_again: the tests for a further jump on top of it.
+    """
 
     verdict: Verdict
     onset: int
@@ -65,6 +68,8 @@ class Excursion(_State):
     reason: str
     loss: list[float] = []
     norm: list[float] = []
+    loss_again: Sum = Field(default_factory=Sum)
+    joint_again: Sum = Field(default_factory=Sum)
 
 
 class Drop(_State):
@@ -157,6 +162,7 @@ class Detector:
         if s.excursion is not None:
             e = s.excursion
             e.severity = max(e.severity, outlier)
+            self._renew(e, step)
             found = Finding(step, e.verdict, e.severity, e.onset, e.reason, warnings, on_trend=False)
             self._follow(e, r)
             return found
@@ -254,6 +260,25 @@ class Detector:
                 return Excursion(verdict=verdict, onset=by.onset, since=now, severity=severity, reason=reason)
         return None
 
+    def _renew(self, e: Excursion, step: int) -> None:
+        """A further jump on top of an excursion has an onset of its own: what was done about the first one does not
+        undo it. Judged by the newest values alone, and sooner: trouble is known to be there."""
+        c, s = self.config, self._state
+        if s.seen - e.since < _SLOW:
+            return
+        up = _above(s.loss.raw, c.loss_floor)
+        e.loss_again.add(min(up, c.spike_clip) - c.spike_allowance, s.seen, step)
+        both = max(min(up, c.joint_loss_clip), -_JUMP) + max(
+            min(_above(s.norm.raw, c.norm_floor), c.joint_norm_clip), -_JUMP
+        )
+        e.joint_again.add(both - c.joint_allowance, s.seen, step)
+        for by, limit in ((e.loss_again, c.spike_limit), (e.joint_again, c.joint_limit)):
+            if by.value >= c.renewal * limit:
+                e.onset, e.verdict = by.onset, Verdict.SPIKE
+                e.reason = f"a further jump since step {by.onset}, on top of an excursion"
+                e.loss_again, e.joint_again = Sum(), Sum()
+                return
+
     def _rises(self) -> bool:
         """Over the latest observations, by more than half of the scatter between neighbours."""
         latest = self._state.loss.raw[-2 * _SLOW :]
@@ -284,6 +309,7 @@ class Detector:
             s.excursion = None
         elif lasted >= c.adapt:
             s.excursion, s.best, s.best_lr, s.width = None, None, None, None
+            s.sums = Sums(spike=e.loss_again, joint=e.joint_again)  # a jump may be on its way
             for channel in (s.loss, s.norm):
                 channel.values = list(channel.raw)
                 channel.times = list(range(s.seen - len(channel.raw) + 1, s.seen + 1))
@@ -372,6 +398,15 @@ def _no_number(signals: Signals) -> str:
     if signals.grad_norm is not None and not math.isfinite(signals.grad_norm):
         return f"gradient norm is {signals.grad_norm}"
     return ""
+
+
+def _above(newest: list[float], floor: float) -> float:
+    """The last value over those before it, in sigma; 0 where there are too few."""
+    before = newest[-2 * _SLOW : -1]
+    if len(before) < _SLOW:
+        return 0.0
+    level = median(before)
+    return _bound((newest[-1] - level) / max(1.4826 * median([abs(x - level) for x in before]), floor))
 
 
 def _bound(z: float) -> float:

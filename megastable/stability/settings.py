@@ -31,7 +31,9 @@ class DetectorConfig(Part):
     `level` values, in units of the scatter of neighbours; a slow divergence reaches 45 in 100 steps, healthy runs 3.6
     ever. forget: in sigma per observation, how fast best level and smallest scatter are given up, for data whose
     difficulty wanders. oscillation: of the residuals on either side over the smallest scatter; swings of 4 sigma are
-    noticed, healthy runs reach 2.
+    noticed, healthy runs reach 1.5 ever.
+
+    renewal: share of the limits at which a further jump during an excursion is noticed.
 
     recovery: an excursion is over when the median of so many residuals is below `calm`. lasting: one that is longer
     is a plateau; spikes that heal do so in 10 to 30 steps. adapt: after so many the level is taken as given, and learnt
@@ -72,6 +74,7 @@ class DetectorConfig(Part):
     oscillation_allowance: PositiveFloat = 0.9
     oscillation_limit: PositiveFloat = 3.0
 
+    renewal: Fraction = 0.6
     recovery: PositiveInt = 4
     calm: PositiveFloat = 1.0
     lasting: PositiveInt = 50

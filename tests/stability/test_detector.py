@@ -258,3 +258,14 @@ def test_a_state_is_small() -> None:
     for signals in traces.spike(traces.healthy(300, 0), 280):
         detector.observe(replace(signals, indicators=dict.fromkeys(names, signals.loss)))
     assert len(detector.state.model_dump_json()) < 20_000
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_further_jump_during_an_excursion_has_an_onset_of_its_own(seed: int) -> None:
+    run = traces.plus(traces.healthy(700, seed), 500, np.full(200, 0.5))
+    again = traces.plus(run, 560, np.full(20, 0.6))
+    found = judge(again)
+    assert {f.onset for f in found[505:560]} == {500}
+    renewed = [f for f in found[560:565] if f.onset >= 560]
+    assert renewed and all(f.verdict is Verdict.SPIKE and f.severity >= 1 for f in renewed)
+    assert {f.onset for f in judge(run)[505:600]} == {500}  # without it there is only the first
