@@ -347,9 +347,10 @@ class Detector:
                 s.drop = None
             else:
                 level = max(level, s.drop.level)
-        risen_lr = s.best_lr is not None and signals.lr is not None and signals.lr > 1.25 * s.best_lr
+        lr = signals.lr if signals.lr is not None and math.isfinite(signals.lr) else None
+        risen_lr = s.best_lr is not None and lr is not None and lr > 1.25 * s.best_lr
         if s.best is None or risen_lr or level < s.best + c.forget * line.noise:
-            s.best, s.best_lr = level, signals.lr
+            s.best, s.best_lr = level, lr
         else:
             s.best += c.forget * line.noise
         if len(s.loss.values) == c.window:  # the scatter of a few values is small by chance

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megastable.stability.detector import Detector, DetectorState
@@ -234,6 +234,7 @@ numbers = st.floats() | st.floats(-50, 50) | st.sampled_from([1e308, -1e308, 5e-
 
 
 @settings(max_examples=60, deadline=None)
+@example([(1.0, None, math.nan, 0.0)])
 @given(
     st.lists(st.tuples(numbers, st.none() | numbers, st.none() | numbers, numbers), min_size=1, max_size=150)
 )
