@@ -21,13 +21,16 @@ from tests.test_failures import train as train_with
 from tests.test_gate import trainer_of
 from tests.test_resume import identical
 
-STEPS = 80
-FIRST_BAD = 61
+STEPS = 50
+FIRST_BAD = 31
 
 
 def recipe(corpus: Path, run: Path, **parts: Any) -> RunConfig:
     train = {"steps": STEPS, "global_batch": 8, "micro_batch": 2, "eval_samples": 8, "eval_interval": 0}
+    # Judged from early on, so that the runs can be short.
+    stability = parts.pop("stability", {}) | {"detector": {"warmup_steps": 20, "min_values": 12}}
     defaults: dict[str, Any] = {
+        "stability": stability,
         "train": train,
         "optimizer": {"lr": 1e-2},
         "schedule": {"warmup_steps": 10, "total_steps": STEPS},
@@ -38,7 +41,7 @@ def recipe(corpus: Path, run: Path, **parts: Any) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Planted]:
-    """A corpus with 20 samples of noise, in parts of the batches of the steps 61 to 63."""
+    """A corpus with 20 samples of noise, in parts of the batches of the steps 31 to 33."""
     folder = tmp_path_factory.mktemp("planted")
     write_corpus(folder / "clean", ids=20)
     (folder / "clean/tokenizer.model").write_bytes(b"")  # copied along, never read
@@ -156,21 +159,21 @@ def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_spoilt_weights_are_undone_and_the_window_is_skipped(easy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    (end,) = run_ranks(1, spoil, recipe(easy, run), "weights", [62])
+    (end,) = run_ranks(1, spoil, recipe(easy, run), "weights", [32])
     assert end["code"] == 0 and end["factor"] == 1.0
     (incident,) = incidents(run)
     assert incident["cause"] == "state" and incident["outcome"] == "healed" and incident["documents"] == []
-    assert incident["actions"] == ["rewind"] and 61 <= incident["onset"] <= 63
+    assert incident["actions"] == ["rewind"] and 31 <= incident["onset"] <= 33
     skipped = sum(b - a for a, b in incident["positions"])
     assert skipped == 8 * (incident["step"] - incident["onset"] + 1)
 
 
 def test_what_comes_back_with_other_data_cuts_the_learning_rate(easy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    steps = {"steps": 110, "global_batch": 8, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0}
+    steps = {"steps": 70, "global_batch": 8, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0}
     policy = {"rewarm_steps": 10, "verify_steps": 10}
     config = recipe(easy, run, train=steps, stability={"policy": policy})
-    (end,) = run_ranks(1, spoil, config, "weights", [62], 2)
+    (end,) = run_ranks(1, spoil, config, "weights", [32], 2)
     assert end["code"] == 0 and end["factor"] == 0.5
     (incident,) = incidents(run)
     assert incident["actions"] == ["rewind", "cut_lr"] and incident["cause"] == "learning_rate"
@@ -179,7 +182,7 @@ def test_what_comes_back_with_other_data_cuts_the_learning_rate(easy: Path, tmp_
 
 def test_what_does_not_happen_again_is_the_hardware(easy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    (end,) = run_ranks(1, spoil, recipe(easy, run), "chip", [62, 63, 64, 65])
+    (end,) = run_ranks(1, spoil, recipe(easy, run), "chip", [32, 33, 34, 35])
     assert end["code"] == 0
     (incident,) = incidents(run)
     assert incident["cause"] == "hardware" and incident["positions"] == []
@@ -198,20 +201,24 @@ def test_without_rewind_points_it_hands_over_to_a_restart(
         corpus, run, stability={"snapshots": {"interval": 0}}, checkpoint={"interval": 20, "keep": 9}
     )
     ((code, message),) = run_ranks(1, train, config)
-    assert code == errors.HANDOVER and "there is no snapshot" in message and "checkpoint before step 61" in message
+    assert (
+        code == errors.HANDOVER
+        and "there is no snapshot" in message
+        and "checkpoint before step 31" in message
+    )
     first, end = what.positions
     skipped = [(e.first, e.end) for e in read_ledger(run / "skips.jsonl")]
     assert skipped[0][0] <= first and skipped[-1][1] <= end + 8
     assert incidents(run)[0]["outcome"] == "handed over"
     assert run_ranks(1, train, config) == [(0, "")]
-    assert [e["step"] for e in RunDirectory(run).events("resumed")] == [60]
+    assert [e["step"] for e in RunDirectory(run).events("resumed")] == [20]
 
 
 def test_a_restart_goes_back_behind_checkpoints_of_after_the_onset(easy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     parts = {"stability": {"snapshots": {"interval": 0}}, "checkpoint": {"interval": 1, "keep": 50}}
     config = recipe(easy, run, **parts)
-    (end,) = run_ranks(1, spoil, config, "weights", [62])
+    (end,) = run_ranks(1, spoil, config, "weights", [32])
     assert end["code"] == errors.HANDOVER
     (event,) = RunDirectory(run).events("handover")
     assert run_ranks(1, train, config) == [(0, "")]
@@ -226,14 +233,16 @@ def test_no_room_for_a_snapshot_is_said_with_the_numbers(easy: Path, tmp_path: P
     assert code == errors.BAD_INPUT and "stability.snapshots.memory_gib=1e-09: a snapshot takes 0." in message
 
 
-def test_a_dry_run_says_what_it_would_do_and_does_nothing(planted: tuple[Path, Planted], tmp_path: Path) -> None:
+def test_a_dry_run_says_what_it_would_do_and_does_nothing(
+    planted: tuple[Path, Planted], tmp_path: Path
+) -> None:
     corpus, _ = planted
     dry, off = tmp_path / "dry", tmp_path / "off"
     assert run_ranks(1, train, recipe(corpus, dry, stability={"dry_run": True})) == [(0, "")]
     assert run_ranks(1, train, recipe(corpus, off, stability={"enabled": False})) == [(0, "")]
     assert identical(dry / f"checkpoints/step-{STEPS}", off / f"checkpoints/step-{STEPS}") > 5
     would = [(e["step"], e["action"]) for e in RunDirectory(dry).events("would")]
-    assert (61, "discard") in would and [a for _, a in would].count("rewind") == 1
+    assert (31, "discard") in would and [a for _, a in would].count("rewind") == 1
     assert not (dry / "skips.jsonl").exists() and incidents(dry) == []
 
 
@@ -242,8 +251,8 @@ def test_a_stop_in_the_middle_of_an_incident_forgets_nothing(
 ) -> None:
     corpus, what = planted
     run, straight = tmp_path / "run", tmp_path / "straight"
-    # The 68th step that is computed is the 66th: two were done again.
-    ((code, _),) = run_ranks(1, train_with, recipe(corpus, run), terminate, 68)
+    # The 38th step that is computed is the 36th: two were done again.
+    ((code, _),) = run_ranks(1, train_with, recipe(corpus, run), terminate, 38)
     assert code == errors.STOPPED and incidents(run) == []
     assert run_ranks(1, train, recipe(corpus, run)) == [(0, "")]
     assert run_ranks(1, train, recipe(corpus, straight)) == [(0, "")]
