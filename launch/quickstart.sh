@@ -7,7 +7,7 @@
 #   bash launch/quickstart.sh data.corpora='[{path: data/stdlib}]' run.dir=runs/clean     without the noise
 #
 # Call it again to train again (the finished run is kept beside it), or to go on where an interrupted one stopped.
-# Exit code: that of the training (0 done, 75 stopped with a checkpoint, others in docs/clusters.md).
+# Exit code: that of the training (0 done, 75 stopped with a checkpoint, 78 start again, others in docs/clusters.md).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case ${1-} in -h | --help) sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' launch/quickstart.sh; exit 0 ;; esac
@@ -98,6 +98,9 @@ done
 if [ "$code" -eq 75 ]; then
   echo "stopped; a checkpoint is in $run. The same command goes on from there"
   exit 75
+elif [ "$code" -eq 78 ]; then
+  echo "handed over: the same command goes on from an older checkpoint in $run (docs/stability.md)"
+  exit 78
 elif [ "$code" -ne 0 ] || [ ! -f "$run/summary.json" ]; then
   echo "error: the training ended with code $code before it was done; its last words are above" >&2
   exit $((code ? code : 1))

@@ -1,7 +1,8 @@
 """The incidents of a run as they are written down: in journal, skip ledger and console. Rank 0 writes, all ranks know.
 
 Opened when something is acted on, added to with every action against it, closed when an action is proven or the run
-ends. What the journal says of an incident carries the policy's memory along: budgets outlive the process.
+ends. What the journal says of an incident carries all of it and the policy's memory along: both outlive the process
+(recall.py). What a restart depends on must reach the disk: SpaceError where it does not, on all ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megastable.data.documents import documents_at
 from megastable.data.loader import Source
 from megastable.data.order import LAST_POSITION
 from megastable.data.skips import SkipEntry, append
+from megastable.errors import DataError, SpaceError
 from megastable.evidence import Trained
 from megastable.ranks import first
 from megastable.rundir import RunDirectory
@@ -45,10 +47,13 @@ class Casebook:
         self.incident: Incident | None = None
         self.count = 0
 
-    def restore(self, incident: Incident | None, count: int) -> None:
-        """Go on from a checkpoint; incidents that the journal knows and the checkpoint does not count, too."""
-        journaled = first(lambda: max((e["number"] for e in self.run.events("incident")), default=0))
-        self.incident, self.count = incident, max(count, journaled)
+    def restore(self, incident: Incident | None, count: int, step: int) -> None:
+        """Go on after `step` with what is remembered: the open incident, and how many there were."""
+        self.incident, self.count = incident, count
+        if incident is not None and incident.outcome == "handed over":
+            incident.outcome = "open"
+            incident.steps_lost += max(0, incident.step - step)
+            self._note("restarted", step=step)
 
     def open(
         self, decision: Decision, state: RunState, window: Sequence[Trained], grad_norm: float
@@ -68,7 +73,7 @@ class Casebook:
         incident.loss_peak = _peak(incident.loss_peak, [float(t.losses.mean()) for t in window])
         incident.norm_peak = _peak(incident.norm_peak, [grad_norm])
         self.say(f"step {state.step}: incident {incident.number}: {decision.reason}")
-        self._journal(
+        self._note(
             "opened", step=state.step, verdict=finding.verdict, onset=finding.onset, action=decision.action,
             reason=decision.reason,
         )  # fmt: skip
@@ -82,31 +87,38 @@ class Casebook:
         remedy: str,
         lost: int,
         seconds: float,
+        swap: str | None = None,
     ) -> None:
-        """Write down who was guilty, and skip them; or the window, if nobody in particular was."""
+        """Write down who was guilty, and skip them; or the window, where the state was spoilt by nobody in particular.
+
+        Data that is innocent is not skipped. swap: the corpus to leave out from the first guilty sample on. Raises
+        SpaceError.
+        """
         incident = self._present()
+        skipped: list[tuple[int, int]] = []
         if found.cause is Cause.DATA:
             skipped = attribution.ranges(found.guilty)
-        elif found.cause is Cause.HARDWARE:
-            skipped = []
-        else:
+        elif found.cause is Cause.STATE:
             skipped = _positions(window)
         self._skip(skipped, f"{found.cause}: {found.reason}")
-        if action is Action.SWAP_CORPUS:
-            self._swap_out(found)
+        if swap is not None:
+            reason = f"corpus {swap} was guilty again and again"
+            self._skip([(min(found.guilty), LAST_POSITION)], reason, swap)
+            self.say(f"  swapped out: corpus {swap}")
         if found.cause is Cause.DATA:
             known = {str(d) for d in incident.documents}
-            named = [d.model_dump() for d in documents_at(self.source, np.array(found.guilty))[:NAMED]]
+            named = [d.model_dump() for d in documents_at(self.source, np.array(found.guilty))]
             incident.documents += [d for d in named if str(d) not in known]
+            del incident.documents[NAMED:]
         incident.cause = found.cause
         incident.actions.append(action)
         incident.reasons.append(f"{found.reason}; {remedy}")
         incident.positions = sorted({*incident.positions, *skipped})
         incident.steps_lost += lost
         incident.seconds = round(incident.seconds + seconds, 3)
-        self._journal(
-            "attributed", cause=found.cause, positions=skipped, reason=found.reason, action=action, remedy=remedy,
-            suspects=[asdict(s) for s in found.suspects[:SHOWN]],
+        self._commit(
+            "incident", what="attributed", cause=found.cause, positions=skipped, reason=found.reason, action=action,
+            remedy=remedy, suspects=[asdict(s) for s in found.suspects[:SHOWN]],
         )  # fmt: skip
         self.say(f"  cause: {found.cause}: {found.reason}")
         if skipped:
@@ -116,7 +128,7 @@ class Casebook:
 
     def rewound(self, step: int, cursor: int) -> None:
         """The run goes on after `step`, from the position `cursor`."""
-        self._journal("rewound", to_step=step, cursor=cursor)
+        self._note("rewound", to_step=step, cursor=cursor)
 
     def close(self, state: RunState, outcome: Outcome) -> None:
         """The last action is proven, or the run ends without a proof."""
@@ -125,7 +137,7 @@ class Casebook:
         incident = self.incident
         incident.outcome = outcome
         incident.loss_after = float(np.mean(state.recent_losses))
-        self._journal("closed", summary=incident.model_dump(mode="json"))
+        self._note("closed")
         self.incident = None
         how = "over: on the trend again" if outcome == "healed" else "not proven to be over"
         self.say(
@@ -133,19 +145,24 @@ class Casebook:
             f"{incident.steps_lost} steps done again, {incident.batches_discarded} batches refused"
         )
 
-    def give_up(self, decision: Decision, state: RunState, window: Sequence[Trained]) -> Incident:
-        """Hand over or stop: the ledger and the journal have all that a restart needs."""
+    def give_up(self, decision: Decision, state: RunState, window: Sequence[Trained], skip: bool) -> Incident:
+        """Hand over or stop: the ledger and the journal have all that a restart needs. skip: the window, too, as its
+        data was not found to be innocent. Raises SpaceError."""
         incident = self._present()
-        self._skip(_positions(window), f"the window of incident {incident.number}: {decision.reason}")
+        skipped = _positions(window) if skip else []
+        self._skip(skipped, f"the window of incident {incident.number}: {decision.reason}")
+        incident.positions = sorted({*incident.positions, *skipped})
         incident.actions.append(decision.action)
         incident.reasons.append(decision.reason)
-        incident.kind = "divergent"
         handover = decision.action is Action.HANDOVER
         incident.outcome = "handed over" if handover else "stopped"
-        self._journal("closed", summary=incident.model_dump(mode="json"))
-        self.note(
+        if not handover:
+            incident.kind = "divergent"
+        # What is handed over is proven, or not, by the next process.
+        self._note("handed over" if handover else "closed")
+        self._commit(
             "handover" if handover else "unstable", step=state.step, before=decision.finding.onset,
-            reason=decision.reason, incident=incident.number, policy=self.memory().model_dump(mode="json"),
+            reason=decision.reason,
         )  # fmt: skip
         self.incident = None
         return incident
@@ -167,20 +184,31 @@ class Casebook:
                     step=incident.step,
                     corpus=corpus,
                 )
-                append(self.run.skips, entry)
+                try:
+                    append(self.run.skips, entry)
+                except DataError as error:
+                    raise SpaceError(
+                        f"{error}. What incident {incident.number} wants skipped is not written down: make room and "
+                        "start again; the run goes on from its newest checkpoint, and meets it again"
+                    ) from None
 
         first(write)
 
-    def _swap_out(self, found: Conclusion) -> None:
-        """The corpus that most of the guilty samples come from, from the first of them on."""
-        corpora = self.source.order.locate(np.array(found.guilty)).corpus
-        name = self.source.order.corpora[int(np.bincount(corpora).argmax())].name
-        self._skip([(min(found.guilty), LAST_POSITION)], f"corpus {name} was guilty again and again", name)
-        self.say(f"  swapped out: corpus {name}")
+    def _note(self, what: str, **fields: Any) -> None:
+        self.note("incident", what=what, **fields, **self._story())
 
-    def _journal(self, what: str, **fields: Any) -> None:
-        policy = self.memory().model_dump(mode="json")
-        self.note("incident", number=self._present().number, what=what, **fields, policy=policy)
+    def _commit(self, event: str, **fields: Any) -> None:
+        """As `_note`, but it must be on the disk before anything else happens."""
+        first(lambda: self.run.commit(event, **fields, **self._story()))
+
+    def _story(self) -> dict[str, Any]:
+        """What every event carries, so that the next process can go on from it."""
+        incident, policy = self._present(), self.memory()
+        return {
+            "number": incident.number,
+            "summary": incident.model_dump(mode="json"),
+            "policy": policy.model_dump(mode="json"),
+        }
 
 
 def _positions(window: Sequence[Trained]) -> list[tuple[int, int]]:

@@ -6,6 +6,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from megastable.errors import DataError
+
 
 def sync_directory(directory: Path) -> None:
     """Make renames inside `directory` survive a power cut."""
@@ -14,6 +16,21 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write what a user asked a tool to write: a file whole or not at all, anything else (a pipe, a device) directly.
+
+    Raises DataError.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            with path.open("w", encoding="utf-8") as stream:
+                stream.write(text)
+        else:
+            write_file(path, text.encode())
+    except OSError as error:
+        raise DataError(f"{path} could not be written: {error.strerror or error}") from None
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -267,6 +267,7 @@ class Engine:
         self.probe = Probe(self.ds.module, topology, self.tp, self.device)
         self.measured: Measured | None = None
         self.applied = False
+        self.counters_before = self.counters()
 
     def _module(self) -> nn.Module:
         c = self.config
@@ -344,7 +345,9 @@ class Engine:
             self.ds.gradient_accumulation_steps(), extra
         )
         scale = float(getattr(self.optimizer, "loss_scale", 1.0))
-        overflow = bool(broken) and self.config.precision.kind == "fp16" and scale > self._lowest_scale
+        # A loss that is not finite is no overflow of the scaled gradients: a smaller scale would not mend it.
+        overflow = bool(broken) and scale > self._lowest_scale and bool(torch.isfinite(losses).all())
+        overflow &= self.config.precision.kind == "fp16"
         norm_or_inf = math.inf if broken else grad_norm
         self.measured = Measured(losses, squares, norm_or_inf, note, scale, overflow)
         if self.probe.watching:
@@ -536,6 +539,8 @@ class Engine:
         """Bring the parameters that compute up to date with the master weights."""
         o = self.optimizer
         if isinstance(o, DeepSpeedZeroOptimizer_Stage3):
+            # An evaluation leaves whole parameters behind, and they would be used as they are.
+            o._partition_all_parameters()
             for master, low in zip(
                 o.fp32_partitioned_groups_flat, o.fp16_partitioned_groups_flat, strict=True
             ):

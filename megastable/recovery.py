@@ -7,7 +7,6 @@ that it helped. Every decision is journaled with its reason. All methods are col
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,11 +15,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import psutil
+import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict
 
-from megastable import diagnose
+from megastable import diagnose, room
 from megastable.casebook import Casebook
 from megastable.checkpoint import store
 from megastable.checkpoint.store import RunState
@@ -28,35 +26,25 @@ from megastable.config import RunConfig
 from megastable.data.loader import Loader, Source, Step
 from megastable.data.skips import Selection, read_ledger
 from megastable.engine import Engine, Measured
-from megastable.errors import ConfigError, HandoverError, MegastableError, UnstableError
+from megastable.errors import HandoverError, MegastableError, UnstableError
 from megastable.evidence import Laboratory, Trained
-from megastable.ranks import first, shared
+from megastable.ranks import agree, first, shared
+from megastable.recall import TELLING, Memory, recall
 from megastable.rng import rng_state, set_rng_state
 from megastable.rundir import RunDirectory
 from megastable.stability import attribution
 from megastable.stability.attribution import Conclusion
 from megastable.stability.detector import DetectorState
-from megastable.stability.guard import Guard, GuardState
-from megastable.stability.incident import Incident
-from megastable.stability.policy import Action, Cause, Decision, PolicyState
-from megastable.stability.signals import Signals, Verdict
+from megastable.stability.guard import Guard
+from megastable.stability.policy import Action, Cause, Decision
+from megastable.stability.signals import Finding, Signals, Verdict
 from megastable.stability.snapshot import Ring, Snapshot
-from megastable.stability.spacing import capacity
 
+SAME_NORM = 0.05  # relative: where a GPU sums gradients in any order, their norm agrees far better
 QUIET = 500  # steps between two warnings: what moves, moves for long
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-
-
-class Memory(BaseModel):
-    """What a checkpoint keeps of all this."""
-
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
-
-    guard: GuardState = GuardState()
-    incident: Incident | None = None
-    incidents: int = 0
 
 
 class Recovery:
@@ -77,6 +65,7 @@ class Recovery:
         self.decision: Decision | None = None
         self.indicators: dict[str, float] = {}
         self._quiet_until = 0
+        self._irreproducible: int | None = None  # step whose numbers were finite when it was done again
         c = self.settings
         self.guard = Guard(c, simulated=c.dry_run)
         self.casebook = Casebook(run, source, lambda: self.guard.policy.state, note, say)
@@ -84,19 +73,21 @@ class Recovery:
         self.ring = Ring(engine, 0, c.snapshots.interval)
         self.laboratory: Laboratory | None = None
         # As many steps as the ring reaches back, whichever snapshots it keeps.
-        self._trained: deque[Trained] = deque(maxlen=2**c.snapshots.keep * max(1, c.snapshots.interval))
+        self._trained: deque[Trained] = deque(
+            maxlen=min(512, 2**c.snapshots.keep * max(1, c.snapshots.interval))
+        )
 
     # Starting
 
     def begin(self, state: RunState, loader: Loader) -> None:
         """When the state is loaded: what is remembered, and the first snapshot."""
-        memory = Memory.model_validate(state.stability)
-        memory.guard.policy = self._newest_policy(memory.guard.policy)
+        memory = self._recall(state)
         self.guard = Guard(self.settings, memory.guard, simulated=self.settings.dry_run)
-        self.casebook.restore(memory.incident, memory.incidents)
+        self.guard.policy.resumed(state.step, state.updates)
+        self.casebook.restore(memory.incident, memory.incidents, state.step)
         batch = self.config.train.global_batch
         self.laboratory = Laboratory(self.settings.attribution, self.engine, loader, batch)
-        if self.settings.enabled and not self.settings.dry_run:
+        if self.acts:
             self.ring = Ring(self.engine, self._capacity(), self.settings.snapshots.interval)
             self._snapshot(state, self.guard.detector.state)
 
@@ -106,50 +97,31 @@ class Recovery:
         memory = Memory(guard=self.guard.state, incident=book.incident, incidents=book.count)
         return memory.model_dump()
 
-    def _newest_policy(self, saved: PolicyState) -> PolicyState:
-        """Of the checkpoint, or of the journal: what was done after the checkpoint counts against the budgets."""
-
-        def read() -> PolicyState:
-            last = None
-            for event in self.run.events("incident", "handover", "unstable"):
-                last = event.get("policy", last)
-            journaled = PolicyState.model_validate(last) if last else saved
-            return journaled if journaled.clock > saved.clock else saved
-
-        return first(read)
+    def _recall(self, state: RunState) -> Memory:
+        memory, lost = first(lambda: recall(state.stability, self.run.events(*TELLING)))
+        for problem in lost:
+            self.note("stability_state_dropped", step=state.step, problem=problem)
+            self.say(f"WARNING: what was remembered of stability cannot be read and starts anew: {problem}")
+        return memory
 
     def _capacity(self) -> int:
         """How many snapshots every rank has room for; said, with the numbers."""
-        c, size = self.settings.snapshots, sum(
-            t.numel() * t.element_size() for t in self.engine.optimizer_state().values()
-        )  # fmt: skip
-        # Adam's moments are made at the first update.
-        size = max(size, 3 * sum(t.numel() * t.element_size() for t in self.engine.masters))
+        c = self.settings.snapshots
         if not c.interval:
             return 0
-        given = c.memory_gib is not None
-        budget = c.memory_gib * 2**30 if c.memory_gib else psutil.virtual_memory().available / 4 / _local()
+        state, pinned = self.engine.optimizer_state().values(), torch.cuda.is_initialized()
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (capacity(c.keep, size, budget), size, budget))
-        fit, size, budget = min(everyone)
-        numbers = (
-            f"a snapshot takes {size / 2**30:.3f} GiB a rank, and there is room for {budget / 2**30:.3f}"
-        )
-        if not fit and given:
-            raise shared(
-                ConfigError(
-                    f"stability.snapshots.memory_gib={c.memory_gib}: {numbers}. Give it at least {size / 2**30:.3f}, "
-                    "or set stability.snapshots.interval=0 to train without rewinding"
-                )
-            )
-        if fit < 1:
-            self.note("no_snapshots", bytes=size, budget=budget)
-            self.say(
-                f"WARNING: {numbers}: a spike cannot be rewound in memory, and leads to a restart from a checkpoint"
-            )
-        else:
-            self.say(f"rewind points: every {c.interval} steps, {fit} of {size / 2**30:.3f} GiB a rank")
-        return fit
+        dist.all_gather_object(everyone, room.demand(state, self.engine.masters, pinned))
+        found = agree(lambda: room.plan(everyone, c))
+        if not found.points:
+            self.note("no_snapshots", bytes=found.snapshot, budget=found.budget)
+        self.say(found.text)
+        return found.points
+
+    @property
+    def acts(self) -> bool:
+        """Whether anything is done beyond refusing updates that are not finite."""
+        return self.settings.enabled and not self.settings.dry_run
 
     # Before the update
 
@@ -162,9 +134,7 @@ class Recovery:
             return measured.finite
         signals = Signals(step, measured.loss, measured.grad_norm, lr, self.indicators)
         self.indicators = {}
-        oldest = self.ring.steps[0] if self.ring.steps else None
-        if self.settings.dry_run:
-            oldest = 0
+        oldest = 0 if self.settings.dry_run else self._oldest()
         self._before = self.guard.detector.state
         self.decision = self.guard.judge(signals, oldest)
         return measured.finite if self.settings.dry_run else self.decision.applies
@@ -200,16 +170,10 @@ class Recovery:
         self._trained.append(Trained(state.step, batch.positions, measured.losses.numpy(), applied))
         if decision is None:
             return state
-        if decision.action is Action.DISCARD and not self.settings.dry_run:
-            # The weights are those of before it: should more follow, nothing needs to be done again.
-            self._snapshot(before, self._before, self.engine.counters_before)
-        if decision.action is Action.DISCARD and decision.finding.verdict is Verdict.NON_FINITE:
-            found = diagnose.locate(self.engine, batch.micro_batches)
-            self.note("located", step=state.step, **asdict(found))
-            self.say(f"step {state.step}: {found.sentence}")
-            if found.kind == "state" and not self.settings.dry_run:
-                damage = found.sentence
-                decision = self.guard.policy.escalate(decision.finding, found.sentence, self._oldest())
+        if decision.finding.verdict is Verdict.NON_FINITE and not applied:
+            damage = self._locate(batch, state)
+            if damage and decision.action is Action.DISCARD and not self.settings.dry_run:
+                decision = self.guard.policy.escalate(decision.finding, damage, self._oldest())
         if self.settings.dry_run:
             self._rehearse(decision, state)
             return state
@@ -221,10 +185,34 @@ class Recovery:
         if decision.action.ends:
             self.casebook.open(decision, state, self._since(decision.finding.onset), measured.grad_norm)
             raise self._end(decision, state)
-        calm = applied and decision.finding.verdict is Verdict.HEALTHY and decision.finding.on_trend
-        if calm and self.ring.due(state.step):
+        if decision.action is Action.DISCARD and not before.discards_in_a_row and self.ring.capacity > 1:
+            # The weights are those of before it: should more follow, nothing needs to be done again. (Nothing random
+            # happens in a step, so the random states are those of before it, too.)
+            self._snapshot(before, self._before, self.engine.counters_before)
+            return state
+        calm, finding = applied and decision.finding.verdict is Verdict.HEALTHY, decision.finding
+        if calm and self.ring.due(state.step, urgent=not finding.on_trend):
             self._snapshot(state, self.guard.detector.state)
         return state
+
+    def rescue(
+        self, batch: Step, measured: Measured, state: RunState, loader: Loader, damage: str
+    ) -> RunState:
+        """Go back because the state itself is found to be damaged. Raises HandoverError and UnstableError."""
+        finding = Finding(state.step, Verdict.NON_FINITE, 1.0, state.step, damage, on_trend=False)
+        decision = self.guard.policy.escalate(finding, damage, self._oldest())
+        if decision.action.rewinds:
+            return self._rewind(decision, batch, measured, state, loader, damage)
+        self.casebook.open(decision, state, self._since(state.step), measured.grad_norm)
+        raise self._end(decision, state, skip=False)
+
+    def _locate(self, batch: Step, state: RunState) -> str:
+        """Where the first number that is not finite arose; not empty when it was in the state already."""
+        found = diagnose.locate(self.engine, batch.micro_batches)
+        self.note("located", step=state.step, **asdict(found))
+        self.say(f"step {state.step}: {found.sentence}")
+        self._irreproducible = state.step if not found.reproduced else None
+        return found.sentence if found.kind == "state" else ""
 
     def _snapshot(
         self, state: RunState, detector: DetectorState, counters: dict[str, Any] | None = None
@@ -260,32 +248,32 @@ class Recovery:
         damage: str,
     ) -> RunState:
         begin, finding, policy = time.perf_counter(), decision.finding, self.guard.policy
+        c = self.settings.policy
         window = self._since(finding.onset)
         self.casebook.open(decision, state, window, measured.grad_norm)
         recurred = policy.recurred()
-        # On the state that the update was refused on: the very experiment again.
-        if not damage:
-            again = self.engine.measure(batch.micro_batches)
-            if not attribution.reproduced(measured.losses.numpy(), again.losses.numpy()):
-                damage = "the same data on the same state gave other losses: hardware, or a race"
+        if not damage and not self._reproduced(batch, measured, state, finding.verdict):
+            damage = "the same data on the same state gave other numbers: hardware, or a race"
         snapshot = self._restore(finding.onset, 1 if recurred else 0)
         if snapshot is None:
-            reason = f"{decision.reason}; no snapshot is good"
-            raise self._end(replace(decision, action=Action.HANDOVER, reason=reason), state)
+            raise self._end(policy.leave(decision, "no snapshot is good"), state, skip=not damage)
         saved, random_states, detector = snapshot.extra
         if damage:
             conclusion = Conclusion(Cause.HARDWARE, [], [], damage)
         else:
             conclusion = self._examine(window, recurred)
-        corpora = self._selection().corpora_left
-        action, reason = policy.remedy(conclusion.cause, saved.updates, corpora)
+        culprit = self._culprit(conclusion)
+        may_swap = culprit is not None and self._selection().share_without(culprit) >= 1 - c.swap_most
+        action, reason = policy.remedy(conclusion.cause, saved.updates, culprit, may_swap)
         seconds = time.perf_counter() - begin
         lost = state.step - snapshot.step
-        self.casebook.attribute(conclusion, window, action, reason, lost, seconds)
+        swap = culprit if action is Action.SWAP_CORPUS else None
+        self.casebook.attribute(conclusion, window, action, reason, lost, seconds, swap)
         if action.ends:
-            raise self._end(replace(decision, action=action, reason=reason), state)
+            raise self._end(replace(decision, action=action, reason=reason), state, skip=False)
         back: RunState = saved.model_copy(deep=True)
         back.seconds = state.seconds
+        self.indicators = {}  # of the state that is undone
         self.guard.rewind(detector)
         set_rng_state(random_states)
         loader.go_to(back.cursor, self._selection())
@@ -296,6 +284,21 @@ class Recovery:
             f"{reason}"
         )
         return back
+
+    def _reproduced(self, batch: Step, measured: Measured, state: RunState, verdict: Verdict) -> bool:
+        """Whether the very step that tripped gives the same again, on the state that it was refused on."""
+        if verdict is Verdict.NON_FINITE:
+            return self._irreproducible != state.step
+        again = self.engine.measure(batch.micro_batches)
+        same_norm = math.isclose(measured.grad_norm, again.grad_norm, rel_tol=SAME_NORM)
+        return same_norm and attribution.reproduced(measured.losses.numpy(), again.losses.numpy())
+
+    def _culprit(self, found: Conclusion) -> str | None:
+        """The corpus that most of the guilty samples come from."""
+        if not found.guilty:
+            return None
+        corpora = self.source.order.locate(np.array(found.guilty)).corpus
+        return self.source.order.corpora[int(np.bincount(corpora).argmax())].name
 
     def _restore(self, onset: int, older: int) -> Snapshot | None:
         """Put the engine back to the newest snapshot before `onset` that is still good."""
@@ -332,9 +335,10 @@ class Recovery:
 
     def _examine(self, window: list[Trained], recurred: bool) -> Conclusion:
         assert self.laboratory is not None
-        suspects = window[: self.settings.attribution.window]
-        harmless, _, reference = self._known
-        return self.laboratory.examine(suspects, harmless, reference, self._selection(), recurred)
+        harmless = self._known[0]
+        cursor = int(harmless[-1]) + 1 if harmless.size else 0
+        history = [t for t in self._trained if t.applied and t.positions[-1] < cursor]
+        return self.laboratory.examine(window, history, cursor, self._selection(), recurred)
 
     def _selection(self) -> Selection:
         return selection(self.config, self.source, self.run)
@@ -353,12 +357,16 @@ class Recovery:
         """At the end of the run: an incident that nothing came after is over."""
         last = self.decision.finding if self.decision is not None else None
         calm = last is not None and last.verdict is Verdict.HEALTHY and last.on_trend
-        self.casebook.close(state, "healed" if calm else "open")
+        seen = self.guard.policy.state.good >= self.settings.policy.verify_steps // 6
+        self.casebook.close(state, "healed" if calm and seen else "open")
 
-    def _end(self, decision: Decision, state: RunState) -> MegastableError:
-        """What ends this process; all that a restart needs is written down."""
+    def _end(self, decision: Decision, state: RunState, skip: bool = True) -> MegastableError:
+        """What ends this process; all that a restart needs is written down. skip: the window, as nobody was cleared."""
         onset = decision.finding.onset
-        number = self.casebook.give_up(decision, state, self._since(onset)).number
+        if decision.action is Action.HANDOVER and not self._can_go_back(onset):
+            why = f"no checkpoint in {self.run.checkpoints} is from before step {onset}"
+            decision = replace(decision, action=Action.STOP, reason=f"{decision.reason}; {why}")
+        number = self.casebook.give_up(decision, state, self._since(onset), skip).number
         where = f"step {state.step}: incident {number} (began at step {onset}): {decision.reason}. "
         if decision.action is Action.HANDOVER:
             return shared(
@@ -369,10 +377,15 @@ class Recovery:
             )
         return shared(
             UnstableError(
-                f"{where}All budgets of stability.policy are spent. Look at {self.run.journal}; lower optimizer.lr, "
-                "look at the data, or raise the budgets"
+                f"{where}A person is needed: look at {self.run.journal}; lower optimizer.lr, look at the data, or "
+                "raise the budgets of stability.policy"
             )
         )
+
+    def _can_go_back(self, onset: int) -> bool:
+        """Whether a restart finds a checkpoint of before `onset`; or none at all: then little has been done yet."""
+        steps = first(lambda: [store.step_of(path) for path in store.newest_first(self.run.checkpoints)])
+        return not steps or min(steps) < onset
 
     def _since(self, onset: int) -> list[Trained]:
         return [t for t in self._trained if t.step >= onset]
@@ -382,8 +395,3 @@ def selection(config: RunConfig, source: Source, run: RunDirectory) -> Selection
     """What the recipe and the ledger leave of the data. Rank 0 reads: no rank sees a line that others do not."""
     entries = first(lambda: read_ledger(run.skips))
     return Selection(source.order, entries, config.data.skip)
-
-
-def _local() -> int:
-    """Ranks on this host."""
-    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)

@@ -19,7 +19,7 @@ import yaml
 
 from megastable import durable, jsonl
 from megastable.config import RunConfig
-from megastable.errors import ConfigError, DataError
+from megastable.errors import ConfigError, DataError, SpaceError
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +49,37 @@ class RunDirectory:
 
         A disk that refuses does not end a run: the events wait in memory for the next call, and are logged.
         """
-        entry = {"time": round(time.time(), 3), "event": event, **fields}
-        self._waiting.append(as_json(entry))
         try:
-            while self._waiting:
-                jsonl.append(self.journal, self._waiting[0])
-                self._waiting.pop(0)
+            self._write(event, fields)
         except DataError as error:
             log.warning("%s; waiting in memory: %s", error, self._waiting[-1])
 
+    def commit(self, event: str, **fields: Any) -> None:
+        """As `note`, for what a restart depends on. Raises SpaceError when the event is not on the disk."""
+        try:
+            self._write(event, fields)
+        except DataError as error:
+            raise SpaceError(
+                f"{error}. A restart would not know of this: {event}: make room, then start again from the newest "
+                "checkpoint"
+            ) from None
+
+    def _write(self, event: str, fields: dict[str, Any]) -> None:
+        entry = {"time": round(time.time(), 3), "event": event, **fields}
+        self._waiting.append(as_json(entry))
+        while self._waiting:
+            jsonl.append(self.journal, self._waiting[0])
+            self._waiting.pop(0)
+
     def events(self, *kinds: str) -> Iterator[dict[str, Any]]:
-        """The journal's events in order, of `kinds` only when given. A torn last line is left out, with a warning."""
+        """The journal's events in order, of `kinds` only when given. A torn last line is left out, with a warning.
+
+        Raises DataError for a line that is no event.
+        """
+        return (event for _, event in self._numbered(*kinds))
+
+    def _numbered(self, *kinds: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """With the numbers of their lines."""
         lines, torn = jsonl.read(self.journal)
         if torn:
             log.warning("%s: the last line was torn by a crash and is ignored", self.journal)
@@ -72,14 +92,20 @@ class RunDirectory:
                     f"{self.journal}: line {number} is not an event in JSON: mend or remove that line"
                 ) from None
             if not kinds or kind in kinds:
-                yield entry
+                yield number, entry
 
     def handed_over(self) -> int | None:
         """The step before which a checkpoint must be, when the last process ended with that wish."""
-        last = None
-        for event in self.events("handover", "training"):
-            last = event
-        return int(last["before"]) if last is not None and last["event"] == "handover" else None
+        told = list(self._numbered("handover", "training"))
+        if not told or told[-1][1]["event"] == "training":
+            return None
+        number, last = told[-1]
+        if not isinstance(last.get("before"), int):
+            raise DataError(
+                f"{self.journal}: line {number} is a handover without the step (before=) that it goes back behind: "
+                "mend that line, or remove it to go on from the newest checkpoint"
+            )
+        return int(last["before"])
 
     def compare(self, config: RunConfig) -> list[str]:
         """What differs from the frozen recipe, as "key: old -> new"; nothing where there is none yet.

@@ -5,7 +5,7 @@
 Each step: the next global batch by absolute position, forward and backward, the gate, the update, the record.
 Once in a while: norms, evaluation, a checkpoint. Everything needed to go on is in the run directory.
 Exit codes are those of errors.py: 0 done, 2 bad input, 75 stopped by a signal with a checkpoint, 76 unstable, 77 no
-space for checkpoints.
+space for checkpoints, 78 to be started again from an older checkpoint.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Trainer:
         before = first(self.run.handed_over)
         if before is not None:
             self.say(f"the last process asked for a checkpoint from before step {before}")
-            first(lambda: store.set_aside_newer(self.run.checkpoints, before - 1))
+            first(lambda: self._set_aside(before))
         found, rejected = store.newest_good(self.run.checkpoints)
         for name, problem in rejected.items():
             self.note("checkpoint_rejected", name=name, problem=problem)
@@ -117,6 +117,17 @@ class Trainer:
         self.state.order_fingerprint = self.corpora.order_fingerprint
         self.note("resumed", step=saved.step, checkpoint=found.name, cursor=saved.cursor)
         self.say(f"resumed from {found} at step {saved.step}")
+
+    def _set_aside(self, before: int) -> None:
+        """Leave only the checkpoints of before a step, if there are any at all."""
+        steps = [store.step_of(path) for path in store.newest_first(self.run.checkpoints)]
+        if steps and min(steps) >= before:
+            raise CheckpointError(
+                f"{self.run.checkpoints}: the last process asked for a checkpoint from before step {before}, and all "
+                f"are later (from step {min(steps)} on): restore one, or accept the oldest by removing the line with "
+                f'"event": "handover" at the end of {self.run.journal}'
+            )
+        store.set_aside_newer(self.run.checkpoints, before - 1)
 
     def _same_pieces(self, found: Path) -> bool:
         mine = agree(lambda: reshape.same_pieces(found, self.engine))
@@ -163,8 +174,8 @@ class Trainer:
         tokens = c.train.global_batch * c.model.sequence_length
         last_saved, stopping = s.step, False
         self.note("training", step=s.step, cursor=s.cursor, world=self.layout.world)
-        self.recovery.begin(s, loader)
         try:
+            self.recovery.begin(s, loader)
             while s.step < c.train.steps and not stopping:
                 begin = time.perf_counter()
                 batch = next(loader)
@@ -203,9 +214,16 @@ class Trainer:
 
                 # What the guard decided: mostly nothing, sometimes back to an earlier step
                 after = self.recovery.settle(batch, measured, applied, before, s, loader)
+                if after is s:
+                    self._patience(measured)
+                    if due(c.checkpoint.interval, s.step) and not self._finite():
+                        damage = "weights or Adam's moments are not finite"
+                        after = self.recovery.rescue(batch, measured, s, loader, damage)
                 if after is not s:
                     s = self.state = after
-                    last_saved = min(last_saved, s.step)
+                    kept = self._saved_step()
+                    if kept < last_saved:  # what was saved since the onset no longer counts
+                        last_saved = self._checkpoint(observer) or kept if kept < 0 else kept
                     continue
 
                 # Once in a while
@@ -238,7 +256,7 @@ class Trainer:
         return lambda measured: self.recovery.judge(measured, step, lr)
 
     def _discarded(self, measured: Measured, batch: Step) -> None:
-        """Journal a refused update; stop when that goes on and on."""
+        """Journal a refused update."""
         s = self.state
         verdict, reason = self.recovery.refusal(measured)
         self.note(
@@ -246,8 +264,13 @@ class Trainer:
             next_position=batch.next, loss=measured.loss, grad_norm=measured.grad_norm,
             loss_scale=measured.loss_scale,
         )  # fmt: skip
+
+    def _patience(self, measured: Measured) -> None:
+        """Stop when updates are refused on and on and nothing else is done about it."""
+        s = self.state
         if s.discards_in_a_row >= self.config.stability.max_discards:
             self.note("unstable", step=s.step, discards=s.discards_in_a_row)
+            _, reason = self.recovery.refusal(measured)
             raise shared(
                 UnstableError(
                     f"{s.discards_in_a_row} updates in a row were refused ({reason}), up to step {s.step}: the weights "
@@ -255,6 +278,15 @@ class Trainer:
                     f"{self.run.checkpoints} are finite: lower optimizer.lr, or skip the data (data.skip)"
                 )
             )
+
+    def _finite(self) -> bool:
+        """Whether weights and Adam's moments are; without the stability system `_checkpoint` sees to it."""
+        norms = self.engine.flat_state().norms()
+        return not self.recovery.acts or math.isfinite(norms.parameters + norms.second_moment)
+
+    def _saved_step(self) -> int:
+        """Of the newest checkpoint; -1 where there is none."""
+        return first(lambda: max(map(store.step_of, store.newest_first(self.run.checkpoints)), default=-1))
 
     # Once in a while
 
@@ -390,6 +422,7 @@ def train(config: RunConfig, recipe_path: Path) -> int:
     stop = StopRequest()
     config, corpora = open_data(config)
     config, run = open_run(config, recipe_path)
+    left_out = selection(config, corpora.train, run)  # before anything long begins
     changed = first(lambda: run.compare(config))
     trainer = Trainer(config, run, corpora, stop)
     trainer.resume()
@@ -397,6 +430,11 @@ def train(config: RunConfig, recipe_path: Path) -> int:
     if changed:
         trainer.note("config_changed", changes=changed)
         trainer.say(f"changed since this run was started: {'; '.join(changed)}")
+    if count := left_out.skips.count():
+        trainer.say(f"{count:,} positions are skipped (data.skip, {run.skips.name})")
+        ahead = int(left_out.next_kept(trainer.state.cursor, 1)[0][0]) - trainer.state.cursor
+        if ahead > sum(corpora.train.order.sequences):
+            trainer.say(f"WARNING: the next position is {ahead:,} further on: whole epochs are skipped")
     return trainer.train()
 
 

@@ -157,13 +157,18 @@ def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_spoilt_weights_are_undone_and_the_window_is_skipped(easy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["one", "zero3-dp2", "pp2"])
+def test_spoilt_weights_are_undone_and_the_window_is_skipped(name: str, easy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    (end,) = run_ranks(1, spoil, recipe(easy, run), "weights", [32])
-    assert end["code"] == 0 and end["factor"] == 1.0
+    world, parts = LAYOUTS[name]
+    for end in run_ranks(world, spoil, recipe(easy, run, **parts), "weights", [32]):
+        assert end["code"] == 0 and end["factor"] == 1.0
     (incident,) = incidents(run)
     assert incident["cause"] == "state" and incident["outcome"] == "healed" and incident["documents"] == []
     assert incident["actions"] == ["rewind"] and 31 <= incident["onset"] <= 33
+    # The state after step 31 is spoilt already; that after step 30 is good.
+    assert {e["step"] for e in RunDirectory(run).events("snapshot_rejected")} <= {31}
+    assert incident["steps_lost"] <= 5
     skipped = sum(b - a for a, b in incident["positions"])
     assert skipped == 8 * (incident["step"] - incident["onset"] + 1)
 
@@ -225,6 +230,60 @@ def test_a_restart_goes_back_behind_checkpoints_of_after_the_onset(easy: Path, t
     assert [e["step"] for e in RunDirectory(run).events("resumed")] == [event["before"] - 1]
     assert list((run / "checkpoints").glob("suspect-step-*"))
     assert (run / f"checkpoints/step-{STEPS}").is_dir()
+
+
+def test_a_handover_needs_a_checkpoint_of_before(easy: Path, tmp_path: Path) -> None:
+    """Where all are later the run stops, and keeps them: it must not begin again from nothing in silence."""
+    run = tmp_path / "run"
+    config = recipe(
+        easy, run, stability={"snapshots": {"interval": 0}}, checkpoint={"interval": 1, "keep": 1}
+    )
+    (end,) = run_ranks(1, spoil, config, "weights", [32])
+    assert end["code"] == errors.UNSTABLE and "is from before step" in end["message"]
+    assert len(list((run / "checkpoints").glob("step-*"))) == 1
+
+
+def test_a_checkpoint_of_after_the_onset_is_replaced_at_once(easy: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = recipe(easy, run, checkpoint={"interval": 1, "keep": 1})
+    (end,) = run_ranks(1, spoil, config, "weights", [32])
+    assert end["code"] == 0
+    (rewound,) = incidents(run, "rewound")
+    saved = [e["step"] for e in RunDirectory(run).events("checkpoint")]
+    assert saved.count(rewound["to_step"]) == 2  # when it was reached, and again when nothing else was left
+    assert (run / "checkpoints/latest").read_text() == f"step-{STEPS}"
+
+
+def nan_gradients(config: RunConfig, steps: list[int]) -> int:
+    """Train with gradients that are nan for once: the replay of the same step is finite."""
+    import torch
+
+    trainer = trainer_of(config)
+    engine, real = trainer.engine, trainer.engine.train_step
+
+    def train_step(*args: Any, **options: Any) -> Any:
+        handle = None
+        if not engine._probing and trainer.state.step + 1 in steps:
+            steps.remove(trainer.state.step + 1)
+            weight = next(iter(engine.ds.module.parameters()))
+            handle = weight.register_hook(lambda g: torch.full_like(g, float("nan")))
+        try:
+            return real(*args, **options)
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    engine.train_step = train_step  # type: ignore[method-assign]
+    return int(trainer.train())
+
+
+def test_nan_gradients_that_do_not_come_again_are_the_hardware(easy: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_ranks(1, nan_gradients, recipe(easy, run), [32, 33, 34]) == [0]
+    (incident,) = incidents(run)
+    assert incident["cause"] == "hardware" and incident["positions"] == [] and incident["onset"] == 32
+    assert not (run / "skips.jsonl").exists()
+    assert [e["kind"] for e in RunDirectory(run).events("located")] == ["not reproduced"] * 3
 
 
 def test_no_room_for_a_snapshot_is_said_with_the_numbers(easy: Path, tmp_path: Path) -> None:

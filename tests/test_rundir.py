@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megastable.config import RunConfig
-from megastable.errors import ConfigError, DataError
+from megastable.errors import ConfigError, DataError, SpaceError
 from megastable.recipe import load
 from megastable.rundir import RunDirectory, make
 from tests.full_disk import files_no_larger_than
@@ -191,3 +191,44 @@ def test_a_line_that_is_no_event_is_named(line: bytes, run: RunDirectory) -> Non
 
 def test_no_journal_yet(run: RunDirectory) -> None:
     assert list(run.events()) == []
+
+
+def test_a_full_disk_makes_events_wait(run: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
+    run.note("training")
+    with files_no_larger_than(60):
+        run.note("discarded", step=3)
+        run.note("evaluated", step=4)
+    assert "waiting in memory" in caplog.text
+    assert [e["event"] for e in run.events()] == ["training"]
+    run.note("finished")
+    assert [e["event"] for e in run.events()] == ["training", "discarded", "evaluated", "finished"]
+
+
+def test_what_a_restart_depends_on_does_not_wait(run: RunDirectory) -> None:
+    run.note("training")
+    with files_no_larger_than(60):
+        run.note("discarded", step=3)
+        with pytest.raises(
+            SpaceError, match=r"journal\.jsonl could not be written.*handover: make room, then start"
+        ):
+            run.commit("handover", before=7)
+    run.commit("unstable", step=5)
+    assert [e["event"] for e in run.events()] == ["training", "discarded", "handover", "unstable"]
+
+
+def test_a_handover_counts_until_training_begins_again(run: RunDirectory) -> None:
+    assert run.handed_over() is None
+    run.note("training")
+    run.note("handover", before=31)
+    run.note("resumed")
+    assert run.handed_over() == 31
+    run.note("training")
+    assert run.handed_over() is None
+
+
+@pytest.mark.parametrize("fields", [{}, {"before": None}, {"before": "soon"}])
+def test_a_handover_that_says_not_where_to_is_named(fields: dict[str, Any], run: RunDirectory) -> None:
+    run.note("training")
+    run.note("handover", **fields)
+    with pytest.raises(DataError, match=r"journal\.jsonl: line 2 .*mend that line"):
+        run.handed_over()

@@ -29,6 +29,7 @@ BACKTEST trace.csv stability.policy.discards=2 stability.snapshots.interval=20
 TRACE.csv has the columns step,loss,grad_norm and, where known, lr.""".replace(
     "BACKTEST", "python tools/backtest.py"
 )
+PICTURES = (".png", ".svg", ".pdf")
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -44,14 +45,19 @@ def backtest(
     given = overrides or []
     if foreign := [item for item in given if not item.startswith("stability.")]:
         raise ConfigError(f"{foreign[0]}: only stability.KEY=VALUE has an influence on a backtest")
-    rows = _read(source)
-    judged = list(simulate(rows, _config(source, given)))
+    if plot is not None and (plot.suffix not in PICTURES or not plot.parent.is_dir()):
+        raise ConfigError(
+            f"--plot {plot}: a name ending in {', '.join(PICTURES)}, in a directory that exists"
+        )
+    rows, config = _read(source), _config(source, given)
+    if not config.enabled:
+        raise ConfigError(
+            f"stability.enabled=false: nothing would be decided; say stability.enabled=true to try {source}"
+        )
+    judged = list(simulate(rows, config))
     _show(source, judged)
     if json is not None:
-        try:
-            durable.write_file(json, (as_json([asdict(step) for step in judged], indent=1) + "\n").encode())
-        except OSError as error:
-            raise DataError(f"{json} could not be written: {error}") from None
+        durable.write_output(json, as_json([asdict(step) for step in judged], indent=1) + "\n")
     if plot is not None:
         backtest_plot(rows, judged, source.name, plot)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megastable import durable, recipe
-from megastable.errors import DataError, user_errors
+from megastable.errors import user_errors
 from megastable.rundir import as_json
 
 EXAMPLES = """Examples:
@@ -62,10 +62,7 @@ def stability(
     if found.disturbed:
         console.print(f"note: the guard did not simply pass {found.disturbed} steps: measure again")
     if json is not None:
-        try:
-            durable.write_file(json, (as_json(asdict(found), indent=1) + "\n").encode())
-        except OSError as error:
-            raise DataError(f"{json} could not be written: {error}") from None
+        durable.write_output(json, as_json(asdict(found), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -194,20 +193,62 @@ def _commit(
             shutil.rmtree(old, ignore_errors=True)
 
 
-def set_aside(checkpoint: Path, why: str = "rejected") -> None:
-    """Rename a damaged or suspect checkpoint, so that it no longer counts among those that are kept."""
-    target = checkpoint.with_name(f"{why}-{checkpoint.name}")
-    shutil.rmtree(target, ignore_errors=True)
-    with suppress(OSError):
-        os.replace(checkpoint, target)
+def set_aside(checkpoint: Path) -> None:
+    """Rename a damaged checkpoint, so that it no longer counts among those that are kept; as well as that can be done,
+    as it is passed over anyway."""
+    try:
+        _rename(checkpoint, "rejected")
+    except OSError as error:
+        log.warning("%s: damaged, and could not be renamed: %s", checkpoint, error)
+    _point_latest(checkpoint.parent)
 
 
 def set_aside_newer(folder: Path, step: int) -> list[str]:
-    """Rename the checkpoints of later steps than `step`: the run goes back behind them. Their names."""
-    newer = [path for path in newest_first(folder) if int(path.name.removeprefix("step-")) > step]
-    for path in newer:
-        set_aside(path, "suspect")
-    return [path.name for path in newer]
+    """Rename the checkpoints of later steps than `step`: the run goes back behind them. Their names.
+
+    The newest of them is kept for a person to look at, as suspect-step-N; older suspects are deleted. Raises
+    CheckpointError when one could not be renamed: a restart would go on from it.
+    """
+    done: list[Path] = []
+    stuck: list[str] = []
+    try:
+        _bring_back(folder)  # or it would come back later as if it were a good one
+    except OSError as error:
+        stuck.append(str(error))
+    for path in [path for path in newest_first(folder) if step_of(path) > step]:
+        try:
+            _rename(path, "suspect")
+            done.append(path)
+        except OSError as error:
+            stuck.append(str(error))
+    _point_latest(folder)
+    if stuck:
+        raise CheckpointError(
+            f"{stuck[0]}: a checkpoint of after step {step}, which the run goes back to, could not be put aside: "
+            f"rename or delete those in {folder} by hand, then start again"
+        )
+    for old in folder.glob("suspect-*") if done else ():
+        if old.name != f"suspect-{done[0].name}":
+            shutil.rmtree(old, ignore_errors=True)
+    return [path.name for path in done]
+
+
+def _rename(checkpoint: Path, why: str) -> None:
+    target = checkpoint.with_name(f"{why}-{checkpoint.name}")
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(checkpoint, target)
+    durable.sync_directory(checkpoint.parent)
+
+
+def _point_latest(folder: Path) -> None:
+    """`latest` names the newest checkpoint that is left, or is not there: never one that was set aside."""
+    left = newest_first(folder)
+    try:
+        (folder / LATEST).unlink(missing_ok=True)
+        if left:
+            durable.write_file(folder / LATEST, left[0].name.encode())
+    except OSError as error:
+        log.warning("%s: %s", folder / LATEST, error)
 
 
 def restore_rng(checkpoint: Path) -> None:
@@ -219,6 +260,11 @@ def restore_rng(checkpoint: Path) -> None:
 
 
 # Finding one again
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def newest_first(folder: Path) -> list[Path]:

@@ -53,10 +53,21 @@ class Skips:
         """All ranges [first, end), ascending."""
         return list(zip(self._firsts.tolist(), self._ends.tolist(), strict=True))
 
+    def count(self) -> int:
+        """How many positions are skipped."""
+        return int((self._ends - self._firsts).sum())
+
     def contains(self, position: int) -> bool:
         """Whether `position` is skipped."""
         index = int(np.searchsorted(self._firsts, position, side="right")) - 1
         return index >= 0 and position < int(self._ends[index])
+
+    def mask(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of `positions`, int64 [n], are skipped: bool [n]."""
+        index = np.searchsorted(self._firsts, positions, side="right") - 1
+        if not self._ends.size:
+            return np.zeros(positions.shape, dtype=bool)
+        return np.asarray((index >= 0) & (positions < self._ends[index]))
 
     def next_kept(self, cursor: int, count: int) -> tuple[npt.NDArray[np.int64], int]:
         """The next `count` positions from `cursor` on that are not skipped, int64 [count], and the cursor
@@ -122,8 +133,17 @@ class Selection:
     @property
     def corpora_left(self) -> int:
         """How many corpora are not swapped out for good."""
-        gone = [s for s in self._out.values() if s.ranges[-1][1] == LAST_POSITION]
-        return len(self._order.corpora) - len(gone)
+        return len(self._order.corpora) - len(self._gone())
+
+    def share_without(self, corpus: str) -> float:
+        """Which part of the blend is left when `corpus` is swapped out, too."""
+        names = [c.name for c in self._order.corpora]
+        gone = self._gone() | {names.index(corpus)}
+        left = [quota for index, quota in enumerate(self._order.quotas) if index not in gone]
+        return sum(left) / sum(self._order.quotas)
+
+    def _gone(self) -> set[int]:
+        return {index for index, skips in self._out.items() if skips.ranges[-1][1] == LAST_POSITION}
 
     def next_kept(self, cursor: int, count: int) -> tuple[npt.NDArray[np.int64], int]:
         """As `Skips.next_kept`."""
@@ -133,12 +153,11 @@ class Selection:
         missing = count
         while missing:
             positions, cursor = self.skips.next_kept(cursor, missing)
-            corpora = self._order.locate(positions).corpus.tolist()
-            kept = [
-                corpus not in self._out or not self._out[corpus].contains(position)
-                for corpus, position in zip(corpora, positions.tolist(), strict=True)
-            ]
-            found.append(positions[np.array(kept, dtype=bool)])
+            corpora = self._order.locate(positions).corpus
+            kept = np.ones(positions.size, dtype=bool)
+            for corpus, skips in self._out.items():
+                kept &= (corpora != corpus) | ~skips.mask(positions)
+            found.append(positions[kept])
             missing -= found[-1].size
         chosen = np.concatenate([np.empty(0, np.int64), *found])
         return chosen, int(chosen[-1]) + 1 if count else cursor

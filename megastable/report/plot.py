@@ -43,12 +43,13 @@ def backtest_plot(rows: Sequence[Recorded], judged: Sequence[Judged], title: str
     marked = [list(steps) for healthy, steps in runs if not healthy]
     for axis in (loss, norm):
         for run in marked:
-            axis.axvspan(run[0].step - 0.5, run[-1].step + 0.5, color="0.85", zorder=0)
+            label = "stands out" if run is marked[0] else None
+            axis.axvspan(run[0].step - 0.5, run[-1].step + 0.5, color="0.85", zorder=0, label=label)
         for action, colour in COLOURS.items():
             if at := [step.step for step in judged if step.action is action]:
                 lines = {"transform": axis.get_xaxis_transform(), "linewidth": 1, "alpha": 0.8}
                 axis.vlines(at, 0, 1, colors=colour, label=action.value, **lines)
-    if any(step.action is not Action.APPLY for step in judged):
+    if marked:
         loss.legend(loc="upper right")
     loss.set_ylabel("loss (nats per token)")
     norm.set_ylabel("gradient norm")
@@ -57,7 +58,7 @@ def backtest_plot(rows: Sequence[Recorded], judged: Sequence[Judged], title: str
     try:
         figure.savefig(path, dpi=110, format=path.suffix[1:] or "png")
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} could not be written: {error}: give a name that ends in .png") from None
+        raise DataError(f"{path} could not be written: {error}") from None
     finally:
         pyplot.close(figure)
 

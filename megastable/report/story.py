@@ -15,8 +15,9 @@ from megastable.config import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.plant import read_planted
 from megastable.data.tokenizer import load_tokenizer
-from megastable.errors import user_errors
+from megastable.errors import DataError, user_errors
 from megastable.recipe import find, load
+from megastable.rundir import RunDirectory
 
 DONE = {
     "discard": "the updates were refused; the weights never saw them",
@@ -78,9 +79,27 @@ def story(incident: dict[str, Any], config: RunConfig) -> Iterator[str]:
     )
 
 
+def _instead(run: Path, config: RunConfig) -> Iterator[str]:
+    """What to say where there was no incident: nothing happened, or nobody looked."""
+    if not config.stability.enabled:
+        yield "stability.enabled=false: nobody looked for spikes."
+    elif config.stability.dry_run:
+        for event in RunDirectory(run).events("would"):
+            yield f"step {event['step']:<7} would {event['action']}: {event['reason']}"
+        yield "stability.dry_run=true: nothing was done."
+    else:
+        yield "No incident."
+
+
 def tell(run: Path) -> None:
     """Print the story of the finished run `run`."""
-    s = json.loads((run / "summary.json").read_text())
+    try:
+        s = json.loads((run / "summary.json").read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{run / 'summary.json'}: {error}: it is written when a run is complete; {run / 'journal.jsonl'} tells "
+            "what happened so far"
+        ) from None
     config = load(run / "recipe.yaml")
     corpus = config.data.corpora[0].path
     validation = "none (train.eval_samples=0, or no validation split)"
@@ -100,7 +119,7 @@ def tell(run: Path) -> None:
     for incident in s["incidents"]:
         print(*story(incident, config), sep="\n")
     if not s["incidents"]:
-        print("No incident.")
+        print("\n".join(_instead(run, config)))
     files = {
         f"{run}/summary.json": "these figures, and more",
         f"{run}/journal.jsonl": "what happened, in order, with the reasons",

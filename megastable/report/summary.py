@@ -13,20 +13,26 @@ from megastable.rundir import RunDirectory
 
 
 def incidents(run: RunDirectory, config: RunConfig) -> list[dict[str, Any]]:
-    """The incidents of a run, in order, from its journal; `class` as the field calls it.
+    """The incidents of a run, in order, from its journal; `class` as the field calls it. outcome: "open" where none
+    was told, as after a crash in the middle of one.
 
     planted_documents: of a corpus that was made bad on purpose (data/plant.py), to compare with; else empty.
     """
     planted = [read_planted(find(corpus.path)) for corpus in config.data.corpora]
     documents = [d.model_dump() for p in planted if p is not None for d in p.documents]
+    # Every event of an incident carries all of it: the last one is the truth.
     found: dict[int, dict[str, Any]] = {}
     for event in run.events("incident"):
-        if event["what"] == "closed":
-            summary = dict(event["summary"])
-            summary["class"] = summary.pop("kind")
-            summary["action"] = summary["actions"][-1] if summary["actions"] else None
-            found[summary["number"]] = {**summary, "planted_documents": documents}
-    return list(found.values())
+        summary = event.get("summary")
+        if isinstance(summary, dict) and "number" in summary:
+            found[summary["number"]] = summary
+    return [_shown(summary, documents) for summary in found.values()]
+
+
+def _shown(summary: dict[str, Any], planted: list[dict[str, Any]]) -> dict[str, Any]:
+    rest = {key: value for key, value in summary.items() if key != "kind"}
+    actions = summary.get("actions") or [None]
+    return {**rest, "class": summary.get("kind"), "action": actions[-1], "planted_documents": planted}
 
 
 def summarise(

@@ -3,14 +3,21 @@
 Pure: `train` side code (recovery.py) measures, these functions conclude. The experiments they read:
 1. the step that tripped, again, on the very state it was refused on: another result means hardware;
 2. every sample since the onset on the state before it: one that is bad there is bad data;
-3. a batch whose loss is ordinary but whose gradient is not, there: its worst samples by their own gradients.
+3. where no loss is bad there: a batch with an ordinary loss and an extraordinary gradient, halved down to its cause.
 Nobody guilty: the same data is harmless on the good state, so it was the state; if it comes back with other data,
 the learning rate.
+
+Text has heavy tails: among thousands of harmless samples some are far out, and a fixed bound finds a culprit in every
+large batch. So a suspect is measured by how often harmless samples of its corpus are as bad (a conformal p-value), and
+guilty are so many of them as chance alone would hardly bring (Benjamini and Hochberg 1995): where all are harmless,
+some are called guilty in at most `FALSE` of the cases, whatever the distribution (Bates, Candes, Lei, Romano and Sesia,
+"Testing for outliers with conformal p-values", Annals of Statistics 2023).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,18 +27,26 @@ from megastable.stability.policy import Cause
 
 Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 SCALE_FLOOR = 0.05  # nats: samples of one kind of text lie at least so far apart; a MAD below it is luck
 WORSE = 0.05  # nats: a healthy state only gets better at what it was trained on
-ENOUGH = 16  # samples of a corpus of its own, below which all corpora are compared together
+ENOUGH = 48  # harmless samples of a corpus, below which nothing is said of it: a window is skipped, then
+GROUP = 64  # harmless samples that a median and a MAD are taken of: fewer make both luck, more span a falling loss
+FALSE = 0.03  # share of the guilty that may be innocent; and how often some are guilty where nobody is
+# The same for so many at once: chance brings 6 where 1.5 are expected once in 200 times.
+CROWD, CROWD_FALSE = 6, 0.25
+TAIL = 3.0  # beyond the worst harmless sample, chances fall with this power: Student t, 3 degrees; text is not as bad
+TAIL_KNOWN = 100  # harmless samples from which on the worst of them says where that tail begins
 SAME = 1e-3  # relative: the same kernels on the same numbers agree far better, also where a GPU's sums are not ordered
-GRADIENT_RATIO = 4.0  # a sample's gradient norm over that of ordinary samples; twice occurs in clean text
+GRADIENT_RATIO = 4.0  # a gradient norm over that of as many ordinary samples; twice occurs in clean text
+BATCH_RATIO = 1.5  # the same of a batch that is looked into: means scatter little
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """A sample on the good state. loss: nats per token. z: robust, among harmless samples of its corpus. gradient_norm:
-    of the sample alone, None when it was not measured."""
+    """A sample on the good state. loss: nats per token. z: robust, among harmless samples of its corpus, nan where too
+    few are known. gradient_norm: of the sample alone, None when it was not measured."""
 
     position: int
     loss: float
@@ -49,34 +64,96 @@ class Conclusion:
     reason: str
 
 
-def deviations(losses: Floats, corpora: Int64s, reference: Floats, reference_corpora: Int64s) -> Floats:
-    """Robust z of each loss [n] among the reference losses [m] of its corpus; inf where it is not finite.
+def compare(losses: Floats, corpora: Int64s, harmless: Floats, of: Int64s) -> tuple[Floats, Floats]:
+    """How far out each loss [n] is for its corpus, and how often a harmless one is as far out: z and p, fp64 [n].
 
-    (x - median) / (1.4826 MAD): Iglewicz & Hoaglin 1993. nan where there is nothing to compare with.
+    harmless: losses [m], oldest first, each when its sample was not trained on yet (one that was is no measure of new
+    text), of: their corpora. z: (x - median) / (1.4826 MAD), Iglewicz and Hoaglin 1993, of the latest harmless ones.
+    nan and 1 where fewer than `ENOUGH` of the corpus are known; inf and 0 where a loss is not finite.
     """
-    z = np.full(losses.shape, np.nan)
-    reference_finite = np.isfinite(reference)
-    for corpus in np.unique(corpora):
-        own = reference[reference_finite & (reference_corpora == corpus)]
-        known = own if own.size >= ENOUGH else reference[reference_finite]
-        if known.size:
-            centre = np.median(known)
-            scale = max(SCALE_FLOOR, 1.4826 * float(np.median(np.abs(known - centre))))
-            members = corpora == corpus
-            z[members] = (losses[members] - centre) / scale
-    z[~np.isfinite(losses)] = np.inf
-    return z
+    z, p = np.full(losses.shape, np.nan), np.ones(losses.shape)
+    finite = np.isfinite(harmless)
+    by_corpus = {int(c): harmless[finite & (of == c)] for c in np.unique(of)}
+    usual = {c: _standardize(known) for c, known in by_corpus.items() if known.size >= ENOUGH}
+    # How corpora scatter differs, and is soon known; how far their tails reach is not, but differs less.
+    everyone = np.sort(np.concatenate([np.empty(0), *(own for own, _, _ in usual.values())]))
+    for corpus, (own, centre, scale) in usual.items():
+        members = corpora == corpus
+        z[members] = (losses[members] - centre) / scale
+        p[members] = _chances(z[members], own if own.size >= TAIL_KNOWN else everyone)
+    broken = ~np.isfinite(losses)
+    z[broken], p[broken] = np.inf, 0.0
+    return z, p
 
 
-def guilty_by_loss(z: Floats, threshold: float) -> npt.NDArray[np.bool_]:
-    """Samples that the good state finds far worse than harmless ones."""
-    return np.asarray(np.nan_to_num(z, nan=0.0) > threshold)
+def _standardize(known: Floats) -> tuple[Floats, float, float]:
+    """z of each [m] among its contemporaries, sorted; centre and scale at the end of the latest.
+
+    Losses fall, and come apart: contemporaries are compared with a line through the medians of their halves.
+    """
+    z, centre, scale = [], 0.0, 1.0
+    for group in np.array_split(known, max(1, min(8, known.size // GROUP))):
+        early, late = (float(np.median(half)) for half in np.array_split(group, 2))
+        line = (early + late) / 2 + (late - early) * np.linspace(-1.0, 1.0, group.size)
+        scale = max(SCALE_FLOOR, 1.4826 * float(np.median(np.abs(group - line))))
+        centre = float(line[-1])
+        z.append((group - line) / scale)
+    return np.sort(np.concatenate(z)), centre, scale
 
 
-def guilty_by_gradient(norms: Floats, ordinary: Floats) -> npt.NDArray[np.bool_]:
-    """Samples whose own gradient norm [n] is far above that of ordinary samples [m], or not finite."""
-    usual = np.median(ordinary[np.isfinite(ordinary)]) if np.isfinite(ordinary).any() else np.inf
-    return ~np.isfinite(norms) | (norms > GRADIENT_RATIO * usual)
+def _chances(z: Floats, usual: Floats) -> Floats:
+    """Of each z, how often a harmless sample is as bad, or a little more often; usual: ascending.
+
+    Luck is allowed one standard error, as one reference serves many suspects.
+    """
+    beyond = 1 + usual.size - np.searchsorted(usual, z, side="left")
+    share = np.minimum(1.0, (beyond + np.sqrt(beyond)) / (usual.size + 1))
+    worst = max(1.0, float(usual[-1])) if usual.size >= TAIL_KNOWN else np.inf
+    return np.asarray(share * np.minimum(1.0, worst / np.maximum(z, 1.0)) ** TAIL)
+
+
+def guilty_by_loss(z: Floats, p: Floats, threshold: float) -> Bools:
+    """The suspects [n] that are bad (z above `threshold`), and more of them than harmless samples account for.
+
+    Few must be as bad as hardly any harmless sample is; many may be as bad as some are.
+    """
+    bad, guilty = np.nan_to_num(z, nan=0.0) > threshold, np.zeros(z.shape, dtype=bool)
+    ascending = np.sort(p[~np.isnan(z)])
+    for innocent, least in ((FALSE, 1), (CROWD_FALSE, CROWD)):
+        passed = np.flatnonzero(ascending <= innocent * np.arange(1, ascending.size + 1) / ascending.size)
+        named = bad & (p <= ascending[passed[-1]]) if passed.size else np.zeros_like(bad)
+        if named.sum() >= least:
+            guilty |= named
+    return guilty
+
+
+def usual_norm(batch: float, alone: float, size: int, count: int) -> float:
+    """Of the mean gradient of `count` ordinary samples, from those of `size` and of one.
+
+    Its square is |mean|^2 + variance / count: McCandlish et al. 2018, appendix A.1.
+    """
+    if size == 1 or not alone > batch:
+        return batch
+    variance = (alone**2 - batch**2) / (1 - 1 / size)
+    return float(np.sqrt(alone**2 - variance * (1 - 1 / count)))
+
+
+def narrow(
+    group: Int64s, norm: float, measure: Callable[[Int64s], float], budget: int
+) -> tuple[Int64s, float]:
+    """The part of a group of gradient norm `norm` that it comes from, and the norm of that part.
+
+    measure: the norm of some positions' mean gradient, nan where it is not known; at most `budget` are asked for.
+    Where one half's norm is below that of both together, the other's is above it.
+    """
+    known = True
+    while group.size > 1 and budget > 1:
+        half, rest = np.array_split(group, 2)
+        found, budget = measure(half), budget - 1
+        if math.isnan(found):
+            return group, math.nan
+        group, norm, known = (half, found, True) if found >= norm else (rest, norm, False)
+    return group, norm if known or not budget else measure(group)
 
 
 def reproduced(recorded: Floats, again: Floats) -> bool:
@@ -100,8 +177,13 @@ def is_worse(now: Floats, recorded: Floats) -> bool:
     return bool(middle > WORSE + 4 * error)
 
 
-def conclude(suspects: list[Suspect], guilty: list[int], recurred: bool, compared_with: int) -> Conclusion:
-    """Put the experiments on the good state together. recurred: after an action that had found nobody guilty."""
+def conclude(
+    suspects: list[Suspect], guilty: list[int], recurred: bool, compared_with: int, steps: str
+) -> Conclusion:
+    """Put the experiments on the good state together.
+
+    recurred: after an action that had found nobody guilty. steps: which ones the suspects are of, in words.
+    """
     worst = sorted(suspects, key=lambda s: math.inf if math.isnan(s.z) else -s.z)
     if guilty:
         bad = next(s for s in worst if s.position in guilty)
@@ -114,16 +196,12 @@ def conclude(suspects: list[Suspect], guilty: list[int], recurred: bool, compare
             f"{len(guilty)} of {len(suspects)} samples are bad on the state before the onset, too: the worst has a "
             f"loss of {bad.loss:.2f} ({bad.z:.0f} robust deviations above {compared_with} harmless ones){alone}",
         )
+    harmless = f"none of the {len(suspects)} samples of {steps} is bad on the state before it"
+    if unknown := sum(math.isnan(s.z) for s in suspects):
+        harmless += f" ({unknown} of them of corpora with too few samples before to tell)"
     if recurred:
-        return Conclusion(
-            Cause.LEARNING_RATE,
-            [],
-            worst,
-            "it came back with other data, and no sample is bad on the good state",
-        )
-    return Conclusion(
-        Cause.STATE, [], worst, f"all {len(suspects)} samples are harmless on the state before the onset"
-    )
+        return Conclusion(Cause.LEARNING_RATE, [], worst, f"it came back with other data, and {harmless}")
+    return Conclusion(Cause.STATE, [], worst, harmless)
 
 
 def ranges(positions: list[int]) -> list[tuple[int, int]]:

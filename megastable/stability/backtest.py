@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megastable.errors import DataError
-from megastable.stability.guard import Guard, GuardState
-from megastable.stability.policy import Action, Cause
+from megastable.stability.guard import Guard
+from megastable.stability.policy import Action
 from megastable.stability.settings import StabilityConfig
 from megastable.stability.signals import Signals, Verdict
 from megastable.stability.spacing import thin
@@ -52,18 +52,10 @@ def simulate(rows: Iterable[Recorded], config: StabilityConfig) -> Iterator[Judg
         decision = guard.judge(
             Signals(row.step, row.loss, row.grad_norm, row.lr), points[0] if c.interval else None
         )
-        action, reason = decision.action, decision.reason
-        if action is Action.REWIND:
-            cause = Cause.LEARNING_RATE if guard.policy.recurred() else Cause.STATE
-            action, remedy = guard.policy.remedy(cause, row.step, 1)
-            reason = f"{reason}; {remedy}" if action is not Action.REWIND else reason
-        if action is Action.STOP:
-            # As if a person had started it again: with new budgets.
-            guard = Guard(config, GuardState(detector=guard.state.detector, acted=row.step), simulated=True)
         healthy = decision.finding.verdict is Verdict.HEALTHY
         if c.interval and healthy and row.step >= points[-1] + c.interval:
             points = thin([*points, row.step], c.keep, c.interval)
-        yield Judged(row.step, decision.finding.verdict, action, reason)
+        yield Judged(row.step, decision.finding.verdict, decision.action, decision.reason)
 
 
 def read_trace(path: Path) -> list[Recorded]:

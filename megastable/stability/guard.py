@@ -11,7 +11,7 @@ from dataclasses import replace
 from pydantic import BaseModel, ConfigDict
 
 from megastable.stability.detector import Detector, DetectorState
-from megastable.stability.policy import Action, Decision, Policy, PolicyState
+from megastable.stability.policy import Action, Cause, Decision, Policy, PolicyState
 from megastable.stability.settings import StabilityConfig
 from megastable.stability.signals import Finding, Signals, Verdict
 
@@ -24,6 +24,7 @@ class GuardState(BaseModel):
 
     detector: DetectorState | None = None
     policy: PolicyState = PolicyState()
+    simulated: bool = False
     acted: int | None = None
     broken: bool = False
 
@@ -31,14 +32,16 @@ class GuardState(BaseModel):
 class Guard:
     """Judges every step once, in order. Pure: the same numbers give the same decisions on every rank.
 
-    simulated: nothing that is decided is carried out, as in a recorded run: what belongs to an excursion on which
-    an action was taken already would not have happened, and is not acted on again.
+    simulated: nothing that is decided is carried out, as in a dry run or a recorded run: what belongs to an excursion
+    on which an action was taken already would not have happened, and is not acted on again. Its budgets are its own.
     """
 
     def __init__(
         self, config: StabilityConfig, state: GuardState | None = None, simulated: bool = False
     ) -> None:
-        state = state or GuardState()
+        state = state or GuardState(simulated=simulated)
+        if state.simulated != simulated:
+            state = GuardState(detector=state.detector, simulated=simulated)
         self.config = config
         self.detector = Detector(config.detector, state.detector)
         self.policy = Policy(config.policy, state.policy)
@@ -50,16 +53,27 @@ class Guard:
         finding = self.detector.observe(signals)
         if finding.verdict is not Verdict.NON_FINITE:
             self._broken = False
-        if self.simulated and self._acted is not None and self._acted_on(finding):
+        if not self.simulated:
+            return self.policy.decide(finding, oldest_snapshot)
+        if self._acted is not None and self._acted_on(finding):
             reason = f"part of the excursion that the action at step {self._acted} would have undone"
             return Decision(Action.APPLY, finding, reason)
-        if self.simulated:
-            # Whether the action would have helped is not known: the recorded loss says nothing about it.
-            finding = replace(finding, on_trend=True)
-        decision = self.policy.decide(finding, oldest_snapshot)
-        if self.simulated and decision.action not in (Action.APPLY, Action.DISCARD):
+        # Whether the action would have helped is not known: the recorded loss says nothing about it.
+        decision = self._pretend(self.policy.decide(replace(finding, on_trend=True), oldest_snapshot))
+        if decision.action not in (Action.APPLY, Action.DISCARD):
             self._acted = signals.step
             self._broken = finding.verdict is Verdict.NON_FINITE
+        return decision
+
+    def _pretend(self, decision: Decision) -> Decision:
+        """What follows a decision that is not carried out: nobody is examined, so nobody is found guilty."""
+        if decision.action is Action.REWIND:
+            cause = Cause.LEARNING_RATE if self.policy.recurred() else Cause.STATE
+            action, remedy = self.policy.remedy(cause, decision.finding.step, None, False)
+            if action is not Action.REWIND:
+                decision = replace(decision, action=action, reason=f"{decision.reason}; {remedy}")
+        if decision.action is Action.STOP:
+            self.policy = Policy(self.config.policy)  # as if a person had started it again
         return decision
 
     def _acted_on(self, finding: Finding) -> bool:
@@ -76,4 +90,10 @@ class Guard:
     def state(self) -> GuardState:
         """A copy, for a checkpoint."""
         policy = self.policy.state.model_copy(deep=True)
-        return GuardState(detector=self.detector.state, policy=policy, acted=self._acted, broken=self._broken)
+        return GuardState(
+            detector=self.detector.state,
+            policy=policy,
+            simulated=self.simulated,
+            acted=self._acted,
+            broken=self._broken,
+        )

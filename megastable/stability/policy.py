@@ -58,7 +58,8 @@ class Decision:
 
 
 class Taken(BaseModel):
-    """An action of the past. clock: steps the process had looked at by then (unlike step, it never goes back)."""
+    """An action of the past. clock: the farthest step that had been reached by then: what is done again after a rewind
+    is no new ground, and brings no budget back. corpus: the guilty one."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -66,14 +67,15 @@ class Taken(BaseModel):
     step: int
     action: Action
     cause: Cause = Cause.UNKNOWN
+    corpus: str | None = None
 
 
 class PolicyState(BaseModel):
     """All that the policy remembers. Kept over rewinds, in every checkpoint.
 
-    refused: clocks of the discards that belong to no incident yet. watching: an action was taken and is being verified,
-    until step `watch_until`. tripped: the step at which it was taken. recurrences: how often the present incident came
-    back. cuts: updates at which the learning rate was cut.
+    clock: the farthest step so far. refused: steps of the discards that belong to no incident yet. watching: an action
+    was taken at step `tripped` and is being verified until `watch_until`; good: steps on the trend since. recurrences:
+    how often the present incident came back. cuts: updates at which the learning rate was cut.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -83,13 +85,13 @@ class PolicyState(BaseModel):
     watching: bool = False
     tripped: int = 0
     watch_until: int = 0
+    good: int = 0
     recurrences: int = 0
     taken: list[Taken] = []
     cuts: list[int] = []
 
 
 SUSPICION = 16  # steps after which a refused update is forgotten: bad regions are a few batches long
-LADDER = (Action.REWIND, Action.CUT_LR, Action.SWAP_CORPUS, Action.HANDOVER, Action.STOP)
 
 
 class Policy:
@@ -103,31 +105,33 @@ class Policy:
 
     def decide(self, finding: Finding, oldest: int | None) -> Decision:
         """What to do about a step. oldest: step of the oldest snapshot there is; None = there is none."""
-        s, c = self.state, self.config
-        s.clock += 1
-        s.refused = [clock for clock in s.refused if s.clock - clock < SUSPICION]
+        s, c, step = self.state, self.config, finding.step
+        s.clock = max(s.clock, step)
+        s.refused = [refused for refused in s.refused if 0 <= step - refused < SUSPICION]
         if finding.verdict is Verdict.HEALTHY:
-            if s.watching and finding.step >= s.watch_until and not finding.on_trend:
+            healed = self._healed(finding)
+            if s.watching and step >= s.watch_until and not finding.on_trend:
                 since = replace(finding, onset=min(finding.onset, s.tripped))
                 reason = f"not back on the trend {c.verify_steps} steps after the last action"
                 return self._climb(since, reason, oldest)
-            return Decision(Action.APPLY, finding, "", healed=self._healed(finding))
+            return Decision(Action.APPLY, finding, "", healed=healed)
         if finding.verdict is Verdict.OUTLIER and finding.severity < 1:
             return Decision(Action.APPLY, finding, finding.reason)
         if finding.verdict in (Verdict.OUTLIER, Verdict.NON_FINITE):
-            s.refused.append(s.clock)
+            s.refused.append(step)
             most = c.non_finite if finding.verdict is Verdict.NON_FINITE else c.discards
             if len(s.refused) < most:
                 return Decision(Action.DISCARD, finding, finding.reason)
             count = f"{len(s.refused)} updates were refused within {SUSPICION} steps"
-            return self._climb(finding, f"{count}; {finding.reason}", oldest)
+            since = replace(finding, onset=min(finding.onset, *s.refused))
+            return self._climb(since, f"{count}; {finding.reason}", oldest)
         return self._climb(finding, finding.reason, oldest)
 
     def _healed(self, finding: Finding) -> bool:
-        """Whether the last action is proven: well beyond the step it tripped at, and on the trend. Ends the watch."""
+        """Whether the last action is proven: enough steps on the trend beyond the one it tripped at. Ends the watch."""
         s = self.state
-        early = finding.step < s.watch_until - self.config.verify_steps // 2
-        if not s.watching or early or not finding.on_trend:
+        s.good += s.watching and finding.step > s.tripped and finding.on_trend
+        if not s.watching or s.good < max(1, self.config.verify_steps // 2):
             return False
         s.watching, s.recurrences = False, 0
         return True
@@ -135,6 +139,11 @@ class Policy:
     def escalate(self, finding: Finding, reason: str, oldest: int | None) -> Decision:
         """A discarded update that turned out to be worse: the state itself is damaged."""
         return self._climb(finding, reason, oldest)
+
+    def leave(self, decision: Decision, reason: str) -> Decision:
+        """A rewind that cannot be carried out after all."""
+        action = self._last_resort(decision.finding.step)
+        return replace(decision, action=action, reason=f"{decision.reason}; {reason}")
 
     def _climb(self, finding: Finding, reason: str, oldest: int | None) -> Decision:
         """The lowest rung that may be taken. A rewind's further remedy follows when its cause is known."""
@@ -150,30 +159,43 @@ class Policy:
                 Action.HANDOVER,
                 f"{reason}; {have}, and it began at step {finding.onset}",
             )
-        if action is Action.HANDOVER and self._spent(action):
-            action, reason = Action.STOP, f"{reason}; {self._budget(Action.HANDOVER)} are spent"
-        self._take(action, finding.step)
+        s.refused, s.good = [], 0
+        s.watching, s.tripped, s.watch_until = True, finding.step, finding.step + self.config.verify_steps
+        if action is Action.HANDOVER:
+            action = self._last_resort(finding.step)
+            if action is Action.STOP:
+                reason = f"{reason}; {self._budget(Action.HANDOVER)} are spent"
+        else:
+            self._take(action, finding.step)
         return Decision(action, finding, reason)
 
-    def _take(self, action: Action, step: int) -> None:
+    def _take(
+        self, action: Action, step: int, cause: Cause = Cause.UNKNOWN, corpus: str | None = None
+    ) -> None:
         s = self.state
-        s.refused = []
-        s.watching, s.tripped, s.watch_until = True, step, step + self.config.verify_steps
-        s.taken.append(Taken(clock=s.clock, step=step, action=action))
+        s.taken.append(Taken(clock=s.clock, step=step, action=action, cause=cause, corpus=corpus))
         s.taken = [t for t in s.taken if s.clock - t.clock < self.config.budget_window]
 
-    def _count(self, action: Action, cause: Cause | None = None) -> int:
-        since = self.state.clock - self.config.budget_window
+    def _last_resort(self, step: int) -> Action:
+        action = Action.STOP if self._spent(Action.HANDOVER) else Action.HANDOVER
+        self._take(action, step)
+        return action
+
+    def _count(self, action: Action, *causes: Cause, within: int | None = None) -> int:
+        """How often `action` was taken, for one of `causes` if given, in the window of new ground."""
+        since = self.state.clock - (within or self.config.budget_window)
         return sum(
-            t.action is action and t.clock > since and cause in (None, t.cause) for t in self.state.taken
+            t.action is action and t.clock > since and (not causes or t.cause in causes)
+            for t in self.state.taken
         )
 
     def _limit(self, action: Action) -> int:
         c = self.config
-        limits = {
-            Action.REWIND: c.rewinds, Action.CUT_LR: c.cuts, Action.SWAP_CORPUS: c.swaps, Action.HANDOVER: c.handovers,
-        }  # fmt: skip
-        return limits[action]
+        return {
+            Action.REWIND: c.rewinds,
+            Action.SWAP_CORPUS: c.swaps,
+            Action.HANDOVER: c.handovers,
+        }[action]
 
     def _spent(self, action: Action) -> bool:
         return self._count(action) >= self._limit(action)
@@ -184,44 +206,52 @@ class Policy:
 
     # After a rewind
 
-    def remedy(self, cause: Cause, updates: int, corpora_left: int) -> tuple[Action, str]:
-        """What else is done on the rewound state, and why. updates: of that state. corpora_left: blended in still.
+    def remedy(self, cause: Cause, updates: int, culprit: str | None, may_swap: bool) -> tuple[Action, str]:
+        """What else is done on the rewound state, and why; REWIND: skipping what attribution names is enough.
 
-        REWIND: skipping what attribution names is enough.
+        updates: of that state. culprit: the corpus of most guilty samples; may_swap: enough is left without it.
         """
         s, c = self.state, self.config
-        s.taken[-1].cause = cause
+        s.taken[-1].cause, s.taken[-1].corpus = cause, culprit
+        s.cuts = [min(cut, updates) for cut in s.cuts]
         if cause is Cause.DATA:
-            guilty = self._count(Action.REWIND, Cause.DATA)
-            if guilty >= c.swap_after and corpora_left > 1 and not self._spent(Action.SWAP_CORPUS):
-                self._note(Action.SWAP_CORPUS)
-                return Action.SWAP_CORPUS, f"{guilty} data incidents within {c.budget_window} steps"
+            guilty = sum(
+                t.action is Action.REWIND and t.cause is Cause.DATA and t.corpus == culprit for t in s.taken
+            )
+            if guilty >= c.swap_after and may_swap and not self._spent(Action.SWAP_CORPUS):
+                self._take(Action.SWAP_CORPUS, s.tripped, cause, culprit)
+                reason = f"{guilty} incidents with data of {culprit} within {c.budget_window} steps"
+                return Action.SWAP_CORPUS, reason
             return Action.REWIND, "the guilty samples are skipped"
         if cause is Cause.HARDWARE:
             if self._count(Action.REWIND, Cause.HARDWARE) >= c.hardware:
-                return self._leave(f"{c.hardware} incidents that do not recur on the same data and state")
+                reason = f"{c.hardware} incidents that do not recur on the same data and state"
+                return self._last_resort(s.tripped), reason
             return Action.REWIND, "the data is innocent: nothing is skipped"
         if cause is Cause.LEARNING_RATE:
-            if self._spent(Action.CUT_LR):
-                return self._leave(f"{self._budget(Action.CUT_LR)} are spent")
+            if len(s.cuts) >= c.cuts:
+                return self._last_resort(
+                    s.tripped
+                ), f"the {c.cuts} cuts of a run (stability.policy.cuts) are spent"
             s.cuts.append(updates)
-            self._note(Action.CUT_LR)
+            self._take(Action.CUT_LR, s.tripped, cause)
             return Action.CUT_LR, f"the learning rate is multiplied by {c.cut_factor} and warmed up again"
         return Action.REWIND, "nobody in particular is guilty: the window is skipped"
 
-    def _note(self, action: Action) -> None:
-        s = self.state
-        s.taken.append(Taken(clock=s.clock, step=s.tripped, action=action))
-
-    def _leave(self, reason: str) -> tuple[Action, str]:
-        action = Action.STOP if self._spent(Action.HANDOVER) else Action.HANDOVER
-        self._note(action)
-        return action, reason
-
     def recurred(self) -> bool:
-        """Whether the present incident came back after an action against it that found nobody guilty."""
-        rewinds = [t for t in self.state.taken if t.action is Action.REWIND]
-        return self.state.recurrences > 0 and len(rewinds) > 1 and rewinds[-2].cause is not Cause.DATA
+        """Asked before `remedy`: whether what is acted on came back although nobody was found guilty the last time:
+        soon after it, or for the third time in a window."""
+        c, blameless = self.config, (Cause.STATE, Cause.LEARNING_RATE)
+        soon = self._count(Action.REWIND, *blameless, within=c.recur_steps)
+        return soon > 0 or self._count(Action.REWIND, *blameless) > 1
+
+    def resumed(self, step: int, updates: int) -> None:
+        """A new process goes on from `step`. What was being verified is verified anew, if the run went back for it."""
+        s = self.state
+        s.cuts = [min(cut, updates) for cut in s.cuts]
+        s.refused = [refused for refused in s.refused if refused <= step]
+        if s.watching and step < s.tripped:
+            s.tripped, s.watch_until, s.good = step, step + self.config.verify_steps, 0
 
     # The learning rate
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megastable.part import Fraction, Part
@@ -91,10 +93,11 @@ class PolicyConfig(Part):
     """What is done about one, and how often; see policy.py.
 
     discards: whole batches refused in one incident before the ladder is climbed; the fifth would cost more data than
-    a rewind costs steps. rewinds, cuts, handovers per `budget_window` steps: what PaLM needed in a whole run
-    (arXiv:2204.02311 section 5.1, about 20 times) is far below; more means that the cause is not the data.
-    verify_steps: after an action the loss must be back on its trend within so many steps. Spikes that heal do so
-    in 10 to 30 steps on the public traces (docs/stability.md).
+    a rewind costs steps. rewinds, swaps, handovers per `budget_window` steps of new ground: what PaLM needed in a whole
+    run (arXiv:2204.02311 section 5.1, about 20 times) is far below; more means that the cause is not the data. cuts: of
+    the whole run, an eighth of the rate is no training any more. recur_steps: an incident with nobody guilty so soon
+    after another is one of the learning rate. verify_steps: after an action the loss must be back on its trend within
+    so many steps. Spikes that heal do so in 10 to 30 steps on the public traces (docs/stability.md).
     """
 
     discards: PositiveInt = 4
@@ -104,12 +107,15 @@ class PolicyConfig(Part):
     cuts: NonNegativeInt = 3
     swaps: NonNegativeInt = 2
     handovers: NonNegativeInt = 2
+    recur_steps: PositiveInt = 200
     verify_steps: PositiveInt = 30
     swap_after: PositiveInt = (
-        4  # data incidents in a window before their corpus is left out, if there is another
+        4  # incidents by data of a corpus in a window before it is left out, if there is another
     )
+    swap_most: Fraction = 0.5  # of the blend that may be swapped out: with less left it is another run
     hardware: PositiveInt = 3  # irreproducible incidents in a window: then it is a host, not luck
-    cut_factor: Fraction = 0.5  # of the learning rate; GLM-130B and OPT-175B halved it by hand
+    # Of the learning rate; GLM-130B and OPT-175B halved it by hand.
+    cut_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
     rewarm_steps: NonNegativeInt = 50  # updates from a tenth of the cut rate back to it
 
 
@@ -130,11 +136,13 @@ class AttributionConfig(Part):
     """Who is guilty; see attribution.py."""
 
     threshold: PositiveFloat = 6.0  # robust z of a sample's loss among its corpus's
-    gradients: NonNegativeInt = 4  # suspects whose own gradient norm is measured; each costs a step
+    gradients: NonNegativeInt = 16  # gradients measured at most where no loss is bad; each costs a step
     window: PositiveInt = (
         16  # steps since the onset whose samples are suspects; later ones follow from the first
     )
-    reference: PositiveInt = 64  # harmless samples before the rewind point to compare with
+    reference: PositiveInt = (
+        128  # harmless samples measured: of before the rewind point, of a corpus with few recorded
+    )
     ahead: NonNegativeInt = 16  # steps looked ahead at most, for the end of a bad region
 
 

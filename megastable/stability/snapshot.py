@@ -50,8 +50,16 @@ class Ring:
         """Ascending."""
         return [snapshot.step for snapshot in self._kept]
 
-    def due(self, step: int) -> bool:
-        return self._capacity > 0 and self._interval > 0 and step % self._interval == 0
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    def due(self, step: int, urgent: bool = False) -> bool:
+        """Whether a point is due. urgent: only if it is long overdue: a doubtful one is better than an old one."""
+        if not self._capacity or not self._interval:
+            return False
+        since = step - self.steps[-1] if self._kept else step
+        return since >= 4 * self._interval if urgent else since >= self._interval
 
     def take(self, step: int, extra: Any, counters: dict[str, Any] | None = None) -> None:
         """Copy the state after `step` steps; the oldest or most crowded point gives its memory when all is used.

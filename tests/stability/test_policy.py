@@ -58,12 +58,12 @@ def test_without_a_snapshot_from_before_the_onset_it_hands_over(oldest: int | No
     assert decision.action is Action.HANDOVER and words in decision.reason
 
 
-def trip(policy: Policy, step: int, cause: Cause, corpora: int = 1) -> Action:
+def trip(policy: Policy, step: int, cause: Cause, corpus: str = "a", may_swap: bool = False) -> Action:
     """A spike, and the remedy for its cause."""
     decision = policy.decide(seen(step, Verdict.SPIKE), 0)
     if decision.action is not Action.REWIND:
         return decision.action
-    return policy.remedy(cause, updates=step, corpora_left=corpora)[0]
+    return policy.remedy(cause, step, corpus, may_swap)[0]
 
 
 def test_spent_rewinds_lead_to_handovers_and_those_to_a_stop() -> None:
@@ -84,10 +84,12 @@ def test_budgets_come_back_after_their_window() -> None:
 
 def test_what_recurs_without_a_guilty_sample_is_the_learning_rate() -> None:
     policy = Policy(CONFIG)
-    assert trip(policy, 100, Cause.STATE) is Action.REWIND and not policy.recurred()
+    policy.decide(seen(100, Verdict.SPIKE), 0)
+    assert not policy.recurred()
+    assert policy.remedy(Cause.STATE, 99, None, False)[0] is Action.REWIND
     policy.decide(seen(105, Verdict.SPIKE), 0)
     assert policy.recurred()
-    action, reason = policy.remedy(Cause.LEARNING_RATE, updates=95, corpora_left=1)
+    action, reason = policy.remedy(Cause.LEARNING_RATE, 95, None, False)
     assert action is Action.CUT_LR and "0.5" in reason
     assert policy.rate_factor(95) == pytest.approx(0.05)
     assert policy.rate_factor(95 + CONFIG.rewarm_steps // 2) == pytest.approx(0.275)
@@ -107,11 +109,18 @@ def test_spent_cuts_lead_to_a_handover() -> None:
     assert trip(policy, 110, Cause.LEARNING_RATE) is Action.HANDOVER
 
 
-def test_a_corpus_that_is_guilty_again_and_again_is_swapped_out_if_there_is_another() -> None:
-    for corpora, last in ((1, Action.REWIND), (2, Action.SWAP_CORPUS)):
+def test_a_corpus_that_is_guilty_again_and_again_is_swapped_out_if_enough_is_left() -> None:
+    for may_swap, last in ((False, Action.REWIND), (True, Action.SWAP_CORPUS)):
         policy = Policy(PolicyConfig(swap_after=3))
-        actions = [trip(policy, 100 * i, Cause.DATA, corpora) for i in range(1, 4)]
+        actions = [trip(policy, 100 * i, Cause.DATA, may_swap=may_swap) for i in range(1, 4)]
         assert actions == [Action.REWIND, Action.REWIND, last]
+
+
+def test_nobody_is_swapped_out_for_the_incidents_of_others() -> None:
+    policy = Policy(PolicyConfig(swap_after=3))
+    actions = [trip(policy, 100 * i, Cause.DATA, corpus, True) for i, corpus in enumerate("aabbcc", 1)]
+    assert actions == [Action.REWIND] * 6
+    assert trip(policy, 700, Cause.DATA, "c", True) is Action.SWAP_CORPUS
 
 
 def test_a_host_that_computes_wrongly_three_times_is_left() -> None:
@@ -128,13 +137,56 @@ def test_an_action_is_verified() -> None:
     assert healed == [100 + CONFIG.verify_steps // 2] and not policy.state.watching
 
 
+def test_a_single_step_on_the_trend_proves_nothing() -> None:
+    policy = Policy(CONFIG)
+    trip(policy, 100, Cause.DATA)
+    back = [policy.decide(seen(s, on_trend=s % 3 == 0), 0) for s in range(91, 130)]
+    assert not any(d.healed for d in back)
+
+
 def test_not_back_on_the_trend_in_time_climbs_on() -> None:
     policy = Policy(CONFIG)
     trip(policy, 100, Cause.STATE)
     after = [policy.decide(seen(s, on_trend=False), 0) for s in range(91, 131)]
     assert [d.action for d in after[:-1]] == [Action.APPLY] * 39
-    assert after[-1].action is Action.REWIND and after[-1].finding.onset == 100
+    assert (
+        after[-1].action is Action.REWIND and after[-1].finding.onset == 100 and after[-1].finding.step == 130
+    )
     assert "not back on the trend" in after[-1].reason and policy.recurred()
+
+
+def test_what_is_done_again_is_no_new_ground() -> None:
+    policy = Policy(PolicyConfig(rewinds=3, budget_window=50))
+    actions = []
+    for _ in range(5):  # 200 steps for every attempt, always back to the same place
+        actions.append(trip(policy, 300, Cause.DATA))
+        run(policy, [seen(s) for s in range(100, 300)])
+    assert actions == [Action.REWIND] * 3 + [Action.HANDOVER] * 2
+
+
+def test_spikes_far_apart_with_nobody_guilty_are_the_learning_rate_in_the_end() -> None:
+    policy, causes = Policy(CONFIG), []
+    for step in range(1000, 3000, 300):
+        if policy.decide(seen(step, Verdict.SPIKE), 0).action is not Action.REWIND:
+            break
+        causes.append(Cause.LEARNING_RATE if policy.recurred() else Cause.STATE)
+        policy.remedy(causes[-1], step, None, False)
+        run(policy, [seen(s) for s in range(step - 5, step + 60)])
+    assert causes[:2] == [Cause.STATE] * 2 and set(causes[2:]) == {Cause.LEARNING_RATE}
+
+
+def test_a_cut_counts_from_where_the_run_goes_on() -> None:
+    policy = Policy(CONFIG)
+    trip(policy, 10_000, Cause.LEARNING_RATE)
+    policy.resumed(9_000, 9_000)
+    assert policy.rate_factor(9_000 + CONFIG.rewarm_steps) == 0.5
+    assert policy.state.watching and policy.state.watch_until == 9_000 + CONFIG.verify_steps
+
+
+def test_the_refused_steps_before_belong_to_the_incident() -> None:
+    policy = Policy(CONFIG)
+    decisions = [policy.decide(seen(s, Verdict.NON_FINITE), 0) for s in (61, 62, 63)]
+    assert decisions[-1].action is Action.REWIND and decisions[-1].finding.onset == 61
 
 
 VERDICTS = st.sampled_from(list(Verdict))
@@ -160,7 +212,7 @@ def test_saved_and_restored_it_decides_the_same_and_stays_within_budgets(
             decision = policy.decide(finding, 0)
             if decision.action is not Action.REWIND:
                 return decision, None
-            return decision, policy.remedy(causes[i], updates=i, corpora_left=2)
+            return decision, policy.remedy(causes[i], i, "a", True)
 
         one, other = decide(straight), decide(saved)
         assert one == other and straight.state == saved.state

@@ -261,16 +261,29 @@ def test_files_that_cannot_be_written(backtest: Call, trace: Path, tmp_path: Pat
     cases = [
         ("--json", tmp_path / "no" / "out.json", "No such file"),
         ("--json", folder, "Is a directory"),
-        ("--plot", tmp_path / "no" / "out.png", "No such file"),
-        ("--plot", folder, "Is a directory"),
-        ("--plot", tmp_path / "out.xyz", "give a name that ends in .png"),
     ]
+    for path in (tmp_path / "no" / "out.png", folder, tmp_path / "out.xyz"):
+        said = backtest.fails(trace, "--plot", path)  # before anything is replayed
+        assert f"--plot {path}: a name ending in .png, .svg, .pdf, in a directory that exists" in said
     for option, path, message in cases:
         result = backtest(trace, option, path)
         assert result.exit_code == 2 and "1 rewind" in result.stdout, path
         assert result.stderr.startswith(f"error: {path} could not be written"), path
         assert message in result.stderr, path
     assert sorted(os.listdir(tmp_path)) == ["folder", "trace.csv"] and os.listdir(folder) == []
+
+
+def test_a_device_is_written_to_and_not_replaced(backtest: Call, trace: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert backtest(trace, "--json", pipe).exit_code == 0
+    assert os.read(reader, 10).startswith(b"[") and pipe.is_fifo()
+    os.close(reader)
+
+
+def test_nothing_is_decided_where_stability_is_off(backtest: Call, trace: Path) -> None:
+    assert "stability.enabled=false" in backtest.fails(trace, "stability.enabled=false")
 
 
 def test_help_shows_examples(backtest: Call) -> None:

@@ -1,0 +1,88 @@
+"""What the stability system remembers from one process to the next: what a checkpoint kept, and what the journal says
+of the time after it. Pure.
+
+The journal is the truth about incidents: every event of one carries the incident as it was then, and the policy's
+memory. A crash loses what was trained since the checkpoint, but no budget and no incident.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megastable.stability.guard import GuardState
+from megastable.stability.incident import Incident
+from megastable.stability.policy import PolicyState
+
+TELLING = ("incident", "handover", "unstable")  # events of the journal that may carry all this
+
+
+class Memory(BaseModel):
+    """What a checkpoint keeps. incident: the open one. incidents: how many there were."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    guard: GuardState = GuardState()
+    incident: Incident | None = None
+    incidents: int = 0
+
+
+ONGOING = ("open", "handed over")  # what the next process goes on with
+
+
+class _Told(BaseModel):
+    """What is of use here in an event; its other fields, and those of later versions, are not looked at."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    policy: PolicyState
+    summary: Incident | None = None
+
+
+def recall(saved: dict[str, Any], events: Iterable[dict[str, Any]]) -> tuple[Memory, list[str]]:
+    """What is known at a start, and what of it was lost: saved by another version, or by another hand.
+
+    saved: `RunState.stability` of the checkpoint. events: those of the journal that are `TELLING`, in order.
+    """
+    memory, lost = _readable(saved)
+    problem = ""
+    for event in events:
+        number = event.get("number")
+        if isinstance(number, int):
+            memory.incidents = max(memory.incidents, number)
+        if "policy" not in event:
+            continue
+        try:
+            told = _Told.model_validate(event)
+        except ValidationError as error:
+            problem = f"{event['event']} of the journal: {_what(error)}"
+            continue
+        problem = ""
+        # A dry run has a clock of its own.
+        if memory.guard.simulated or told.policy.clock < memory.guard.policy.clock:
+            continue
+        memory.guard.policy = told.policy
+        if told.summary is not None:
+            memory.incident = told.summary if told.summary.outcome in ONGOING else None
+    return memory, [*lost, problem] if problem else lost
+
+
+def _readable(saved: dict[str, Any]) -> tuple[Memory, list[str]]:
+    """The parts that can be read (detector, policy, open incident, ...): the others start anew, and are named."""
+    tree, lost = copy.deepcopy(saved), list[str]()
+    while True:
+        try:
+            return Memory.model_validate(tree), lost
+        except ValidationError as error:
+            where = [str(part) for part in error.errors()[0]["loc"]]
+            above, part = (tree["guard"], where[1]) if where[0] == "guard" and where[1:] else (tree, where[0])
+            lost.append(f"{part} of the checkpoint: {_what(error)}")
+            del above[part]
+
+
+def _what(error: ValidationError) -> str:
+    detail = error.errors()[0]
+    return f"{'.'.join(str(part) for part in detail['loc'])}: {detail['msg']}"
