@@ -346,8 +346,8 @@ class Engine:
         )
         scale = float(getattr(self.optimizer, "loss_scale", 1.0))
         # A loss that is not finite is no overflow of the scaled gradients: a smaller scale would not mend it.
-        overflow = bool(broken) and scale > self._lowest_scale and bool(torch.isfinite(losses).all())
-        overflow &= self.config.precision.kind == "fp16"
+        overflow = bool(broken) and self.config.precision.kind == "fp16" and scale > self._lowest_scale
+        overflow &= bool(torch.isfinite(losses).all())
         norm_or_inf = math.inf if broken else grad_norm
         self.measured = Measured(losses, squares, norm_or_inf, note, scale, overflow)
         if self.probe.watching:

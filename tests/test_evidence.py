@@ -16,6 +16,8 @@ from megastable.data.loader import documents_of
 from megastable.model.gpt import GPT
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import Layout, TensorParallel
+from megastable.stability.attribution import Conclusion
+from megastable.stability.policy import Cause
 from tests import reference
 from tests.conftest import VOCABULARY, tiny
 from tests.distributed import run_ranks
@@ -49,6 +51,80 @@ def config(corpus: Path, **parts: Any) -> RunConfig:
     train = {"global_batch": BATCH, "micro_batch": 2, "steps": 10} | parts.pop("train", {})
     model = {"vocab_size": VOCABULARY, "init_std": 0.1}
     return tiny(corpus, Path("none"), **{"precision": {"kind": "fp32"}, **parts}, train=train, model=model)
+
+
+def concluded(laboratory: Any) -> list[Conclusion]:
+    """Of steps like those before, with few of those recorded, next to better ones, and of more than are looked at."""
+    from megastable.data.skips import Skips
+    from megastable.evidence import Trained
+
+    every = np.arange(BATCH * 16).reshape(16, BATCH)
+    losses = laboratory.losses(every.ravel()).reshape(16, BATCH)
+
+    def steps(first: int, end: int, off: float = 0.0) -> list[Trained]:
+        return [Trained(i, every[i], losses[i] + off, True) for i in range(first, end)]
+
+    window, history = steps(14, 16), steps(0, 14)
+    asked = [
+        (window, history),
+        (window, steps(12, 14, -5.0)),
+        (window, steps(0, 14, -5.0)),
+        (window * 9, history),
+    ]
+    return [laboratory.examine(w, h, 14 * BATCH, Skips.of([]), False) for w, h in asked]
+
+
+def spoilt(laboratory: Any) -> tuple[list[int], str, int]:
+    """Who is guilty, and in how many steps' time that is found, when one sample's gradient is said to be 100."""
+    from megastable.data.skips import Skips
+    from megastable.evidence import Trained
+
+    count = 0
+
+    def gradient_norm(positions: np.ndarray) -> float:
+        nonlocal count
+        count += 1
+        return float(np.sqrt(np.where(positions == 117, 1e4, 1.0).sum()) / positions.size)
+
+    every = np.arange(BATCH * 16).reshape(16, BATCH)
+    trained = [Trained(i, positions, laboratory.losses(positions), True) for i, positions in enumerate(every)]
+    laboratory.gradient_norm = gradient_norm
+    found = laboratory.examine(trained[14:], trained[:14], 14 * BATCH, Skips.of([]), False)
+    vars(laboratory).pop("gradient_norm")
+    return found.guilty, found.reason, count
+
+
+def beyond_fp16(engine: Any, laboratory: Any) -> float | None:
+    """A gradient norm at a loss scale that fp16 has no room for."""
+    if engine.config.precision.kind != "fp16":
+        return None
+    counters = engine.counters()
+    engine.optimizer.loss_scaler.cur_scale = 2.0**40
+    try:
+        return float(laboratory.gradient_norm(np.array([3])))
+    finally:
+        engine.restore_counters(counters)
+
+
+def torn(loader: Any, laboratory: Any) -> list[str]:
+    """What every rank is told when the last one cannot read."""
+    import torch.distributed as dist
+
+    from megastable.errors import DataError
+
+    def read(positions: Any) -> Any:
+        raise DataError("part-0.bin is gone")
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        loader.read = read
+    told = []
+    for ask in (laboratory.losses, laboratory.gradient_norm):
+        try:
+            ask(np.arange(3))
+        except DataError as error:
+            told.append(str(error))
+    vars(loader).pop("read", None)
+    return told
 
 
 def measure(configs: list[RunConfig], world: int) -> list[dict[str, Any]]:
@@ -89,7 +165,11 @@ def measure(configs: list[RunConfig], world: int) -> list[dict[str, Any]]:
                 laboratory = Laboratory(c.stability.attribution, engine, loader, BATCH)
                 found["before"], cursor = state(engine), loader.cursor
                 found["losses"] = [laboratory.losses(np.array(p, dtype=np.int64)) for p in ASKED]
-                found["norms"] = [laboratory.gradient_norm(p) for p in ALONE]
+                found["norms"] = [laboratory.gradient_norm(np.array([p])) for p in ALONE]
+                found["concluded"] = concluded(laboratory)
+                found["spoilt"] = spoilt(laboratory)
+                found["unknown"] = beyond_fp16(engine, laboratory)
+                found["torn"] = torn(loader, laboratory)
                 found["after"] = state(engine)
                 assert loader.cursor == cursor
             last = step()
@@ -167,6 +247,28 @@ def check_numbers(found: dict[str, list[dict[str, Any]]], corpus: Path) -> None:
     assert max(norms) > 1.2 * min(norms) and max(losses[2]) > 1.05 * min(losses[2])  # samples do differ
 
 
+def check_conclusions(found: dict[str, list[dict[str, Any]]]) -> None:
+    """Nobody is guilty among equals, all of them next to far better ones; every rank concludes alike."""
+    for name, ranks in found.items():
+        recorded, measured, worse, long = ranks[0]["concluded"]
+        for equal in (recorded, measured, long):
+            assert (equal.cause, equal.guilty) == (Cause.STATE, []), name
+        assert "of the 2 steps since the onset" in recorded.reason
+        assert "of the first 16 of 18 steps since the onset" in long.reason
+        assert all(abs(s.z) < 10 for s in measured.suspects), name
+        assert worse.cause is Cause.DATA and {*range(112, 128)} <= set(worse.guilty), name
+        assert [s.gradient_norm is not None for s in worse.suspects[:3]] == [True, True, False], name
+        guilty, reason, steps = ranks[0]["spoilt"]
+        assert guilty == [117] and "gradient norm of 100" in reason, name
+        assert steps == 2 + 2 + 3 + (117 % 2), name  # ordinary ones, batches, halves, and what is left
+        # Beyond the window it looks no further than it is told to.
+        assert max(worse.guilty) < 128 + 16 * BATCH
+        for rank in ranks:
+            assert repr(rank["concluded"]) == repr(ranks[0]["concluded"]), name
+            assert rank["torn"] == ["part-0.bin is gone"] * 2, name
+            assert rank["unknown"] is None or np.isnan(rank["unknown"]), name
+
+
 def check_traces(found: dict[str, list[dict[str, Any]]]) -> None:
     """Bit for bit: state, counters and random numbers, and the step after it."""
     for name, ranks in found.items():
@@ -185,11 +287,14 @@ def check_traces(found: dict[str, list[dict[str, Any]]]) -> None:
 
 def test_on_one_rank(one: dict[str, list[dict[str, Any]]], corpus: Path) -> None:
     check_numbers(one, corpus)
+    check_conclusions(one)
     check_traces(one)
 
 
 def test_on_two_ranks(two: dict[str, list[dict[str, Any]]], corpus: Path) -> None:
     check_numbers(two, corpus)
+    check_conclusions(two)
+    assert two["fp16-dp2"][0]["unknown"] is not None
     check_traces(two)
     wrappers = {ranks[0]["wrapper"] for ranks in two.values()}
     assert wrappers == {"BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"}

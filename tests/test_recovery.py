@@ -214,9 +214,11 @@ def test_without_rewind_points_it_hands_over_to_a_restart(
     first, end = what.positions
     skipped = [(e.first, e.end) for e in read_ledger(run / "skips.jsonl")]
     assert skipped[0][0] <= first and skipped[-1][1] <= end + 8
-    assert incidents(run)[0]["outcome"] == "handed over"
+    assert incidents(run, "handed over")[0]["summary"]["outcome"] == "handed over"
     assert run_ranks(1, train, config) == [(0, "")]
     assert [e["step"] for e in RunDirectory(run).events("resumed")] == [20]
+    last = incidents(run)[-1]
+    assert last["outcome"] == "healed" and last["steps_lost"] >= 12 and last["positions"]
 
 
 def test_a_restart_goes_back_behind_checkpoints_of_after_the_onset(easy: Path, tmp_path: Path) -> None:

@@ -108,8 +108,10 @@ def _chances(z: Floats, usual: Floats) -> Floats:
     """
     beyond = 1 + usual.size - np.searchsorted(usual, z, side="left")
     share = np.minimum(1.0, (beyond + np.sqrt(beyond)) / (usual.size + 1))
-    worst = max(1.0, float(usual[-1])) if usual.size >= TAIL_KNOWN else np.inf
-    return np.asarray(share * np.minimum(1.0, worst / np.maximum(z, 1.0)) ** TAIL)
+    if usual.size < TAIL_KNOWN:
+        return np.asarray(share)
+    worst = max(1.0, float(usual[-1]))
+    return np.asarray(share * (worst / np.maximum(z, worst)) ** TAIL)
 
 
 def guilty_by_loss(z: Floats, p: Floats, threshold: float) -> Bools:
