@@ -154,7 +154,7 @@ def test_harmless_samples_are_rarely_guilty_however_many_and_however_heavy_their
     for seed in range(rounds):
         random = np.random.default_rng(seed)
         harmless = text(random, batch * known)
-        found += judge(text(random, batch * suspect), harmless).any()
+        found += int(judge(text(random, batch * suspect), harmless).any())
     assert found / rounds <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / rounds) * (rounds < 100)
 
 
@@ -167,7 +167,7 @@ def test_a_small_corpus_is_not_guilty_of_being_another(steps: int) -> None:
         of, kinds = random.random(16 * steps) < 0.1, random.random(16 * 3) < 0.1
         harmless, losses = (1.6 + k + 0.15 * random.standard_t(4, k.size) for k in (of, kinds))
         z, p = compare(losses, kinds.astype(np.int64), harmless, of.astype(np.int64))
-        found += guilty_by_loss(z, p, THRESHOLD).any()
+        found += int(guilty_by_loss(z, p, THRESHOLD).any())
     assert found <= 5
 
 
