@@ -286,7 +286,8 @@ class Engine:
 
         `note` is added up over the ranks and comes back in `Measured` (a vote that costs no collective).
         """
-        self.counters_before = self.counters()
+        if not self._probing:
+            self.counters_before = self.counters()
         self._judge, self._note, self.measured = judge, note, None
         self.loss.samples.clear()
         for group in self.optimizer.param_groups:

@@ -42,12 +42,17 @@ class _Told(BaseModel):
     summary: Incident | None = None
 
 
-def recall(saved: dict[str, Any], events: Iterable[dict[str, Any]]) -> tuple[Memory, list[str]]:
+def recall(
+    saved: dict[str, Any], events: Iterable[dict[str, Any]], simulated: bool = False
+) -> tuple[Memory, list[str]]:
     """What is known at a start, and what of it was lost: saved by another version, or by another hand.
 
-    saved: `RunState.stability` of the checkpoint. events: those of the journal that are `TELLING`, in order.
+    saved: `RunState.stability` of the checkpoint. events: those of the journal that are `TELLING`, in order. simulated:
+    this is a dry run.
     """
     memory, lost = _readable(saved)
+    if memory.guard.simulated and not simulated:
+        memory.guard = GuardState(detector=memory.guard.detector)  # a dry run spent nothing
     problem = ""
     for event in events:
         number = event.get("number")

@@ -98,7 +98,9 @@ class Recovery:
         return memory.model_dump()
 
     def _recall(self, state: RunState) -> Memory:
-        memory, lost = first(lambda: recall(state.stability, self.run.events(*TELLING)))
+        memory, lost = first(
+            lambda: recall(state.stability, self.run.events(*TELLING), self.settings.dry_run)
+        )
         for problem in lost:
             self.note("stability_state_dropped", step=state.step, problem=problem)
             self.say(f"WARNING: what was remembered of stability cannot be read and starts anew: {problem}")
@@ -141,7 +143,7 @@ class Recovery:
 
     def rate_factor(self, updates: int) -> float:
         """What the learning rate is multiplied by: less than one after a cut."""
-        return self.guard.policy.rate_factor(updates)
+        return 1.0 if self.settings.dry_run else self.guard.policy.rate_factor(updates)
 
     def refusal(self, measured: Measured) -> tuple[str, str]:
         """Why the last update was refused: a verdict, and its reason."""
@@ -184,7 +186,7 @@ class Recovery:
             return self._rewind(decision, batch, measured, state, loader, damage)
         if decision.action.ends:
             self.casebook.open(decision, state, self._since(decision.finding.onset), measured.grad_norm)
-            raise self._end(decision, state)
+            raise self._end(decision, state, skip=not damage)
         if decision.action is Action.DISCARD and not before.discards_in_a_row and self.ring.capacity > 1:
             # The weights are those of before it: should more follow, nothing needs to be done again. (Nothing random
             # happens in a step, so the random states are those of before it, too.)
@@ -344,14 +346,9 @@ class Recovery:
         return selection(self.config, self.source, self.run)
 
     def _forget(self, step: int) -> None:
-        """What was kept of the steps that are undone: records of positions, and checkpoints."""
+        """The samples of the steps that are undone."""
         while self._trained and self._trained[-1].step > step:
             self._trained.pop()
-
-        for name in first(lambda: store.set_aside_newer(self.run.checkpoints, step)):
-            self.note(
-                "checkpoint_suspect", name=name, reason=f"written after step {step}, which was returned to"
-            )
 
     def finish(self, state: RunState) -> None:
         """At the end of the run: an incident that nothing came after is over."""

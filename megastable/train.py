@@ -221,9 +221,7 @@ class Trainer:
                         after = self.recovery.rescue(batch, measured, s, loader, damage)
                 if after is not s:
                     s = self.state = after
-                    kept = self._saved_step()
-                    if kept < last_saved:  # what was saved since the onset no longer counts
-                        last_saved = self._checkpoint(observer) or kept if kept < 0 else kept
+                    last_saved = self._gone_back(observer)
                     continue
 
                 # Once in a while
@@ -284,9 +282,23 @@ class Trainer:
         norms = self.engine.flat_state().norms()
         return not self.recovery.acts or math.isfinite(norms.parameters + norms.second_moment)
 
-    def _saved_step(self) -> int:
-        """Of the newest checkpoint; -1 where there is none."""
-        return first(lambda: max(map(store.step_of, store.newest_first(self.run.checkpoints)), default=-1))
+    def _gone_back(self, observer: Observer | None) -> int:
+        """The checkpoints of after this step no longer count; where there are no others, one of now comes first.
+
+        The step of the newest that counts, -1 where there is none.
+        """
+        folder, step = self.run.checkpoints, self.state.step
+        steps = first(lambda: [store.step_of(path) for path in store.newest_first(folder)])
+        kept = max((saved for saved in steps if saved <= step), default=None)
+        if kept is None and steps:
+            kept = self._checkpoint(observer)
+            if kept is None:
+                return -1  # a suspect one is better than none
+        for name in first(lambda: store.set_aside_newer(folder, step)):
+            self.note(
+                "checkpoint_suspect", name=name, reason=f"written after step {step}, which was returned to"
+            )
+        return -1 if kept is None else kept
 
     # Once in a while
 

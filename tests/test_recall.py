@@ -75,8 +75,11 @@ def test_one_that_was_not_proven_to_be_over_goes_on() -> None:
 
 def test_a_dry_run_has_a_clock_of_its_own() -> None:
     dry = Memory(guard=GuardState(simulated=True, policy=policy(5))).model_dump(mode="json")
-    memory, _ = recall(dry, [event("opened", 33, incident(4))])
+    told = [event("opened", 33, incident(4))]
+    memory, _ = recall(dry, told, simulated=True)
     assert memory.guard.policy == policy(5) and memory.incident is None and memory.incidents == 4
+    memory, _ = recall(dry, told)  # back in earnest: what was done before the dry run counts
+    assert memory.guard.policy.clock == 33 and memory.incident is not None
 
 
 @pytest.mark.parametrize(

@@ -307,6 +307,15 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(
     assert not (dry / "skips.jsonl").exists() and incidents(dry) == []
 
 
+def test_a_dry_run_cuts_no_rate(easy: Path, tmp_path: Path) -> None:
+    """Two excursions, the second of which would be one of the learning rate."""
+    run = tmp_path / "run"
+    config = recipe(easy, run, stability={"dry_run": True, "policy": {"rewarm_steps": 5}})
+    (end,) = run_ranks(1, spoil, config, "chip", [30, 31, 42, 43])
+    assert end["code"] == 0 and end["factor"] == 1.0
+    assert "cut_lr" in [e["action"] for e in RunDirectory(run).events("would")]
+
+
 def test_a_stop_in_the_middle_of_an_incident_forgets_nothing(
     planted: tuple[Path, Planted], tmp_path: Path
 ) -> None:

@@ -206,10 +206,10 @@ def set_aside(checkpoint: Path) -> None:
 def set_aside_newer(folder: Path, step: int) -> list[str]:
     """Rename the checkpoints of later steps than `step`: the run goes back behind them. Their names.
 
-    The newest of them is kept for a person to look at, as suspect-step-N; older suspects are deleted. Raises
+    They are kept for a person to look at, as suspect-step-N; those of earlier calls are deleted. Raises
     CheckpointError when one could not be renamed: a restart would go on from it.
     """
-    done: list[Path] = []
+    older, done = list(folder.glob("suspect-*")), list[Path]()
     stuck: list[str] = []
     try:
         _bring_back(folder)  # or it would come back later as if it were a good one
@@ -227,8 +227,8 @@ def set_aside_newer(folder: Path, step: int) -> list[str]:
             f"{stuck[0]}: a checkpoint of after step {step}, which the run goes back to, could not be put aside: "
             f"rename or delete those in {folder} by hand, then start again"
         )
-    for old in folder.glob("suspect-*") if done else ():
-        if old.name != f"suspect-{done[0].name}":
+    for old in older if done else ():
+        if old.name not in {f"suspect-{path.name}" for path in done}:
             shutil.rmtree(old, ignore_errors=True)
     return [path.name for path in done]
 
@@ -347,3 +347,5 @@ def _bring_back(folder: Path) -> None:
         target = folder / hidden.name.removeprefix(f"{SAVING}replaced-")
         if not target.exists():
             os.replace(hidden, target)
+        else:
+            shutil.rmtree(hidden, ignore_errors=True)  # it was replaced, only not removed yet

@@ -246,12 +246,10 @@ class Policy:
         return soon > 0 or self._count(Action.REWIND, *blameless) > 1
 
     def resumed(self, step: int, updates: int) -> None:
-        """A new process goes on from `step`. What was being verified is verified anew, if the run went back for it."""
+        """A new process goes on from `step`. What was being verified still is, beyond the step that tripped."""
         s = self.state
         s.cuts = [min(cut, updates) for cut in s.cuts]
         s.refused = [refused for refused in s.refused if refused <= step]
-        if s.watching and step < s.tripped:
-            s.tripped, s.watch_until, s.good = step, step + self.config.verify_steps, 0
 
     # The learning rate
 
