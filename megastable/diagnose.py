@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megastable.data.loader import MicroBatch
@@ -27,6 +26,7 @@ from megastable.engine import Engine
 from megastable.flatstate import KINDS
 from megastable.model.gpt import Block
 from megastable.parallel.sharding import placement_of
+from megastable.ranks import gathered
 
 Kind = Literal["state", "forward", "backward", "sum", "not reproduced"]
 STATE = dict(zip(KINDS, ("fp32 master of", "first moment of", "second moment of"), strict=True)) | {
@@ -86,7 +86,7 @@ def poisoned(engine: Engine) -> list[str]:
     """The parameters of which a master, moment or computing copy is not finite, e.g. "first moment of
     blocks.0.mlp.down.weight on rank 1"; empty when the state is sound. Collective; reads the state once.
     """
-    return _described(_gather(_poison(engine)))
+    return _described(gathered(_poison(engine)))
 
 
 def locate(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Diagnosis:
@@ -94,8 +94,8 @@ def locate(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Diagnosis:
 
     micro_batches: those of the refused step; weights and moments must still be as they were before it.
     """
-    hosts = _gather(socket.gethostname())
-    poison = _gather(_poison(engine))
+    hosts = gathered(socket.gethostname())
+    poison = gathered(_poison(engine))
     if any(poison):
         parameters = _described(poison)
         rank = next(rank for rank, found in enumerate(poison) if found)
@@ -107,7 +107,7 @@ def locate(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Diagnosis:
             parameters=tuple(parameters),
         )
     # The step again, under observation
-    with _no_trace(engine), _watched(engine) as watch:
+    with _loss_scale_kept(engine), _watched(engine) as watch:
         if engine.measured is not None:
             engine.set_loss_scale(engine.measured.loss_scale)  # DeepSpeed may have lowered it since
         measured = engine.measure(micro_batches)
@@ -117,7 +117,7 @@ def locate(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Diagnosis:
             sentence=f"not reproduced: the same samples on the same weights gave a loss of {measured.loss:.4f} and a "
             f"gradient norm of {measured.grad_norm:.4f}: suspect the hardware, or a race",
         )
-    seen = [(rank, found) for rank, found in enumerate(_gather(watch.first)) if found is not None]
+    seen = [(rank, found) for rank, found in enumerate(gathered(watch.first)) if found is not None]
     if not seen:
         return Diagnosis(
             kind="sum",
@@ -128,7 +128,7 @@ def locate(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Diagnosis:
     seen_by = tuple(r for r, other in seen if other.order == found.order)
     place = _place(engine, rank, hosts[rank])
     # Every rank has another part of the batch; the losses are of the whole.
-    positions = _gather(micro_batches[found.micro_batch].positions.tolist())[rank]
+    positions = gathered(micro_batches[found.micro_batch].positions.tolist())[rank]
     shape = (len(micro_batches), engine.topology.layout.data, len(positions))
     losses = measured.losses.view(shape)[found.micro_batch, place["data_rank"]].tolist()
     bad = [p for p, loss in zip(positions, losses, strict=True) if not math.isfinite(loss)]
@@ -164,12 +164,6 @@ def _place(engine: Engine, rank: int, host: str) -> dict[str, Any]:
 def _listed(items: Sequence[Any]) -> str:
     rest = len(items) - NAMED
     return ", ".join(str(i) for i in items[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _gather(value: Any) -> list[Any]:
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, value)
-    return answers
 
 
 # The state
@@ -360,14 +354,9 @@ def _watched(engine: Engine) -> Iterator[_Watch]:
 
 
 @contextlib.contextmanager
-def _no_trace(engine: Engine) -> Iterator[None]:
-    """What `Engine.measure` leaves behind, and the loss scale, as they were."""
-    counters, measured, applied = engine.counters(), engine.measured, engine.applied
-    rates = [group["lr"] for group in engine.optimizer.param_groups]
+def _loss_scale_kept(engine: Engine) -> Iterator[None]:
+    counters = engine.counters()
     try:
         yield
     finally:
         engine.restore_counters(counters)
-        engine.measured, engine.applied = measured, applied
-        for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate

@@ -435,13 +435,14 @@ class Engine:
 
     def measure(self, micro_batches: Sequence[MicroBatch]) -> Measured:
         """What a step on these micro-batches would measure, by the same forward and backward; it leaves no trace."""
-        counters = self.counters()
+        counters, last = self.counters(), (self.measured, self.applied)
         self._probing = True
         try:
             lr = self.optimizer.param_groups[0]["lr"]
             measured, _ = self.train_step(micro_batches, lr, lambda _: False)
         finally:
             self._probing = False
+            self.measured, self.applied = last
             self.restore_counters(counters)
         return measured
 

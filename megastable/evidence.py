@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 
 RECORDED = (
     2**16
-)  # samples of the recorded steps that are compared with: more tell nothing more, and take seconds to locate
+)  # samples of the recorded steps that are compared with: more tell nothing more, and take seconds
 SEARCHED = 2**17  # positions before the present one among which samples of a rare corpus are looked for
 BATCHES = 4  # whose gradients are measured where no loss is bad: what a bad one does shows within a few steps
 SHOWN = 2  # guilty samples whose own gradients are measured, as evidence

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from megastable.parallel.sharding import Placement, shard
+from megastable.ranks import gathered
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # fp32 master weights, Adam's first and second moment
 CHUNK = 1 << 22  # elements worked on at a time: 16 MiB, where a whole embedding would be gigabytes
@@ -124,8 +125,7 @@ class FlatState:
         """
         found: dict[str, Tensor] = {}
         names = sorted({(f.name, f.shape) for f in self.fragments})
-        everyone: list[Any] = [None] * dist.get_world_size(self.data_group)
-        dist.all_gather_object(everyone, names, group=self.data_group)
+        everyone = gathered(names, self.data_group)
         for name, shape in sorted({item for held in everyone for item in held}):
             flat = torch.zeros(shape, device=self.masters[0].device).flatten()
             for fragment in self.fragments:

@@ -29,6 +29,7 @@ from megastable.flatstate import CHUNK, FlatState
 from megastable.model.gpt import Block
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel, Topology
+from megastable.ranks import gathered
 
 INDICATORS = ("second_moment_norm", "second_moment_max", "attention_logit", "update_ratio")
 KINDS = ("gradient", "weight", "update", "second_moment", "activation", "attention")
@@ -111,8 +112,7 @@ class Probe:
         # Between the blocks x is the same on all ranks of a tensor group, unless they share out the sequence.
         self._counts_activations = topology.tensor_rank == 0 or tp.sequence
         mine = [placement_of(p).name for p in module.parameters()], [b.name for b in self.blocks]
-        everyone: list[Any] = [None] * topology.layout.world
-        dist.all_gather_object(everyone, mine)
+        everyone = gathered(mine)
         # Ranks are numbered stage by stage: this is the order of the model.
         rows = dict.fromkeys(name for kind in (0, 1) for held in everyone for name in held[kind])
         self.tally = Tally(list(rows), device)

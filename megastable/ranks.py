@@ -12,6 +12,13 @@ from megastable.errors import MegastableError
 T = TypeVar("T")
 
 
+def gathered(value: Any, group: Any = None) -> list[Any]:
+    """Every rank's `value`, by rank (of `group`, or of the world), on all of them."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
 def agree(action: Callable[[], T]) -> T:
     """Run `action` on every rank. If it raises a MegastableError on any, the first one's is raised on all."""
     result: Any = None
@@ -20,9 +27,7 @@ def agree(action: Callable[[], T]) -> T:
         result = action()
     except MegastableError as raised:
         error = raised
-    errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    _raise_first(errors)
+    _raise_first(gathered(error))
     return result
 
 
@@ -47,8 +52,7 @@ def shared(error: MegastableError) -> MegastableError:
 
 def strangers(value: Any) -> list[int]:
     """The ranks whose `value` is not rank 0's; empty when all agree."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values = gathered(value)
     return [rank for rank, other in enumerate(values) if other != values[0]]
 
 

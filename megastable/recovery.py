@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
 from megastable import diagnose, room
 from megastable.casebook import Casebook
@@ -28,7 +27,7 @@ from megastable.data.skips import Selection, read_ledger
 from megastable.engine import Engine, Measured
 from megastable.errors import HandoverError, MegastableError, UnstableError
 from megastable.evidence import Laboratory, Trained
-from megastable.ranks import agree, first, shared
+from megastable.ranks import agree, first, gathered, shared
 from megastable.recall import TELLING, Memory, recall
 from megastable.rng import rng_state, set_rng_state
 from megastable.rundir import RunDirectory
@@ -112,8 +111,7 @@ class Recovery:
         if not c.interval:
             return 0
         state, pinned = self.engine.optimizer_state().values(), torch.cuda.is_initialized()
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, room.demand(state, self.engine.masters, pinned))
+        everyone = gathered(room.demand(state, self.engine.masters, pinned))
         found = agree(lambda: room.plan(everyone, c))
         if not found.points:
             self.note("no_snapshots", bytes=found.snapshot, budget=found.budget)
@@ -256,16 +254,18 @@ class Recovery:
         recurred = policy.recurred()
         if not damage and not self._reproduced(batch, measured, state, finding.verdict):
             damage = "the same data on the same state gave other numbers: hardware, or a race"
-        snapshot = self._restore(finding.onset, 1 if recurred else 0)
-        if snapshot is None:
+        left_out = self._selection()
+        found = self._restore(finding.onset, 1 if recurred else 0, left_out)
+        if found is None:
             raise self._end(policy.leave(decision, "no snapshot is good"), state, skip=not damage)
+        snapshot, harmless = found
         saved, random_states, detector = snapshot.extra
         if damage:
             conclusion = Conclusion(Cause.HARDWARE, [], [], damage)
         else:
-            conclusion = self._examine(window, recurred)
+            conclusion = self._examine(window, harmless, left_out, recurred)
         culprit = self._culprit(conclusion)
-        may_swap = culprit is not None and self._selection().share_without(culprit) >= 1 - c.swap_most
+        may_swap = culprit is not None and left_out.share_without(culprit) >= 1 - c.swap_most
         action, reason = policy.remedy(conclusion.cause, saved.updates, culprit, may_swap)
         seconds = time.perf_counter() - begin
         lost = state.step - snapshot.step
@@ -302,17 +302,17 @@ class Recovery:
         corpora = self.source.order.locate(np.array(found.guilty)).corpus
         return self.source.order.corpora[int(np.bincount(corpora).argmax())].name
 
-    def _restore(self, onset: int, older: int) -> Snapshot | None:
-        """Put the engine back to the newest snapshot before `onset` that is still good."""
+    def _restore(self, onset: int, older: int, left_out: Selection) -> tuple[Snapshot, Int64s] | None:
+        """Put the engine back to the newest snapshot before `onset` that is still good; with it, the positions of
+        harmless samples of before it."""
         while (snapshot := self.ring.before(onset, older)) is not None:
             self.ring.restore(snapshot)
             self.engine.refresh_weights()
-            self._known = self._reference(snapshot)
-            _, recorded, now = self._known
+            harmless, recorded, now = self._reference(snapshot, left_out)
             norms = self.engine.flat_state().norms()
             finite = math.isfinite(norms.parameters + norms.second_moment)
             if finite and not attribution.is_worse(now[: recorded.size], recorded):
-                return snapshot
+                return snapshot, harmless
             why = "is worse on what it was trained on" if finite else "is not finite"
             self.note("snapshot_rejected", step=snapshot.step, reason=why)
             self.say(f"  the state after step {snapshot.step} {why} already: further back")
@@ -320,7 +320,7 @@ class Recovery:
             onset = snapshot.step
         return None
 
-    def _reference(self, snapshot: Snapshot) -> tuple[Int64s, Floats, Floats]:
+    def _reference(self, snapshot: Snapshot, left_out: Selection) -> tuple[Int64s, Floats, Floats]:
         """Harmless samples of before a snapshot: positions, losses when they were trained on, losses on its state.
 
         Right after a start their losses are not known: then the second is empty.
@@ -331,16 +331,17 @@ class Recovery:
         positions = np.concatenate([np.empty(0, np.int64), *(t.positions for t in before)])[-count:]
         recorded = np.concatenate([np.empty(0), *(t.losses for t in before)])[-count:]
         if not positions.size:
-            kept, _ = self._selection().next_kept(max(0, saved.cursor - count), count)
+            kept, _ = left_out.next_kept(max(0, saved.cursor - count), count)
             positions = kept[kept < saved.cursor]
         return positions, recorded, self.laboratory.losses(positions)
 
-    def _examine(self, window: list[Trained], recurred: bool) -> Conclusion:
+    def _examine(
+        self, window: list[Trained], harmless: Int64s, left_out: Selection, recurred: bool
+    ) -> Conclusion:
         assert self.laboratory is not None
-        harmless = self._known[0]
         cursor = int(harmless[-1]) + 1 if harmless.size else 0
         history = [t for t in self._trained if t.applied and t.positions[-1] < cursor]
-        return self.laboratory.examine(window, history, cursor, self._selection(), recurred)
+        return self.laboratory.examine(window, history, cursor, left_out, recurred)
 
     def _selection(self) -> Selection:
         return selection(self.config, self.source, self.run)

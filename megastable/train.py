@@ -40,7 +40,7 @@ from megastable.hardware import peak_tflops
 from megastable.model.flops import parameters
 from megastable.optim.schedule import rate
 from megastable.parallel.topology import Layout, Topology
-from megastable.ranks import agree, first, shared
+from megastable.ranks import agree, first, gathered, shared
 from megastable.recovery import Recovery, selection
 from megastable.report.observer import Observer
 from megastable.report.summary import incidents, summarise
@@ -131,9 +131,7 @@ class Trainer:
 
     def _same_pieces(self, found: Path) -> bool:
         mine = agree(lambda: reshape.same_pieces(found, self.engine))
-        everyone: list[Any] = [None] * self.layout.world
-        dist.all_gather_object(everyone, mine)
-        return all(everyone)
+        return all(gathered(mine))
 
     def _check_order(self, saved: store.RunState, found: Path) -> None:
         if saved.order_fingerprint == self.corpora.order_fingerprint:

@@ -26,7 +26,7 @@ from megastable import durable
 from megastable.checkpoint import reshape
 from megastable.checkpoint.files import FileRecord, Writer, hash_file, write_file
 from megastable.errors import CheckpointError
-from megastable.ranks import first
+from megastable.ranks import first, gathered
 from megastable.rng import rng_state, set_rng_state
 
 log = logging.getLogger(__name__)
@@ -107,8 +107,7 @@ def save(folder: Path, engine: Any, state: RunState, keep: int) -> Saved:
     writer.save(rng_state(), temporary / f"rng-{dist.get_rank():05d}.pt")
     pieces = reshape.describe(engine).model_dump_json().encode()
     writer.save(pieces, temporary / f"{reshape.PREFIX}{dist.get_rank():05d}.json")
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (writer.records, writer.error or _reread(temporary, writer.records)))
+    everyone = gathered((writer.records, writer.error or _reread(temporary, writer.records)))
     problem = next((f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error), "")
     files = {name: record for records, _ in everyone for name, record in records.items()}
     if problem:
@@ -324,9 +323,7 @@ def newest_good(folder: Path) -> tuple[Path | None, dict[str, str]]:
             verify(folder / name, dist.get_rank(), dist.get_world_size())
         except CheckpointError as error:
             problem = str(error)
-        problems: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        problem = next((p for p in problems if p), "")
+        problem = next((p for p in gathered(problem) if p), "")
         if not problem:
             return folder / name, rejected
         rejected[name] = problem

@@ -58,7 +58,7 @@ def _walk(source: Source, positions: npt.ArrayLike) -> Iterator[tuple[int, list[
 
 
 def _documents(corpus: str, stream: Stream, first: int, count: int) -> Iterator[Document]:
-    for shard, at, length, _ in stream._pieces(first, count):
+    for shard, at, length, _ in stream.pieces(first, count):
         end, document = at + length, shard.document_of(at)
         while at < end:
             begin, at = shard.document_bounds(document)

@@ -181,23 +181,23 @@ class Stream:
 
         Raises IndexError outside of the stream; DataError as `Shard.read` does.
         """
-        parts = [shard.read(at, length) for shard, at, length, _ in self._pieces(first, count)]
+        parts = [shard.read(at, length) for shard, at, length, _ in self.pieces(first, count)]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
 
     def document_starts(self, first: int, count: int) -> Tokens:
         """Ascending stream offsets in [first, first + count) at which a document begins: int64 [n]."""
         parts = [
             shard.document_starts(at, length) - at + offset
-            for shard, at, length, offset in self._pieces(first, count)
+            for shard, at, length, offset in self.pieces(first, count)
         ]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def locate(self, token: int) -> Place:
         """Shard, document and offset of the token at stream offset `token`."""
-        ((shard, at, _, _),) = self._pieces(token, 1)
+        ((shard, at, _, _),) = self.pieces(token, 1)
         return Place(shard.name, shard.document_of(at), at)
 
-    def _pieces(self, first: int, count: int) -> list[tuple[Shard, int, int, int]]:
+    def pieces(self, first: int, count: int) -> list[tuple[Shard, int, int, int]]:
         """Cut a range of the stream at segments: (shard, offset in the shard, length, offset in the
         stream)."""
         if first < 0 or count < 0 or first + count > self.tokens:

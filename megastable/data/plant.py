@@ -183,7 +183,7 @@ def _scramble(staging: Path, corpora: Corpora, planted: Planted) -> None:
     random = np.random.default_rng(planted.seed)
     ids = np.setdiff1d(np.arange(corpora.vocab_size), [0, eod])
     for begin in order.locate(range(*planted.positions)).first_token.tolist():
-        for shard, at, count, _ in stream._pieces(begin + 1, order.sequence_length - 1):
+        for shard, at, count, _ in stream.pieces(begin + 1, order.sequence_length - 1):
             noise = np.where(shard.read(at, count) == eod, eod, random.choice(ids, count))
             dtype = little_endian(shard.dtype)
             with with_suffix(staging / shard.name, ".bin").open("r+b") as file:

@@ -10,7 +10,7 @@ from megastable.stability.policy import Action, Cause
 from megastable.stability.signals import Verdict
 
 Kind = Literal["recoverable", "lingering", "divergent"]
-Outcome = Literal["open", "healed", "recurred", "handed over", "stopped"]
+Outcome = Literal["open", "healed", "handed over", "stopped"]
 
 
 class Incident(BaseModel):

@@ -155,10 +155,8 @@ class Policy:
             action, reason = Action.HANDOVER, f"{reason}; {self._budget(Action.REWIND)} are spent"
         elif oldest is None or oldest >= finding.onset:
             have = "there is no snapshot" if oldest is None else f"the oldest snapshot is of step {oldest}"
-            action, reason = (
-                Action.HANDOVER,
-                f"{reason}; {have}, and it began at step {finding.onset}",
-            )
+            action = Action.HANDOVER
+            reason = f"{reason}; {have}, and it began at step {finding.onset}"
         s.refused, s.good = [], 0
         s.watching, s.tripped, s.watch_until = True, finding.step, finding.step + self.config.verify_steps
         if action is Action.HANDOVER:
@@ -230,9 +228,8 @@ class Policy:
             return Action.REWIND, "the data is innocent: nothing is skipped"
         if cause is Cause.LEARNING_RATE:
             if len(s.cuts) >= c.cuts:
-                return self._last_resort(
-                    s.tripped
-                ), f"the {c.cuts} cuts of a run (stability.policy.cuts) are spent"
+                reason = f"the {c.cuts} cuts of a run (stability.policy.cuts) are spent"
+                return self._last_resort(s.tripped), reason
             s.cuts.append(updates)
             self._take(Action.CUT_LR, s.tripped, cause)
             return Action.CUT_LR, f"the learning rate is multiplied by {c.cut_factor} and warmed up again"
