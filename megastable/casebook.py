@@ -10,22 +10,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megastable.checkpoint.store import RunState
+from megastable.checkpoint.store import RunState, step_of
 from megastable.data.documents import documents_at
-from megastable.data.loader import Source
 from megastable.data.order import LAST_POSITION
 from megastable.data.skips import SkipEntry, append
+from megastable.data.source import Source
 from megastable.errors import DataError, SpaceError
 from megastable.evidence import Trained
 from megastable.ranks import first
 from megastable.rundir import RunDirectory
 from megastable.stability import attribution
 from megastable.stability.attribution import Conclusion
-from megastable.stability.incident import Incident, Outcome, kind_of
+from megastable.stability.incident import Breakdown, Incident, Outcome, kind_of
 from megastable.stability.policy import Action, Cause, Decision, PolicyState
 
 NAMED = 1000  # documents of an incident that are named; a swapped corpus would fill the journal
@@ -61,7 +62,7 @@ class Casebook:
         """The incident that a decision belongs to: the present one, or a new one. window: the steps since its onset."""
         finding = decision.finding
         if self.incident is None:
-            self.count += 1
+            self._number()
             before = [x for x in state.recent_losses if math.isfinite(x)]
             self.incident = Incident(
                 number=self.count, step=state.step, onset=finding.onset, verdict=finding.verdict,
@@ -78,6 +79,22 @@ class Casebook:
             reason=decision.reason,
         )  # fmt: skip
         return incident
+
+    def damaged(self, rejected: dict[str, str], step: int) -> None:
+        """Checkpoints that could not be used, with the reason: the run went on from an older one, after `step`."""
+        newest = max(step_of(Path(name)) for name in rejected)
+        self._number()
+        summary = Incident(
+            number=self.count, step=newest, onset=newest, verdict=Breakdown.DAMAGE, kind="recoverable",
+            cause=Cause.STORAGE, actions=[Action.RESTART], reasons=[f"went on from step {step}, of an older one"],
+            steps_lost=newest - step, outcome="healed", failure="; ".join(rejected.values()),
+        )  # fmt: skip
+        self.note("incident", what="closed", number=self.count, summary=summary.model_dump(mode="json"))
+
+    def _number(self) -> None:
+        """Of a new incident: the supervisor has some of its own."""
+        events = first(lambda: [event.get("number") for event in self.run.events("incident")])
+        self.count = max([self.count, *(n for n in events if isinstance(n, int))]) + 1
 
     def attribute(
         self,

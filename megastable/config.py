@@ -24,6 +24,7 @@ from pydantic import (
 
 from megastable.part import Fraction, Part
 from megastable.stability.settings import StabilityConfig
+from megastable.supervise.settings import SuperviseConfig
 
 
 class ModelConfig(Part):
@@ -184,6 +185,7 @@ class RunConfig(Part):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     stability: StabilityConfig = StabilityConfig()
+    supervise: SuperviseConfig = SuperviseConfig()
     deepspeed: str = "ds_configs/zero{zero}.json"  # {zero} becomes parallel.zero
 
     @model_validator(mode="after")

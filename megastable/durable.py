@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from megastable.errors import DataError
 
@@ -16,6 +19,27 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def hold(path: Path, seconds: float = 1.0) -> IO[str] | None:
+    """The file at `path`, locked for as long as it stays open; None when another process holds it for all of `seconds`.
+
+    Whoever only looks whether it is held (a status command) holds it for an instant. Raises OSError.
+    """
+    until = time.monotonic() + seconds
+    file = path.open("a+")
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > until:
+                file.close()
+                return None
+            time.sleep(0.05)
+        except OSError:
+            file.close()
+            raise
 
 
 def write_output(path: Path, text: str) -> None:

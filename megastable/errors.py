@@ -18,6 +18,7 @@ STOPPED = 75  # asked to stop (SIGTERM, SIGINT): a checkpoint was written, start
 UNSTABLE = 76  # the gate gave up: the run cannot go on by itself
 NO_SPACE = 77  # checkpoints cannot be written
 HANDOVER = 78  # start again: the run goes on from a checkpoint before the trouble
+SUPERSEDED = 79  # the supervisor has started another attempt: this one must not write any more
 
 
 class MegastableError(Exception):

@@ -75,6 +75,23 @@ def recall(
     return memory, [*lost, problem] if problem else lost
 
 
+def interrupted(events: Iterable[dict[str, Any]]) -> tuple[int, set[str]] | None:
+    """An incident that the last process went back for: its onset, and the checkpoints that were written after that.
+
+    All others from the onset on hold what was undone; a crash may have come before they were put aside. events: the
+    journal's "training", "incident" and "checkpoint", in order.
+    """
+    onset, since = None, set[str]()
+    for event in events:
+        if event["event"] == "training":
+            onset = None
+        elif event.get("what") in ("opened", "rewound") and "policy" in event:
+            onset, since = event.get("summary", {}).get("onset"), set()
+        elif event["event"] == "checkpoint":
+            since.add(str(event.get("name")))
+    return (onset, since) if isinstance(onset, int) else None
+
+
 def _readable(saved: dict[str, Any]) -> tuple[Memory, list[str]]:
     """The parts that can be read (detector, policy, open incident, ...): the others start anew, and are named."""
     tree, lost = copy.deepcopy(saved), list[str]()

@@ -22,8 +22,9 @@ from megastable.casebook import Casebook
 from megastable.checkpoint import store
 from megastable.checkpoint.store import RunState
 from megastable.config import RunConfig
-from megastable.data.loader import Loader, Source, Step
+from megastable.data.loader import Loader, Step
 from megastable.data.skips import Selection, read_ledger
+from megastable.data.source import Source
 from megastable.engine import Engine, Measured
 from megastable.errors import HandoverError, MegastableError, UnstableError
 from megastable.evidence import Laboratory, Trained
@@ -47,7 +48,8 @@ Floats = npt.NDArray[np.float64]
 
 
 class Recovery:
-    """The stability system of one training process. note, say: the trainer's journal and console."""
+    """The stability system of one training process. note, say, phase: the trainer's journal, console and
+    heartbeat."""
 
     def __init__(
         self,
@@ -57,10 +59,11 @@ class Recovery:
         run: RunDirectory,
         note: Callable[..., None],
         say: Callable[[str], None],
+        phase: Callable[[str], None],
     ) -> None:
         self.config, self.settings = config, config.stability
         self.engine, self.source, self.run = engine, source, run
-        self.note, self.say = note, say
+        self.note, self.say, self.phase = note, say, phase
         self.decision: Decision | None = None
         self.indicators: dict[str, float] = {}
         self._quiet_until = 0
@@ -208,6 +211,7 @@ class Recovery:
 
     def _locate(self, batch: Step, state: RunState) -> str:
         """Where the first number that is not finite arose; not empty when it was in the state already."""
+        self.phase("rewind")
         found = diagnose.locate(self.engine, batch.micro_batches)
         self.note("located", step=state.step, **asdict(found))
         self.say(f"step {state.step}: {found.sentence}")
@@ -248,6 +252,7 @@ class Recovery:
         damage: str,
     ) -> RunState:
         begin, finding, policy = time.perf_counter(), decision.finding, self.guard.policy
+        self.phase("rewind")
         c = self.settings.policy
         window = self._since(finding.onset)
         self.casebook.open(decision, state, window, measured.grad_norm)

@@ -6,7 +6,6 @@ reason, in order; it is the truth about the run.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
@@ -42,7 +41,11 @@ class RunDirectory:
         self.checkpoints = root / "checkpoints"
         self.tensorboard = root / "tensorboard"
         self.summary = root / "summary.json"
-        self._waiting: list[str] = []
+        self.progress = root / "progress.json"
+        self.control = root / "control.json"
+        self.logs = root / "logs"
+        self.incidents = root / "incidents"
+        self.waiting: list[str] = []  # events that the disk refused so far
 
     def note(self, event: str, **fields: Any) -> None:
         """Put an event into the journal; durable when this returns. One rank of a run calls it.
@@ -52,7 +55,7 @@ class RunDirectory:
         try:
             self._write(event, fields)
         except DataError as error:
-            log.warning("%s; waiting in memory: %s", error, self._waiting[-1])
+            log.warning("%s; waiting in memory: %s", error, self.waiting[-1])
 
     def commit(self, event: str, **fields: Any) -> None:
         """As `note`, for what a restart depends on. Raises SpaceError when the event is not on the disk."""
@@ -66,10 +69,14 @@ class RunDirectory:
 
     def _write(self, event: str, fields: dict[str, Any]) -> None:
         entry = {"time": round(time.time(), 3), "event": event, **fields}
-        self._waiting.append(as_json(entry))
-        while self._waiting:
-            jsonl.append(self.journal, self._waiting[0])
-            self._waiting.pop(0)
+        self.waiting.append(as_json(entry))
+        self.flush()
+
+    def flush(self) -> None:
+        """Try again what is waiting. Raises DataError when the disk still refuses."""
+        while self.waiting:
+            jsonl.append(self.journal, self.waiting[0])
+            self.waiting.pop(0)
 
     def events(self, *kinds: str) -> Iterator[dict[str, Any]]:
         """The journal's events in order, of `kinds` only when given. A torn last line is left out, with a warning.
@@ -148,14 +155,13 @@ class RunDirectory:
         """Keep every other training process out for as long as this one lives. Raises ConfigError when there is one."""
         path = self.root / ".lock"
         try:
-            self._lock = path.open("a")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"run.dir={self.root}: another process trains here: stop it, or use another run.dir"
-            ) from None
+            self._lock = durable.hold(path)
         except OSError as error:
             raise ConfigError(f"{path} cannot be locked: {error}") from None
+        if self._lock is None:
+            raise ConfigError(
+                f"run.dir={self.root}: another process trains here: stop it, or use another run.dir"
+            )
 
 
 def as_json(value: Any, indent: int | None = None) -> str:

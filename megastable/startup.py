@@ -27,6 +27,10 @@ class StopRequest:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._set)
 
+    def ask(self) -> None:
+        """As if the signal had come."""
+        self.signal = self.signal or signal.SIGTERM
+
     def _set(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signal is not None:
             raise KeyboardInterrupt

@@ -31,16 +31,20 @@ from megastable.checkpoint import reshape, store
 from megastable.checkpoint.files import Writer
 from megastable.config import RunConfig
 from megastable.data.corpora import Corpora
-from megastable.data.loader import Loader, Source, Step
+from megastable.data.loader import Loader, Step
 from megastable.data.skips import Selection, Skips
+from megastable.data.source import Source
 from megastable.data.statistics import token_counts, unigram_entropy
 from megastable.engine import Engine, Judge, Measured, start_distributed, stop_distributed
 from megastable.errors import CheckpointError, SpaceError, UnstableError
 from megastable.hardware import peak_tflops
+from megastable.heartbeat import Heartbeat
+from megastable.messages import attempt_of
 from megastable.model.flops import parameters
 from megastable.optim.schedule import rate
 from megastable.parallel.topology import Layout, Topology
 from megastable.ranks import agree, first, gathered, shared
+from megastable.recall import interrupted
 from megastable.recovery import Recovery, selection
 from megastable.report.observer import Observer
 from megastable.report.summary import incidents, summarise
@@ -54,9 +58,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class Trainer:
     """One run on this rank: what it is made of, and where it stands."""
 
-    def __init__(self, config: RunConfig, run: RunDirectory, corpora: Corpora, stop: StopRequest) -> None:
+    def __init__(
+        self, config: RunConfig, run: RunDirectory, corpora: Corpora, stop: StopRequest, heart: Heartbeat
+    ) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
-        self.config, self.run, self.corpora, self.stop = config, run, corpora, stop
+        self.config, self.run, self.corpora, self.stop, self.heart = config, run, corpora, stop, heart
         self.first = rank == 0
         p = config.parallel
         self.layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(config, world))
@@ -75,7 +81,8 @@ class Trainer:
                 "python": platform.python_version(),
             },
         )
-        self.recovery = Recovery(config, self.engine, corpora.train, run, self.note, self.say)
+        self.recovery = Recovery(config, self.engine, corpora.train, run, self.note, self.say, heart.phase)
+        self.rejected: dict[str, str] = {}  # checkpoints that were passed over, and why
         self.validation = agree(self._validation_batches)
 
     # Starting
@@ -86,7 +93,10 @@ class Trainer:
         if before is not None:
             self.say(f"the last process asked for a checkpoint from before step {before}")
             first(lambda: self._set_aside(before))
+        elif cut_short := first(lambda: interrupted(self.run.events("training", "incident", "checkpoint"))):
+            first(lambda: self._leave_behind(*cut_short))
         found, rejected = store.newest_good(self.run.checkpoints)
+        self.rejected = rejected
         for name, problem in rejected.items():
             self.note("checkpoint_rejected", name=name, problem=problem)
             self.say(f"passed over a damaged checkpoint: {problem}")
@@ -128,6 +138,17 @@ class Trainer:
                 f'"event": "handover" at the end of {self.run.journal}'
             )
         store.set_aside_newer(self.run.checkpoints, before - 1)
+
+    def _leave_behind(self, onset: int, since: set[str]) -> None:
+        """Put aside what a rewind had undone when the process died, if that leaves any checkpoint."""
+        steps = {path.name: store.step_of(path) for path in store.newest_first(self.run.checkpoints)}
+        if any(step < onset or name in since for name, step in steps.items()):
+            for name in store.set_aside_newer(self.run.checkpoints, onset - 1, since):
+                self.note(
+                    "checkpoint_suspect",
+                    name=name,
+                    reason=f"the incident that began at step {onset} undid it",
+                )
 
     def _same_pieces(self, found: Path) -> bool:
         mine = agree(lambda: reshape.same_pieces(found, self.engine))
@@ -174,7 +195,10 @@ class Trainer:
         self.note("training", step=s.step, cursor=s.cursor, world=self.layout.world)
         try:
             self.recovery.begin(s, loader)
+            if self.rejected:
+                self.recovery.casebook.damaged(self.rejected, s.step)
             while s.step < c.train.steps and not stopping:
+                self.heart.at(s)
                 begin = time.perf_counter()
                 batch = next(loader)
                 waited = time.perf_counter() - begin
@@ -187,6 +211,10 @@ class Trainer:
                 measured, applied = self.engine.train_step(batch.micro_batches, lr, self._gate(lr), vote)
                 stopping = measured.note > 0
                 seconds = time.perf_counter() - begin
+                self.heart.stepped(
+                    loss=measured.loss, grad_norm=measured.grad_norm, lr=lr, applied=applied, seconds=seconds,
+                    tokens_per_second=tokens / seconds,
+                )  # fmt: skip
 
                 # Where the run stands now
                 before = s.model_copy()
@@ -228,6 +256,7 @@ class Trainer:
                 if due(c.checkpoint.interval, s.step):
                     last_saved = self._checkpoint(observer) or last_saved
 
+            self.heart.at(s)
             if s.step > last_saved and (stopping or c.checkpoint.at_end) and not self._checkpoint(observer):
                 raise shared(
                     SpaceError(
@@ -305,6 +334,7 @@ class Trainer:
         if self.validation is None:
             return None
         micro_batches, samples = self.validation
+        self.heart.phase("evaluate")
         losses = self.engine.evaluate(micro_batches)[:samples]
         loss = float(losses.mean())
         self.note("evaluated", step=self.state.step, loss=loss, samples=samples)
@@ -315,6 +345,7 @@ class Trainer:
     def _checkpoint(self, observer: Observer | None) -> int | None:
         """Save; the step when it worked. A disk that refuses is journaled and, if the recipe says so, ends the run."""
         begin = time.perf_counter()
+        self.heart.phase("checkpoint")
         if observer is not None:
             observer.flush()
         norms = self.engine.flat_state().norms()
@@ -427,14 +458,21 @@ def due(interval: int, step: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def train(config: RunConfig, recipe_path: Path) -> int:
-    """A whole run on this rank; the process group exists already. The exit code."""
+def train(config: RunConfig, recipe_path: Path, attempt: int | None = None) -> int:
+    """A whole run on this rank; the process group exists already. attempt: of the supervisor. The exit code."""
     stop = StopRequest()
     config, corpora = open_data(config)
     config, run = open_run(config, recipe_path)
+    with Heartbeat(run, dist.get_rank(), dist.get_world_size(), config.train.steps, stop, attempt) as heart:
+        return _train(config, corpora, run, stop, heart)
+
+
+def _train(
+    config: RunConfig, corpora: Corpora, run: RunDirectory, stop: StopRequest, heart: Heartbeat
+) -> int:
     left_out = selection(config, corpora.train, run)  # before anything long begins
     changed = first(lambda: run.compare(config))
-    trainer = Trainer(config, run, corpora, stop)
+    trainer = Trainer(config, run, corpora, stop, heart)
     trainer.resume()
     first(lambda: run.freeze(config, corpora.fingerprints, trainer.ds_config))
     if changed:
@@ -459,6 +497,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("recipe", help="a YAML file, e.g. launch/recipes/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", help="dotted overrides, e.g. train.steps=20 run.dir=runs/x")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher adds it
+    parser.add_argument("--supervised", help=argparse.SUPPRESS)  # the supervisor's mark (messages.py)
     args = parser.parse_intermixed_args(arguments)
     rank = int(os.environ.get("RANK", "0"))
     try:
@@ -475,7 +514,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     try:
         start_distributed(config.run.timeout)
-        code = train(config, recipe.find(args.recipe))
+        code = train(config, recipe.find(args.recipe), attempt_of(args.supervised))
     except errors.MegastableError as error:
         code = error.code
         if rank == 0 or not error.collective:

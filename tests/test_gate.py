@@ -28,13 +28,17 @@ WRAPPERS: dict[str, tuple[int, dict[str, Any], str]] = {
 
 def trainer_of(config: RunConfig) -> Any:
     """What `train` builds, to be looked into."""
+    import torch.distributed as dist
+
+    from megastable.heartbeat import Heartbeat
     from megastable.startup import StopRequest, open_data, open_run
     from megastable.train import Trainer
 
     stop = StopRequest()
     config, run = open_run(config, Path("recipe.yaml"))
     config, corpora = open_data(config)
-    return Trainer(config, run, corpora, stop)
+    heart = Heartbeat(run, dist.get_rank(), dist.get_world_size(), config.train.steps, stop, None)
+    return Trainer(config, run, corpora, stop, heart)
 
 
 def train_poisoned(config: RunConfig, bad: list[int], where: str) -> dict[str, Any]:

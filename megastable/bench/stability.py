@@ -123,7 +123,7 @@ class Bench:
         self.engine = Engine(c, deepspeed_config.build(c, 1), Topology(layout, 0, c.run.timeout))
         held = LayoutState(**vars(layout), zero=c.parallel.zero, precision=c.precision.kind)
         self.state = RunState(order_fingerprint=corpora.order_fingerprint, layout=held)
-        self.recovery = Recovery(c, self.engine, corpora.train, run, run.note, say)
+        self.recovery = Recovery(c, self.engine, corpora.train, run, run.note, say, lambda _: None)
         with redirect_stdout(io.StringIO()):  # no progress line of a training run
             self.observer = Observer(c, run, layout, self.engine.device, peak=1.0, done=0)
         self.observer.live.console.quiet = True

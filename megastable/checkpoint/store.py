@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -202,8 +202,8 @@ def set_aside(checkpoint: Path) -> None:
     _point_latest(checkpoint.parent)
 
 
-def set_aside_newer(folder: Path, step: int) -> list[str]:
-    """Rename the checkpoints of later steps than `step`: the run goes back behind them. Their names.
+def set_aside_newer(folder: Path, step: int, but: Collection[str] = ()) -> list[str]:
+    """Rename the checkpoints of later steps than `step`, `but` for some: the run goes back behind them. Their names.
 
     They are kept for a person to look at, as suspect-step-N; those of earlier calls are deleted. Raises
     CheckpointError when one could not be renamed: a restart would go on from it.
@@ -214,7 +214,7 @@ def set_aside_newer(folder: Path, step: int) -> list[str]:
         _bring_back(folder)  # or it would come back later as if it were a good one
     except OSError as error:
         stuck.append(str(error))
-    for path in [path for path in newest_first(folder) if step_of(path) > step]:
+    for path in [path for path in newest_first(folder) if step_of(path) > step and path.name not in but]:
         try:
             _rename(path, "suspect")
             done.append(path)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megastable.config import CorpusConfig
-from megastable.data.loader import Source
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import Corpus, Order
+from megastable.data.source import Source
 from megastable.errors import ConfigError, DataError
 from megastable.recipe import find
 

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-from megastable.data.loader import Source
 from megastable.data.manifest import Stream
+from megastable.data.source import Source
 
 
 class Document(BaseModel):

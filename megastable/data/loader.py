@@ -8,7 +8,7 @@ the order alone, not on how many ranks there are or how large their micro-batche
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -17,40 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megastable.data.manifest import Stream
-from megastable.data.order import Order
 from megastable.data.skips import Selection, Skips
-from megastable.errors import ConfigError, DataError
+from megastable.data.source import Source
+from megastable.errors import ConfigError
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
-
-
-class Source:
-    """Samples by position: an order and the streams of its corpora. `eod` ends a document in all of them."""
-
-    def __init__(self, order: Order, streams: Sequence[Stream], eod: int) -> None:
-        given = [stream.tokens for stream in streams]
-        wanted = [corpus.tokens for corpus in order.corpora]
-        if given != wanted:
-            raise DataError(f"the order was made for corpora of {wanted} tokens, the streams have {given}")
-        self.order, self.streams, self.eod = order, tuple(streams), eod
-
-    def sample(self, position: int) -> Int64s:
-        """The tokens at a position: int64 [L + 1], the inputs and, one further, the labels."""
-        place = self.order.locate_one(position)
-        return self.streams[place.corpus].read(place.first_token, self.order.sequence_length + 1)
-
-    def samples(self, positions: Int64s) -> Int64s:
-        """The tokens at n positions: int64 [n, L + 1]. Raises DataError as `Stream.read` does."""
-        count = self.order.sequence_length + 1
-        tokens = np.empty((len(positions), count), dtype=np.int64)
-        places = self.order.locate(positions)
-        for row, corpus, first in zip(
-            tokens, places.corpus.tolist(), places.first_token.tolist(), strict=True
-        ):
-            row[:] = self.streams[corpus].read(first, count)
-        return tokens
 
 
 @dataclass(frozen=True, eq=False)

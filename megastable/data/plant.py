@@ -1,4 +1,5 @@
-"""A corruption with a known place: a copy of a corpus in which the samples of a few steps are noise.
+"""A corruption with a known place: a copy of a corpus in which the samples of a few steps are noise, one token over
+and over, or the shuffled tokens of another corpus.
 
 What a run will read at a position is known beforehand, so the damage can be put exactly there. Everything that
 decides the order stays as it was (name, sizes, index files): positions mean the same samples in the copy as in the
@@ -9,9 +10,12 @@ corpus that skips them, and whatever an incident names can be compared with `pla
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megastable.config import CorpusConfig, RunConfig
@@ -26,13 +30,21 @@ from megastable.errors import ConfigError, DataError
 from megastable.recipe import find
 
 PLANTED = "planted.json"
+Kind = Literal["random", "repeated", "shuffled"]
+WHAT: dict[Kind, str] = {
+    "random": "noise",
+    "repeated": "one repeated token",
+    "shuffled": "shuffled tokens of another corpus",
+}
+Tokens = npt.NDArray[Any]
 
 
 class Planted(BaseModel):
-    """What was planted: noise of `seed` at the positions [first, end) of `order`, in `documents`.
+    """What was planted: tokens of `kind`, drawn with `seed`, at the positions [first, end) of `order`, in `documents`.
 
     `order` is the fingerprint of the order in the clean corpus: of its content, the seed of the run and the sequence
-    length. `documents` are all that the positions were made of.
+    length. `documents` are all that the positions were made of. `other`: the fingerprint of the corpus that shuffled
+    tokens are from, "" without one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -41,10 +53,12 @@ class Planted(BaseModel):
     seed: int = Field(ge=0)
     order: str
     documents: list[Document]
+    kind: Kind = "random"
+    other: str = ""
 
     def __str__(self) -> str:
         first, end = self.positions
-        return f"noise at the positions {first} to {end - 1}, in {len(self.documents)} documents"
+        return f"{WHAT[self.kind]} at the positions {first} to {end - 1}, in {len(self.documents)} documents"
 
 
 def read_planted(directory: Path) -> Planted | None:
@@ -77,19 +91,26 @@ def plant(
     step: int = 120,
     samples: int = 40,
     seed: int = 0,
+    kind: Kind = "random",
+    other: Path | None = None,
     overwrite: bool = False,
 ) -> tuple[Planted, bool]:
     """Make `output`, the corpus `corpus` with noise where a run of `config` reads `samples` samples from `step` on.
 
     Returns what is planted and whether it was there already: an `output` with the same is reused. The tokens are
-    replaced by uniformly random ids but 0 and the end of a document; ends of documents keep their place. So does the
+    replaced by others but 0 and the end of a document: "random", uniformly drawn ids; "repeated", a single one;
+    "shuffled", the first ones of the corpus `other`, in any order. Ends of documents keep their place. So does the
     first token of a sample, which is the last label of another one. `data.corpora` and `data.skip` of `config` have
     no influence. `output` appears whole or not at all; only an older planted corpus is replaced, with `overwrite`.
 
     Raises ConfigError for a run that blends corpora; DataError for a corpus that is damaged, planted already or too
-    small, and for an `output` that is occupied.
+    small, for an `output` that is occupied, and for an `other` that is missing, of another tokenizer or too small.
     """
     corpus = find(corpus)
+    if (kind == "shuffled") != (other is not None):
+        raise DataError(
+            f"kind {kind!r}: shuffled tokens need the corpus they are from (other), no other kind does"
+        )
     if len(config.data.corpora) > 1:
         raise ConfigError(
             f"data.corpora names {len(config.data.corpora)} corpora: noise is planted for runs on one, "
@@ -113,19 +134,41 @@ def plant(
             "before any comes again, and each needs 2 tokens; choose an earlier step or fewer samples, or train on the "
             f"clean corpus: data.corpora='[{{path: {corpus}}}]'"
         )
+    foreign = None if other is None else _foreign(other, corpora, (end - first) * (length - 1))
     planted = Planted(
         positions=(first, end),
         seed=seed,
         order=corpora.order_fingerprint,
         documents=documents_at(corpora.train, range(first, end)),
+        kind=kind,
+        other="" if other is None else Manifest.load(find(other)).fingerprint(),
     )
     if _occupied(output, planted, overwrite):
         return planted, True
     with staged_directory(output) as staging:
-        manifest = _write(corpus, staging, corpora, planted)
+        manifest = _write(corpus, staging, corpora, planted, foreign)
         write_file(staging / PLANTED, planted.model_dump_json(indent=1).encode() + b"\n")
         manifest.save(staging)
     return planted, False
+
+
+def _foreign(other: Path, corpora: Corpora, count: int) -> Tokens:
+    """The first `count` tokens of a corpus that may replace others, int64 [count]."""
+    other = find(other)
+    manifest = Manifest.load(other)
+    if manifest.tokenizer.xxh3 != corpora.manifests[0].tokenizer.xxh3:
+        raise DataError(
+            f"{other} was made with another tokenizer: its token ids mean something else; prepare it with "
+            f"{corpora.manifests[0].tokenizer.file} of the corpus"
+        )
+    stream = Stream(other, manifest, "train")
+    tokens = stream.read(0, min(stream.tokens, 4 * count)).astype(np.int64)
+    tokens = tokens[(tokens != 0) & (tokens != corpora.train.eod)]
+    if tokens.size < count:
+        raise DataError(
+            f"{other}: {tokens.size:,} tokens are too few to replace {count:,}: choose fewer samples"
+        )
+    return tokens[:count]
 
 
 def _occupied(output: Path, planted: Planted, overwrite: bool) -> bool:
@@ -157,7 +200,9 @@ def _files(manifest: Manifest) -> list[str]:
     return [manifest.tokenizer.file, *shards]
 
 
-def _write(corpus: Path, staging: Path, corpora: Corpora, planted: Planted) -> Manifest:
+def _write(
+    corpus: Path, staging: Path, corpora: Corpora, planted: Planted, foreign: Tokens | None
+) -> Manifest:
     """All files of the corpus but its manifest, which is returned."""
     (manifest,) = corpora.manifests
     infos = {shard.name: shard for shard in manifest.shards}
@@ -168,24 +213,37 @@ def _write(corpus: Path, staging: Path, corpora: Corpora, planted: Planted) -> M
         for name in touched:
             # Or else the new hashes would hide a damage of before.
             Shard(staging / name, infos[name]).verify()
-        _scramble(staging, corpora, planted)
+        _replace(staging, corpora, planted, foreign)
     except OSError as error:
         raise DataError(f"{corpus} could not be copied to {staging}: {error}") from error
     for name in touched:
         infos[name] = Shard(staging / name, vocab_size=manifest.tokenizer.vocab_size).verify()
     first, end = planted.positions
-    source = f"{manifest.source}; noise at positions {first} to {end - 1}"
+    source = f"{manifest.source}; {WHAT[planted.kind]} at positions {first} to {end - 1}"
     return manifest.model_copy(update={"shards": list(infos.values()), "source": source})
 
 
-def _scramble(staging: Path, corpora: Corpora, planted: Planted) -> None:
+def _replace(staging: Path, corpora: Corpora, planted: Planted, foreign: Tokens | None) -> None:
     order, (stream,), eod = corpora.train.order, corpora.train.streams, corpora.train.eod
-    random = np.random.default_rng(planted.seed)
-    ids = np.setdiff1d(np.arange(corpora.vocab_size), [0, eod])
+    draw = _drawer(corpora, planted, foreign)
     for begin in order.locate(range(*planted.positions)).first_token.tolist():
         for shard, at, count, _ in stream.pieces(begin + 1, order.sequence_length - 1):
-            noise = np.where(shard.read(at, count) == eod, eod, random.choice(ids, count))
+            noise = np.where(shard.read(at, count) == eod, eod, draw(count))
             dtype = little_endian(shard.dtype)
             with with_suffix(staging / shard.name, ".bin").open("r+b") as file:
                 file.seek(at * dtype.itemsize)
                 file.write(noise.astype(dtype).tobytes())
+
+
+def _drawer(corpora: Corpora, planted: Planted, foreign: Tokens | None) -> Callable[[int], Tokens]:
+    """What gives the next so many tokens to plant."""
+    random = np.random.default_rng(planted.seed)
+    ids = np.setdiff1d(np.arange(corpora.vocab_size), [0, corpora.train.eod])
+    if planted.kind == "random":
+        return lambda count: random.choice(ids, count)
+    if planted.kind == "repeated":
+        token = random.choice(ids)
+        return lambda count: np.full(count, token)
+    assert foreign is not None
+    shuffled = iter(random.permutation(foreign))
+    return lambda count: np.fromiter(shuffled, np.int64, count)

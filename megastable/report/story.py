@@ -120,7 +120,8 @@ def tell(run: Path) -> None:
         print(*story(incident, config), sep="\n")
     if not s["incidents"]:
         print("\n".join(_instead(run, config)))
-    files = {
+    reports = sorted(RunDirectory(run).incidents.glob("*/report.html"))
+    files = {str(report): "an incident, on one page for a browser" for report in reports[-3:]} | {
         f"{run}/summary.json": "these figures, and more",
         f"{run}/journal.jsonl": "what happened, in order, with the reasons",
         f"{run}/steps/": "every step's measurements (Parquet)",
@@ -128,11 +129,12 @@ def tell(run: Path) -> None:
         f"{run}/recipe.yaml": "the configuration, resolved",
         f"{corpus}/": "the corpus and its tokenizer",
     }
+    width = max(map(len, files))
     print(
         f"\ntraining loss    {s['first_loss']:.3f} -> {s['final_loss']:.3f} nats per token (mean of the last steps)\n"
         f"validation loss  {validation}\n"
     )
-    print(*(f"{name:<31} {what}" for name, what in files.items()), sep="\n")
+    print(*(f"{name:<{width}}  {what}" for name, what in files.items()), sep="\n")
     print(
         f"\nCurves:   .venv/bin/tensorboard --logdir {run}/tensorboard   then open http://localhost:6006\n"
         f"Decisions: .venv/bin/python tools/backtest.py {run} --plot {run}/decisions.png"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-from megastable.checkpoint.store import RunState
 from megastable.config import RunConfig
 from megastable.data.plant import read_planted
 from megastable.model.flops import parameters
 from megastable.recipe import find
 from megastable.rundir import RunDirectory
+
+if TYPE_CHECKING:  # it needs torch
+    from megastable.checkpoint.store import RunState
 
 
 def incidents(run: RunDirectory, config: RunConfig) -> list[dict[str, Any]]:
@@ -20,13 +23,17 @@ def incidents(run: RunDirectory, config: RunConfig) -> list[dict[str, Any]]:
     """
     planted = [read_planted(find(corpus.path)) for corpus in config.data.corpora]
     documents = [d.model_dump() for p in planted if p is not None for d in p.documents]
-    # Every event of an incident carries all of it: the last one is the truth.
+    return [_shown(summary, documents) for summary in latest(run.events("incident")).values()]
+
+
+def latest(events: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """By number, what the last of `events` says of each incident: every one carries all that was known by then."""
     found: dict[int, dict[str, Any]] = {}
-    for event in run.events("incident"):
-        summary = event.get("summary")
-        if isinstance(summary, dict) and "number" in summary:
+    for event in events:
+        summary = event.get("summary") if event.get("event") == "incident" else None
+        if isinstance(summary, dict) and isinstance(summary.get("number"), int):
             found[summary["number"]] = summary
-    return [_shown(summary, documents) for summary in found.values()]
+    return found
 
 
 def _shown(summary: dict[str, Any], planted: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from megastable.stability.policy import Action, Cause
 from megastable.stability.signals import Verdict
+
+
+class Breakdown(StrEnum):
+    """What only the process above notices."""
+
+    CRASH = "crash"  # a process ended that should have gone on
+    HANG = "hang"  # no step for far longer than usual
+    DAMAGE = "damaged_checkpoint"
+
 
 Kind = Literal["recoverable", "lingering", "divergent"]
 Outcome = Literal["open", "healed", "handed over", "stopped"]
@@ -16,7 +26,8 @@ Outcome = Literal["open", "healed", "handed over", "stopped"]
 class Incident(BaseModel):
     """step: at which it was acted on; onset: the first step that belongs to it. positions: skipped ranges [first, end).
     steps_lost: done again or undone. batches_discarded: updates refused. seconds: spent on finding and undoing it.
-    loss_before, loss_peak: nats per token; norm_peak: before clipping.
+    loss_before, loss_peak: nats per token; norm_peak: before clipping. failure: of a process or checkpoint, a sentence;
+    evidence: paths of logs and stacks, relative to the run directory.
     """
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants", populate_by_name=True)
@@ -24,7 +35,7 @@ class Incident(BaseModel):
     number: int
     step: int
     onset: int
-    verdict: Verdict
+    verdict: Verdict | Breakdown
     kind: Kind
     cause: Cause = Cause.UNKNOWN
     actions: list[Action] = []
@@ -39,9 +50,11 @@ class Incident(BaseModel):
     norm_peak: float | None = None
     loss_after: float | None = None
     outcome: Outcome = "open"
+    failure: str = ""
+    evidence: list[str] = []
 
 
-def kind_of(verdict: Verdict, recurrences: int) -> Kind:
+def kind_of(verdict: Verdict | Breakdown, recurrences: int) -> Kind:
     """Recoverable: a jump that one rewind undoes. Lingering: it settles higher, swings, or comes back. Divergent: it
     goes away from the trend, or keeps coming back."""
     if verdict is Verdict.DRIFT or recurrences > 1:

@@ -1,15 +1,18 @@
-"""Verdicts, history and budgets in; what to do out. Pure: the training process, a dry run, the backtest and (later)
-the supervisor decide by the same code.
+"""Verdicts, history and budgets in; what to do out. Pure: the training process, a dry run, the backtest and the
+supervisor decide by the same code.
 
 The ladder: apply < discard < rewind (and skip) < cut the learning rate < swap the corpus out < hand over to a
 restart from a checkpoint < stop. Each rung above discard has a budget per window of steps; a rung that is spent or did
-not help leads to the next. `decide` is asked before every update; after a rewind `remedy` is told the cause.
+not help leads to the next. `decide` is asked before every update; after a rewind `remedy` is told the cause; when
+processes end that should have gone on, the supervisor asks `after_failure`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import takewhile
 
 from pydantic import BaseModel, ConfigDict
 
@@ -24,6 +27,7 @@ class Action(StrEnum):
     CUT_LR = "cut_lr"  # rewind, and go on with a smaller rate
     SWAP_CORPUS = "swap_corpus"  # rewind, and go on without a corpus
     HANDOVER = "handover"  # end the process: restart from a checkpoint before the onset
+    RESTART = "restart"  # start the processes again, from the newest good checkpoint
     STOP = "stop"  # end the run: a person is needed
 
     @property
@@ -40,6 +44,9 @@ class Cause(StrEnum):
     STATE = "state"  # the same data is harmless on the good state
     LEARNING_RATE = "learning_rate"  # it recurs with other data
     HARDWARE = "hardware"  # the same data on the same state gave something else
+    PROCESS = "process"  # a process died, was killed or hung
+    STORAGE = "storage"  # a checkpoint was damaged
+    CODE = "code"  # it fails at the same step with other data, too
     UNKNOWN = "unknown"
 
 
@@ -142,8 +149,8 @@ class Policy:
 
     def leave(self, decision: Decision, reason: str) -> Decision:
         """A rewind that cannot be carried out after all."""
-        action = self._last_resort(decision.finding.step)
-        return replace(decision, action=action, reason=f"{decision.reason}; {reason}")
+        action, more = self._last_resort(decision.finding.step)
+        return replace(decision, action=action, reason=f"{decision.reason}; {reason}{more}")
 
     def _climb(self, finding: Finding, reason: str, oldest: int | None) -> Decision:
         """The lowest rung that may be taken. A rewind's further remedy follows when its cause is known."""
@@ -160,9 +167,8 @@ class Policy:
         s.refused, s.good = [], 0
         s.watching, s.tripped, s.watch_until = True, finding.step, finding.step + self.config.verify_steps
         if action is Action.HANDOVER:
-            action = self._last_resort(finding.step)
-            if action is Action.STOP:
-                reason = f"{reason}; {self._budget(Action.HANDOVER)} are spent"
+            action, more = self._last_resort(finding.step)
+            reason += more
         else:
             self._take(action, finding.step)
         return Decision(action, finding, reason)
@@ -174,10 +180,17 @@ class Policy:
         s.taken.append(Taken(clock=s.clock, step=step, action=action, cause=cause, corpus=corpus))
         s.taken = [t for t in s.taken if s.clock - t.clock < self.config.budget_window]
 
-    def _last_resort(self, step: int) -> Action:
-        action = Action.STOP if self._spent(Action.HANDOVER) else Action.HANDOVER
-        self._take(action, step)
-        return action
+    def _last_resort(self, step: int, cut: bool = True) -> tuple[Action, str]:
+        """Hand over or stop, and what is to be said about it. cut: the rate, too, where a hand-over did not help."""
+        s, c = self.state, self.config
+        if self._spent(Action.HANDOVER):
+            self._take(Action.STOP, step)
+            return Action.STOP, f"; {self._budget(Action.HANDOVER)} are spent"
+        again = cut and self._count(Action.HANDOVER) > 0 and len(s.cuts) < c.cuts
+        if again:
+            s.cuts.append(s.clock)  # `resumed` learns of which update
+        self._take(Action.HANDOVER, step)
+        return Action.HANDOVER, f"; the learning rate is multiplied by {c.cut_factor}, too" if again else ""
 
     def _count(self, action: Action, *causes: Cause, within: int | None = None) -> int:
         """How often `action` was taken, for one of `causes` if given, in the window of new ground."""
@@ -224,12 +237,14 @@ class Policy:
         if cause is Cause.HARDWARE:
             if self._count(Action.REWIND, Cause.HARDWARE) >= c.hardware:
                 reason = f"{c.hardware} incidents that do not recur on the same data and state"
-                return self._last_resort(s.tripped), reason
+                action, more = self._last_resort(s.tripped, cut=False)
+                return action, reason + more
             return Action.REWIND, "the data is innocent: nothing is skipped"
         if cause is Cause.LEARNING_RATE:
             if len(s.cuts) >= c.cuts:
                 reason = f"the {c.cuts} cuts of a run (stability.policy.cuts) are spent"
-                return self._last_resort(s.tripped), reason
+                action, more = self._last_resort(s.tripped)
+                return action, reason + more
             s.cuts.append(updates)
             self._take(Action.CUT_LR, s.tripped, cause)
             return Action.CUT_LR, f"the learning rate is multiplied by {c.cut_factor} and warmed up again"
@@ -258,3 +273,69 @@ class Policy:
         if since >= c.rewarm_steps:
             return factor
         return factor * (0.1 + 0.9 * max(0, since) / c.rewarm_steps)
+
+
+# Above the process
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How an attempt ended that should have gone on.
+
+    what: its kind, the same where it is the same failure ("SIGKILL", "hang", "RuntimeError: ..."). step: the one that
+    was being done, None where none was begun. host: where, None where that is not known. clock: the farthest step done by
+    then. skipped: the samples of that step were skipped because of it.
+    """
+
+    what: str
+    step: int | None
+    host: str | None
+    clock: int
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What is done about a failure, and why: Action.RESTART or Action.STOP. skip: the samples of the step first."""
+
+    action: Action
+    cause: Cause
+    reason: str
+    skip: bool = False
+
+
+def after_failure(failures: Sequence[Failure], hosts: int, config: PolicyConfig) -> Remedy:
+    """What to do after the last of `failures`, those of one run in order; hosts: how many it runs on."""
+    c, last = config, failures[-1]
+    recent = [f for f in failures if last.clock - f.clock < c.budget_window]
+    here = _trailing(recent, lambda f: (f.what, f.step) == (last.what, last.step) and f.step is not None)
+    if len(here) >= c.same_place:
+        often = f"{last.what} at step {last.step}, {len(here)} times in a row"
+        if any(f.skipped for f in here):
+            return Remedy(
+                Action.STOP, Cause.CODE, f"{often}, with other data, too: code or settings, no luck"
+            )
+        return Remedy(Action.RESTART, Cause.DATA, f"{often}: its samples are skipped", skip=True)
+    barren = _trailing(recent, lambda f: f.clock == last.clock)
+    if len(barren) >= c.barren:
+        reason = f"{len(barren)} failures in a row without a step of new ground (stability.policy.barren)"
+        return Remedy(Action.STOP, Cause.PROCESS, reason)
+    there = sum(f.host == last.host and f.host is not None for f in recent)
+    if hosts > 1 and there >= c.same_host:
+        reason = f"{there} failures of {last.host} within {c.budget_window} steps: it is that host"
+        return Remedy(Action.STOP, Cause.HARDWARE, reason)
+    if len(recent) > c.restarts:
+        reason = f"the {c.restarts} restarts per {c.budget_window} steps (stability.policy) are spent"
+        return Remedy(Action.STOP, Cause.PROCESS, reason)
+    return Remedy(Action.RESTART, Cause.PROCESS, f"{last.what}: from the newest good checkpoint")
+
+
+def _trailing(failures: Sequence[Failure], like: Callable[[Failure], bool]) -> list[Failure]:
+    """Those at the end, without a gap."""
+    return list(takewhile(like, reversed(failures)))
+
+
+def pause(failures: Sequence[Failure], most: float) -> float:
+    """Seconds to wait before a restart: none after new ground, then doubling from 1 up to `most`."""
+    count = len(_trailing(failures, lambda f: f.clock == failures[-1].clock))
+    return 0.0 if count <= 1 else min(most, 2.0 ** (count - 2))

@@ -114,6 +114,10 @@ class PolicyConfig(Part):
     )
     swap_most: Fraction = 0.5  # of the blend that may be swapped out: with less left it is another run
     hardware: PositiveInt = 3  # irreproducible incidents in a window: then it is a host, not luck
+    restarts: NonNegativeInt = 20  # after failures of processes or hosts, in a window
+    barren: PositiveInt = 5  # of them in a row without a step of new ground
+    same_place: PositiveInt = 3  # the same failure at the same step so often is data or code, not luck
+    same_host: PositiveInt = 3  # failures of one host among several, in a window: then it is the host
     # Of the learning rate; GLM-130B and OPT-175B halved it by hand.
     cut_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
     rewarm_steps: NonNegativeInt = 50  # updates from a tenth of the cut rate back to it

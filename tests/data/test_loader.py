@@ -15,10 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.data.loader import Loader, Source, Step, documents_of
+from megastable.data.loader import Loader, Step, documents_of
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import Corpus, Order
 from megastable.data.skips import Selection, SkipEntry, Skips
+from megastable.data.source import Source
 from megastable.errors import ConfigError, DataError
 from megastable.model.rope import document_positions
 

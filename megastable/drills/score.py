@@ -1,0 +1,204 @@
+"""What a drilled run was worth, read from its run directory alone. Pure but for the reading."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from megastable.data.skips import Range, read_ledger
+from megastable.drills.plan import Policy
+from megastable.drills.scenarios import Scenario
+from megastable.rundir import RunDirectory
+from megastable.stability.policy import Cause
+
+REACH = 30  # steps after a fault in which an alarm may be its consequence: as long as an action is verified
+TARGET = 0.02  # nats: how much worse than the clean run ours may end
+WRONG = 12  # of so many causes one may be wrong
+
+Event = dict[str, Any]
+
+
+class Score(BaseModel):
+    """A row of the table. Losses in nats per token; None: not applicable, or not reached.
+
+    ended: "finished", "dead" (its processes ended or hung before the end) or a word for another end. step: the last one
+    that was reached. excess: validation loss minus that of the clean run of the same policy. steps_lost: done again, or
+    undone. discarded: batches whose update was refused. skipped: samples left out from then on; innocent: those of
+    them that nothing was wrong with. seconds_to_recover: from the fault, or where it is inside of a process from the
+    decision to act, until the run trains on. false_alarms: batches refused and incidents opened that the fault does not
+    explain. kinds, causes: of the incidents that it does explain. wall_seconds: of the whole run.
+    """
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    scenario: str
+    policy: Policy
+    seed: int
+    ended: str
+    step: int
+    val_loss: float | None
+    excess: float | None = None
+    steps_lost: int
+    discarded: int
+    skipped: int
+    innocent: int
+    seconds_to_recover: float | None
+    false_alarms: int
+    kinds: list[str]
+    causes: list[str]
+    kind_right: bool | None
+    cause_right: bool | None
+    wall_seconds: float
+
+
+def score(
+    run: Path,
+    scenario: Scenario,
+    policy: Policy,
+    seed: int,
+    *,
+    bad: Range | None = None,
+    struck: float | None = None,
+    wall_seconds: float = 0.0,
+) -> Score:
+    """bad: the planted positions [first, end). struck: unix time of a fault from outside."""
+    directory = RunDirectory(run)
+    events = list(directory.events())
+    summary = json.loads(directory.summary.read_text()) if directory.summary.exists() else {}
+    ours, skips = policy is Policy.OURS, read_ledger(directory.skips)
+    explained, unexplained = alarms(events, scenario, struck)
+    incidents = _latest(explained)
+    skipped = {position for entry in skips for position in range(entry.first, entry.end)}
+    kinds, causes = [i["kind"] for i in incidents], causes_of(incidents, events)
+    return Score(
+        scenario=scenario.name,
+        policy=policy,
+        seed=seed,
+        ended="finished" if summary else "dead",
+        step=summary.get("steps") or reached(directory, events),
+        val_loss=None if summary.get("val_loss") is None else float(summary["val_loss"]),
+        steps_lost=steps_lost(events),
+        discarded=sum(event["event"] == "discarded" for event in events),
+        skipped=len(skipped),
+        innocent=len(skipped.difference(range(*bad) if bad else ())),
+        seconds_to_recover=_recovery(incidents, events, struck) if ours else None,
+        false_alarms=len(unexplained),
+        kinds=sorted(kinds),
+        causes=sorted(causes),
+        kind_right=set(kinds or [None]) <= scenario.kinds if ours else None,
+        cause_right=is_right(causes, scenario) if ours else None,
+        wall_seconds=round(wall_seconds, 1),
+    )
+
+
+def is_right(named: Iterable[str], scenario: Scenario) -> bool:
+    """Whether the causes that were named are the right ones; see scenarios.py."""
+    found = {Cause(name) for name in named}
+    if not scenario.causes:
+        return not found
+    return bool(found & scenario.causes) and found <= scenario.causes | scenario.tolerated
+
+
+def alarms(
+    events: Iterable[Event], scenario: Scenario, struck: float | None
+) -> tuple[list[Event], list[Event]]:
+    """Refused updates and events of incidents: those that the fault explains; and the alarms that it does not."""
+    explained: list[Event] = []
+    unexplained: list[Event] = []
+    foreign: set[int] = set()  # numbers of incidents that were opened for nothing
+    for event in events:
+        if event["event"] not in ("discarded", "incident"):
+            continue
+        incident = event["event"] == "incident"
+        if incident and event["what"] != "opened":
+            if event["number"] not in foreign:
+                explained.append(event)
+        elif _explains(scenario, event, struck):
+            explained.append(event)
+        else:
+            unexplained.append(event)
+            if incident:
+                foreign.add(event["number"])
+    return explained, unexplained
+
+
+def _explains(scenario: Scenario, event: Event, struck: float | None) -> bool:
+    if scenario.outside is not None:
+        # The numbers of training are as they always are: whatever the trainer complains about is nothing.
+        by_trainer = event["event"] == "discarded" or "policy" in event
+        return struck is not None and event["time"] >= struck and not by_trainer
+    if scenario.region is None and scenario.fault is None:
+        return False
+    step = event["step"] if "step" in event else event["summary"]["step"]
+    return bool(scenario.step <= step < scenario.step + scenario.steps + REACH)
+
+
+def _latest(events: Iterable[Event]) -> list[Event]:
+    """The incidents as they were told last, in order."""
+    told = {e["number"]: e["summary"] for e in events if e["event"] == "incident"}
+    return [told[number] for number in sorted(told)]
+
+
+def causes_of(incidents: Sequence[Event], events: Iterable[Event]) -> set[str]:
+    """What was named. Without an incident: what was said of a refused update that was looked into."""
+    if incidents:
+        return {incident["cause"] for incident in incidents}
+    found = {event["kind"] for event in events if event["event"] == "located"}
+    return {Cause.HARDWARE.value for kind in found if kind in ("not reproduced", "state")}
+
+
+def steps_lost(events: Iterable[Event]) -> int:
+    """By going back in memory, and by restarts from a checkpoint."""
+    lost = reached = 0
+    for event in events:
+        what = event["event"]
+        if what == "incident" and event["what"] == "rewound":
+            lost, reached = lost + max(0, reached - event["to_step"]), event["to_step"]
+        elif what == "training":
+            lost, reached = lost + max(0, reached - event["step"]), event["step"]
+        elif isinstance(step := event.get("step"), int):
+            reached = max(reached, step)
+    return lost
+
+
+def reached(run: RunDirectory, events: Iterable[Event]) -> int:
+    """The last step that is known to have been done."""
+    try:
+        told = json.loads(run.progress.read_text())["step"]
+    except (OSError, ValueError, KeyError):
+        told = None
+    return told or max((e["step"] for e in events if isinstance(e.get("step"), int)), default=0)
+
+
+def _recovery(incidents: Sequence[Event], events: Iterable[Event], struck: float | None) -> float | None:
+    if struck is None:
+        return round(sum(incident["seconds"] for incident in incidents), 1)
+    again = (e["time"] for e in events if e["event"] == "training" and e["time"] > struck)
+    return next((round(time - struck, 1) for time in again), None)
+
+
+def compare(scores: Sequence[Score]) -> list[Score]:
+    """With `excess` filled in, where a clean run of the same policy is among them."""
+    clean = {s.policy: s.val_loss for s in scores if s.scenario == "clean"}
+
+    def excess(s: Score) -> float | None:
+        usual = clean.get(s.policy)
+        return None if usual is None or s.val_loss is None else s.val_loss - usual
+
+    return [s.model_copy(update={"excess": excess(s)}) for s in scores]
+
+
+def within(s: Score) -> bool:
+    """Whether a run ends as well as the clean one."""
+    return s.excess is not None and abs(s.excess) <= TARGET
+
+
+def met(scores: Sequence[Score]) -> bool:
+    """Whether all of ours are within the targets: none ends worse, and of 12 causes at most one is wrong."""
+    ours = [s for s in scores if s.policy is Policy.OURS and s.scenario != "clean"]
+    wrong = sum(not s.cause_right for s in ours)
+    return all(map(within, ours)) and wrong <= len(ours) // WRONG

@@ -1,0 +1,110 @@
+"""What drills are run on: two small corpora that every Python installation has the text for, and one recipe.
+
+The corpus is the source of Python's standard library, as in the quickstart. The other one is of a different nature: the
+descriptions (METADATA: prose in Markdown) of the Python packages that are installed, with the tokenizer of the first.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megastable import recipe
+from megastable.data.plant import plant
+from megastable.data.prepare import prepare_shards
+from megastable.data.skips import Range
+from megastable.data.stdlib import prepare_stdlib
+from megastable.drills.plan import Policy
+from megastable.drills.scenarios import SAMPLES, STEPS, Scenario
+
+VOCABULARY = 1024
+RANKS = 2
+
+# Noise between two such runs that differ in 40 innocent samples: 0.003 nat of the final validation loss.
+RECIPE: dict[str, Any] = {
+    "model": {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 384, "sequence_length": 128},
+    "optimizer": {"lr": 2e-3},
+    "schedule": {"kind": "cosine", "warmup_steps": 20, "floor": 0.05},
+    "train": {"steps": STEPS, "global_batch": 16, "micro_batch": 8, "eval_interval": 0, "eval_samples": 1024},
+    "checkpoint": {"interval": 30, "keep": 3},
+    "logging": {"tensorboard": False, "norms_interval": 20, "layers_interval": 0, "interval": 20}
+    | {"peak_tflops": 1.0},
+    # What is usual here is known soon: steps of a tenth of a second.
+    "supervise": {"hang_floor": 10.0},
+}
+
+# Nothing but the updates is looked after; a run that is beyond help goes on to its end.
+BARE = [
+    "stability.enabled=false",
+    "stability.max_discards=1000000",
+    "checkpoint.interval=0",
+    "checkpoint.at_end=false",
+]
+OVERRIDES: dict[Policy, list[str]] = {
+    Policy.NOTHING: [*BARE, "optimizer.clip=0"],
+    Policy.CLIPPING: [*BARE, "optimizer.clip=1"],
+    Policy.SKIPPING: [*BARE, "optimizer.clip=1"],
+    Policy.OURS: ["optimizer.clip=1"],
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """folder: where everything of a drill lies. seed: of model, order of the data and faults. steps: of every run."""
+
+    folder: Path
+    seed: int
+    steps: int = STEPS
+
+    @property
+    def recipe(self) -> Path:
+        return self.folder / "drill.yaml"
+
+    @property
+    def corpus(self) -> Path:
+        return self.folder / "stdlib"
+
+    @property
+    def other(self) -> Path:
+        return self.folder / "descriptions"
+
+    def prepare(self) -> None:
+        """Corpora and recipe; what is there is reused. Raises DataError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        prepare_stdlib(self.corpus, vocab_size=VOCABULARY, workers=RANKS, progress=False)
+        tree = {**RECIPE, "run": {"seed": self.seed}, "data": {"corpora": [{"path": str(self.corpus)}]}}
+        tree["train"] = {**tree["train"], "steps": self.steps}
+        self.recipe.write_text(yaml.safe_dump(tree))
+
+    def corpus_of(self, scenario: Scenario) -> tuple[Path, Range | None]:
+        """The corpus of a scenario's runs, and the bad positions [first, end) in it."""
+        if scenario.region is None:
+            return self.corpus, None
+        planted, _ = plant(
+            self.corpus,
+            self.folder / f"stdlib-{scenario.name}",
+            recipe.load(self.recipe),
+            step=scenario.step,
+            samples=SAMPLES,
+            seed=self.seed,
+            kind=scenario.region,
+            other=self._descriptions() if scenario.region == "shuffled" else None,
+            overwrite=True,
+        )
+        return self.folder / f"stdlib-{scenario.name}", planted.positions
+
+    def _descriptions(self) -> Path:
+        if self.other.exists():
+            return self.other
+        texts = self.folder / "texts"
+        texts.mkdir(exist_ok=True)
+        for package in importlib.metadata.distributions():
+            if text := package.read_text("METADATA"):
+                (texts / f"{package.name}.txt").write_text(text, encoding="utf-8")
+        tokenizer = self.corpus / "tokenizer.model"
+        prepare_shards([texts], self.other, tokenizer, validation=0, skip_bad=True, progress=False)
+        return self.other

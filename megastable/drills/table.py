@@ -1,0 +1,93 @@
+"""Scores as a table for people, and what it comes to in a sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from megastable.drills.plan import Policy
+from megastable.drills.scenarios import CLEAN, SCENARIOS
+from megastable.drills.score import TARGET, Score, within
+
+COLUMNS = (
+    "val loss - clean", "steps lost", "batches discarded", "samples skipped", "seconds to recover", "false alarms",
+    "class", "cause",
+)  # fmt: skip
+TITLES = {scenario.name: scenario.title for scenario in (CLEAN, *SCENARIOS)}
+
+
+def table(scores: Sequence[Score]) -> Table:
+    """A row per run, scenarios apart; ours in bold, and in red where it misses a target."""
+    shown = Table(title_justify="left", header_style="bold")
+    shown.add_column("scenario", ratio=1)
+    shown.add_column("policy")
+    for column in COLUMNS:
+        shown.add_column(column, justify="left" if column in ("class", "cause") else "right")
+    last = None
+    for s in scores:
+        if last not in (None, s.scenario):
+            shown.add_section()
+        title = "" if s.scenario == last else TITLES.get(s.scenario, s.scenario)
+        last = s.scenario
+        ours = s.policy is Policy.OURS
+        cells = [Text(title), *(Text(cell, _style(s, i) if ours else "") for i, cell in enumerate(row(s)))]
+        shown.add_row(*cells)
+    return shown
+
+
+def _style(s: Score, column: int) -> str:
+    bad = (column == 1 and s.scenario != "clean" and not within(s)) or (
+        column == 8 and s.cause_right is False
+    )
+    return "bold red" if bad else "bold"
+
+
+def row(s: Score) -> list[str]:
+    """The cells of a run but its scenario."""
+    ours = s.policy is Policy.OURS
+    return [
+        s.policy,
+        outcome(s),
+        str(s.steps_lost) if ours else "",
+        str(s.discarded),
+        str(s.skipped) if ours else "",
+        "" if s.seconds_to_recover is None else f"{s.seconds_to_recover:.1f}",
+        str(s.false_alarms),
+        _judged(s.kinds, s.kind_right),
+        _judged(s.causes, s.cause_right),
+    ]
+
+
+def outcome(s: Score) -> str:
+    """How it ended: the loss itself for the clean runs, the difference for the others."""
+    if s.ended != "finished":
+        return f"{s.ended} at step {s.step}"
+    if s.val_loss is None:
+        return "not measured"
+    if s.scenario == "clean":
+        return f"({s.val_loss:.4f})"
+    if not math.isfinite(s.val_loss):
+        return f"{s.val_loss}"
+    return "?" if s.excess is None else f"{s.excess:+.4f}"
+
+
+def _judged(found: Sequence[str], right: bool | None) -> str:
+    if right is None:
+        return ""
+    return f"{' and '.join(found) or 'none'} {'✓' if right else '✗'}"
+
+
+def verdict(scores: Sequence[Score]) -> str:
+    """What ours comes to, in a sentence."""
+    ours = [s for s in scores if s.policy is Policy.OURS and s.scenario != "clean"]
+    if not ours:
+        return "ours was not among the policies: there is no target to meet"
+    well, right = sum(map(within, ours)), sum(bool(s.cause_right) for s in ours)
+    alarms = sum(s.false_alarms for s in scores if s.policy is Policy.OURS)
+    return (
+        f"ours: {well} of {len(ours)} within {TARGET} nat of the clean run, cause right in {right} of {len(ours)}, "
+        f"{alarms} false alarms"
+    )

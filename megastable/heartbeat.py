@@ -1,0 +1,150 @@
+"""How a rank and the process above it hear of each other, through files that all hosts share: no ports, no signals.
+
+Rank 0 says in progress.json where the run stands. Every rank looks at control.json: asked to stop, it votes for a
+checkpoint; asked for its stacks, it leaves them in logs/; and one that belongs to an attempt of before ends itself,
+wherever it runs. What ends a rank by an error it writes down, as its last words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from megastable import rundir
+from megastable.checkpoint.store import RunState
+from megastable.errors import FAILED, SUPERSEDED, MegastableError
+from megastable.messages import Control, LastWords, folder_of
+from megastable.rundir import RunDirectory
+from megastable.startup import StopRequest
+
+log = logging.getLogger(__name__)
+
+SECONDS = 0.25  # between two looks of rank 0, and two reports of its progress
+OTHERS = 2.0  # ... and of the other ranks, which are many
+
+
+class Heartbeat:
+    """Of one rank, from the start of its run to the end: `with Heartbeat(...) as heart`."""
+
+    def __init__(
+        self, run: RunDirectory, rank: int, world: int, steps: int, stop: StopRequest, attempt: int | None
+    ) -> None:
+        self.run, self.rank, self.stop, self.attempt = run, rank, stop, attempt
+        self._facts: dict[str, Any] = {
+            "attempt": attempt, "pid": os.getpid(), "host": socket.gethostname(), "world": world, "steps": steps,
+            "phase": "starting", "step": None, "cursor": None,
+        }  # fmt: skip
+        self._lock, self._dirty = threading.Lock(), True
+        self._over = threading.Event()
+        self._dumped = 0
+        self._thread = threading.Thread(target=self._look, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        if isinstance(error, Exception):
+            self._last_words(error)
+        self.phase("ended")
+
+    # Where the run stands
+
+    def phase(self, name: str) -> None:
+        """What is being done now. A change of it is on the file system at once."""
+        if name != self._facts["phase"]:
+            self._facts["phase"] = name
+            self._report()
+
+    def at(self, state: RunState) -> None:
+        """Where the run stands, before a step. The first one of a process still belongs to its start."""
+        self._facts |= {"step": state.step, "cursor": state.cursor}
+        self._dirty = True
+        if "seconds" in self._facts:
+            self.phase("step")
+
+    def stepped(self, **numbers: Any) -> None:
+        """What the step measured: fields of `Progress`."""
+        self._facts |= numbers
+        self._dirty = True
+
+    def _report(self) -> None:
+        if self.rank:
+            return
+        with self._lock, contextlib.suppress(OSError):  # a full disk: the journal has what matters
+            self._dirty = False
+            # Not synced: what a power cut takes is of no use after it.
+            temporary = self.run.progress.with_name(f".{self.run.progress.name}.tmp")
+            temporary.write_text(rundir.as_json({**self._facts, "time": round(time.time(), 3)}))
+            os.replace(temporary, self.run.progress)
+
+    # What is wanted of it
+
+    def _look(self) -> None:
+        if not self.rank:
+            self._report()
+        while not self._over.wait(OTHERS if self.rank else SECONDS):
+            if self._dirty:
+                self._report()
+            if self.attempt is None:
+                continue
+            with contextlib.suppress(OSError, ValueError):  # not there, or just being replaced: next time
+                self._obey(Control.model_validate(json.loads(self.run.control.read_text())))
+
+    def _obey(self, wanted: Control) -> None:
+        assert self.attempt is not None
+        if wanted.attempt > self.attempt:
+            os._exit(SUPERSEDED)
+        if wanted.attempt < self.attempt:
+            return
+        if wanted.stop:
+            self.stop.ask()
+        if wanted.dump > self._dumped:
+            self._dumped = wanted.dump
+            self._stacks()
+
+    def _stacks(self) -> None:
+        facts = self._facts
+        with self._file("stacks").open("w") as file:
+            file.write(
+                f"rank {self.rank} on {facts['host']}, process {facts['pid']}: {facts['phase']} after step "
+                f"{facts['step']}\n\n"
+            )
+            file.flush()
+            faulthandler.dump_traceback(file)
+
+    # Last words
+
+    def _last_words(self, error: Exception) -> None:
+        collective = isinstance(error, MegastableError) and error.collective
+        if collective and self.rank:
+            return
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "megastable" in f.filename]
+        where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+        words = LastWords(
+            rank=self.rank, host=self._facts["host"], pid=os.getpid(), time=time.time(),
+            step=self._facts["step"], cursor=self._facts["cursor"],
+            code=error.code if isinstance(error, MegastableError) else FAILED,
+            error=f"{type(error).__name__}: {error}".splitlines()[0][:500], where=where, alone=not collective,
+        )  # fmt: skip
+        with contextlib.suppress(OSError):
+            self._file("json").write_text(words.model_dump_json())
+
+    def _file(self, suffix: str) -> Path:
+        folder = folder_of(self.run, self.attempt or 0)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"rank-{self.rank}.{suffix}"

@@ -1,0 +1,224 @@
+"""The files of an incident as text: post-mortem, report, index, samples, tables. Pure but for reading the templates.
+
+Whatever a template puts out goes through `finalize`: untrusted text becomes visible, and harmless in the file's own
+language, without a template having to ask for it. Only what this module made itself passes as it is.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+from urllib.parse import quote
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from megastable.report.postmortem import safe, words
+from megastable.report.postmortem.evidence import Evidence, LayerValue
+from megastable.report.postmortem.texts import Piece, Sample, count
+
+ON_PAGE = 5  # samples that the page shows
+DOCUMENTS = 50  # documents that the page shows
+CHANGED = 12  # statistics of layers that the page shows
+FILES = {
+    "report.html": "all of it on one page",
+    "postmortem.md": "the same for a terminal or a wiki",
+    "plot.png": "loss and gradient norm around it",
+    "tokens.png": "token histogram of the guilty samples beside the corpus's",
+    "samples.txt": "the texts, escaped",
+    "documents.csv": "the documents of the guilty samples",
+    "layers.csv": "statistics of every layer before and after",
+    "evidence.json": "everything, for machines",
+}
+
+
+class Raw(str):
+    """Text of Markdown that is escaped already."""
+
+
+def report(e: Evidence, pictures: Mapping[str, bytes], files: Iterable[str]) -> str:
+    """report.html: one page that needs nothing else. pictures: PNG by the name of their file; files: that there are."""
+    data = {
+        name: Markup("data:image/png;base64,") + base64.b64encode(png).decode()
+        for name, png in pictures.items()
+    }
+    return _html().get_template("report.html.jinja").render(
+        **_facts(e), pictures=data, files=_files(files), mood=_mood(e.incident.outcome), shown=e.samples[:ON_PAGE],
+        figures=words.figures(e), most_documents=DOCUMENTS, changed=changed(e), place=_place, scientific=_scientific,
+    )  # fmt: skip
+
+
+def postmortem(e: Evidence, files: Iterable[str]) -> str:
+    """postmortem.md."""
+    files = list(files)
+    example = "".join(piece.text for piece in e.samples[0].pieces)[:600] if e.samples else ""
+    template = _markdown().get_template("postmortem.md.jinja")
+    return template.render(
+        **_facts(e),
+        files=_files(files),
+        has_plot="plot.png" in files,
+        example=example,
+        duration=words.duration,
+    )
+
+
+def index(cases: Sequence[Evidence]) -> str:
+    """index.html of a run's incidents, at least one."""
+    lost, opened = sum(e.cost.steps for e in cases), sum(e.incident.outcome != "healed" for e in cases)
+    told = f"{words.plural(len(cases), 'incident')}, {words.plural(lost, 'step')} lost"
+    told += f"; {opened} not proven to be over." if opened else "; all of them are over."
+    return _html().get_template("index.html.jinja").render(
+        run=cases[-1].run, cases=cases, headline=told, mood=_mood, story=words.headline
+    )  # fmt: skip
+
+
+def samples(e: Evidence) -> str:
+    """samples.txt: every text whole, indented, so that none can pass for a heading."""
+    total, i = count(e.incident.positions), e.incident
+    what = "Guilty samples" if i.guilty else "Samples of the skipped window"
+    first = f"{what} of incident {i.number}: {len(e.samples)} of {total:,}. Characters that do not show are escaped."
+    return "\n".join([first, *(line for sample in e.samples for line in _sample(sample))]) + "\n"
+
+
+def _sample(sample: Sample) -> Iterable[str]:
+    loss = "" if sample.loss is None else f", loss {words.number(sample.loss)} on the good state"
+    yield from ("", f"== position {sample.position}, corpus {safe.line(sample.corpus)}{loss}")
+    for piece in sample.pieces:
+        yield f"-- {safe.line(_place(piece))}" + ("" if piece.ends else " (goes on)")
+        yield from (f"    {line}" for line in safe.visible(piece.text).split("\n"))
+
+
+def documents(e: Evidence) -> str:
+    """documents.csv."""
+    rows = [(d.corpus, d.shard, d.document, d.first_token, d.tokens) for d in e.incident.documents]
+    return _csv(("corpus", "shard", "document", "first_token", "tokens"), rows)
+
+
+def layers(e: Evidence) -> str:
+    """layers.csv: every statistic at the steps nearest before and after the onset. Raises ValueError without any."""
+    if e.layers is None:
+        raise ValueError("no layers")
+    head = (
+        "name",
+        "statistic",
+        f"before (step {e.layers.before_step})",
+        f"after (step {e.layers.after_step})",
+        "ratio",
+    )
+    return _csv(head, [(v.name, v.statistic, v.before, v.after, v.ratio) for v in e.layers.values])
+
+
+def changed(e: Evidence) -> list[LayerValue]:
+    """The statistics of layers that changed most, what became infinite before all others."""
+
+    def change(value: LayerValue) -> float:
+        ratio = value.ratio
+        if ratio is None:
+            return 0.0
+        return abs(math.log(ratio)) if 0 < ratio < math.inf else math.inf
+
+    return sorted(e.layers.values if e.layers else [], key=change, reverse=True)[:CHANGED]
+
+
+def _facts(e: Evidence) -> dict[str, Any]:
+    """What both pages tell."""
+    return {
+        "e": e, "headline": words.seen(e), "sequel": words.sequel(e), "outcome": words.outcome(e), "tokens": e.tokens,
+        "type_of": words.type_of, "type_remark": words.type_remark(e),
+        "cause_of": words.cause_of, "actions": [words.ACTIONS.get(a, a) for a in e.incident.actions],
+        "follow_ups": words.follow_ups(e), "cost_explained": words.cost_explained(e), "number": words.number,
+        "ranges": words.ranges, "positions": count(e.incident.positions), "layers_remark": _layers_remark(e),
+        "uniform": math.log(e.tokens.vocabulary) if e.tokens else 0.0,
+    }  # fmt: skip
+
+
+def _layers_remark(e: Evidence) -> str:
+    if e.layers is None:
+        return ""
+    before, after = e.layers.before_step, e.layers.after_step
+    looks = [f"at step {before:,}, before the onset"] if before is not None else []
+    looks += [f"at step {after:,}, after it"] if after is not None else []
+    told = f"The layers were looked at {' and '.join(looks)}"
+    return told + (", when it was over already." if e.layers.after_recovery else ".")
+
+
+def _files(names: Iterable[str]) -> list[tuple[str, str]]:
+    return [(name, FILES.get(name, "a log, or the stacks of a rank")) for name in names]
+
+
+def _mood(outcome: str) -> str:
+    return {"healed": "good", "stopped": "bad"}.get(outcome, "warn")
+
+
+def _place(piece: Piece) -> str:
+    return "a document" if piece.document is None else f"document {piece.document} of {piece.shard}"
+
+
+def _scientific(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(head)
+    writer.writerows([safe.line(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
+    return file.getvalue()
+
+
+# The two languages
+
+
+@cache
+def _html() -> Environment:
+    environment = _environment(autoescape=True, finalize=_visible)
+    style = environment.loader.get_source(environment, "style.css")[0]  # type: ignore[union-attr]
+    environment.globals["style"] = Markup(style)
+    environment.filters["text"] = _text
+    return environment
+
+
+@cache
+def _markdown() -> Environment:
+    environment = _environment(autoescape=False, finalize=_plain)
+    environment.filters |= {
+        "fenced": lambda text: Raw(safe.fenced(text)),
+        "code": lambda text: Raw(safe.code(text)),
+    }
+    return environment
+
+
+def _environment(**options: Any) -> Environment:
+    environment = Environment(
+        loader=PackageLoader("megastable.report.postmortem"), undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True, **options,
+    )  # fmt: skip
+    environment.filters |= {
+        "count": lambda number: f"{number:,}",
+        "plural": words.plural,
+        "words": lambda text: text.replace("_", " "),
+        "path": lambda name: Raw(quote(name)),
+    }
+    return environment
+
+
+def _visible(value: Any) -> Any:
+    return safe.visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _plain(value: Any) -> Any:
+    return safe.markdown(value) if isinstance(value, str) and not isinstance(value, Raw) else value
+
+
+def _text(text: str) -> Markup:
+    """Untrusted text for a `pre`, its escapes set apart."""
+    pieces = safe.split_escapes(safe.visible(text))
+    return Markup("").join(
+        Markup('<span class="esc">{}</span>').format(piece) if special else escape(piece)
+        for piece, special in pieces
+    )

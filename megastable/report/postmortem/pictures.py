@@ -1,0 +1,234 @@
+"""Pictures of an incident: the steps around it, and the tokens of the guilty samples beside those of their corpus.
+
+Drawn without pyplot: no state is left in a process that does other things.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megastable.report.postmortem.evidence import Evidence, Row
+from megastable.report.postmortem.safe import escaped, line
+from megastable.report.postmortem.texts import Tokens
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, FAINT, GRID = "#1f2933", "#8a94a0", "#e6e9ed"
+BAD, GOOD = "#d1495b", "#1f6fb2"
+LARGEST = 1e30  # what is beyond is as good as infinite, and breaks the scales of a picture
+LABEL = 16  # characters of a token that are shown
+STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans", "font.size": 9.5, "axes.edgecolor": FAINT, "axes.labelcolor": INK,
+    "xtick.color": FAINT, "ytick.color": FAINT, "xtick.labelcolor": INK, "ytick.labelcolor": INK,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID,
+    "grid.linewidth": 0.8, "axes.axisbelow": True, "axes.titlesize": 10.5, "axes.titleweight": "bold",
+    "axes.titlelocation": "left", "legend.frameon": False, "text.color": INK
+}  # fmt: skip
+
+
+def steps_picture(e: Evidence) -> bytes | None:
+    """Loss, gradient norm and, where it was cut, the learning rate around the incident, as PNG; None without steps."""
+    from matplotlib import rc_context
+
+    if not e.passes:
+        return None
+    with rc_context(STYLE):
+        return _png(_steps(e))
+
+
+def _steps(e: Evidence) -> Figure:
+    from matplotlib.lines import Line2D
+
+    cut = "cut_lr" in e.incident.actions
+    panels = [("loss", "loss (nats per token)"), ("grad_norm", "gradient norm")]
+    panels += [("lr", "learning rate")] if cut else []
+    figure = _figure(10, 6.2 if cut else 5.2)
+    axes = figure.subplots(len(panels), 1, sharex=True, height_ratios=[3, 2, 1][: len(panels)], squeeze=False)
+    for axis, (name, label) in zip(axes[:, 0], panels, strict=True):
+        _panel(axis, e, name)
+        axis.set_ylabel(label)
+    rows = [row for part in e.passes for row in part]
+    signs = [Line2D([], [], color=GOOD, label="the run")]
+    if len(e.passes) > 1:
+        signs.append(Line2D([], [], color=BAD, label="undone, and done again"))
+    if not all(row.applied for row in rows):
+        signs.append(
+            Line2D([], [], color=BAD, marker="x", linewidth=0, markeredgewidth=1.9, label="update refused")
+        )
+    if not all(math.isfinite(_shown(v, False)) for row in rows for v in (row.loss, row.grad_norm)):
+        signs.append(Line2D([], [], color=BAD, marker="^", linewidth=0, label="not finite"))
+    figure.legend(handles=signs, loc="outside lower center", ncols=4, handlelength=1.6, columnspacing=2)
+    axes[-1, 0].set_xlabel("step")
+    return figure
+
+
+def _panel(axis: Axes, e: Evidence, name: str) -> None:
+    from matplotlib.ticker import MaxNLocator, NullFormatter
+
+    log = name == "grad_norm"
+    stood, undone = standing(e.passes)
+    for part in undone:
+        _line(axis, part, name, log, {"color": BAD, "linewidth": 1.4, "zorder": 4})
+    _line(axis, stood, name, log, {"color": GOOD, "linewidth": 1.5, "zorder": 3})
+    refused = [row for part in e.passes for row in part if not row.applied and name != "lr"]
+    if refused:
+        marks: dict[str, Any] = {"color": BAD, "marker": "x", "s": 44, "linewidths": 1.9, "zorder": 6}
+        values = [_shown(getattr(row, name), log) for row in refused]
+        axis.scatter([row.step for row in refused], values, **marks)
+    lost = [row for part in e.passes for row in part if not math.isfinite(_shown(getattr(row, name), False))]
+    if lost and name != "lr":
+        top: dict[str, Any] = {"transform": axis.get_xaxis_transform(), "clip_on": False, "zorder": 7}
+        axis.scatter([row.step for row in lost], [0.97] * len(lost), marker="^", color=BAD, s=36, **top)
+    norms = [v for part in e.passes for row in part if (v := _shown(row.grad_norm, True)) > 0]
+    if log and norms:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        if max(norms) < 4 * min(norms):  # hardly a power of ten among them
+            axis.yaxis.set_major_locator(MaxNLocator(4))
+            axis.yaxis.set_minor_formatter(NullFormatter())
+        else:
+            axis.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "235" else "")
+    _marks(axis, e, name == "loss")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.margins(x=0.01, y=0.12)
+
+
+def standing(passes: Sequence[Sequence[Row]]) -> tuple[list[Row], list[list[Row]]]:
+    """The steps that stood, in order, and those that were done again, a list for each time the run went back.
+
+    Each of the latter begins with the step before it, where there is one, so that a line joins them.
+    """
+    stood, undone = list[Row](), list[list[Row]]()
+    for part in passes:
+        kept = [row for row in stood if row.step < part[0].step]
+        if len(kept) < len(stood):
+            undone.append([*kept[-1:], *stood[len(kept) :]])
+        stood = [*kept, *part]
+    return stood, undone
+
+
+def _line(axis: Axes, rows: Sequence[Row], name: str, log: bool, style: dict[str, Any]) -> None:
+    marker = "o" if len(rows) == 1 else None
+    axis.plot(
+        [r.step for r in rows],
+        [_shown(getattr(r, name), log) for r in rows],
+        marker=marker,
+        markersize=3.5,
+        **style,
+    )
+
+
+def _marks(axis: Axes, e: Evidence, named: bool) -> None:
+    i = e.incident
+    at = [(i.onset, "onset"), (i.step, "acted on"), *((s, "back to") for s in e.back_to[-1:])]
+    at += [(e.healed_at, "healed")] if e.healed_at is not None else []
+    shown: dict[int, list[str]] = {}
+    for step, what in at:
+        shown.setdefault(step, []).append(what)
+    axis.axvspan(i.onset - 0.5, max(i.step, i.onset) + 0.5, color=BAD, alpha=0.08, linewidth=0, zorder=0)
+    low, high = min(r.step for p in e.passes for r in p), max(r.step for p in e.passes for r in p)
+    groups: list[list[int]] = []
+    for step in sorted(shown):
+        axis.axvline(
+            step,
+            color=GOOD if "healed" in shown[step] else FAINT,
+            linewidth=1,
+            linestyle=(0, (3, 3)),
+            zorder=1,
+        )
+        if groups and step - groups[-1][0] < 0.05 * (high - low):
+            groups[-1].append(step)
+        else:
+            groups.append([step])
+    if not named:
+        return
+    # Above the picture, where they hide nothing; one that would run into its neighbour stands higher.
+    free = -math.inf
+    for group in groups:
+        words = " · ".join(f"{what} {step:,}" for step in group for what in shown[step])
+        width = 0.0083 * len(words) * (high - low)
+        right = group[-1] - width > low and ("healed" not in words or group[0] + width > high)
+        begin = group[-1] - width if right else group[0]
+        level = int(begin < free)
+        free = max(free, begin + width)
+        axis.annotate(
+            words, (group[-1 if right else 0], 1), xycoords=("data", "axes fraction"), ha="right" if right else "left",
+            xytext=(0, 4 + 13 * level), textcoords="offset points", fontsize=8.8, parse_math=False,
+        )  # fmt: skip
+
+
+def tokens_picture(tokens: Tokens) -> bytes:
+    """The most frequent tokens of guilty samples and corpus, and both distributions by rank, as PNG."""
+    from matplotlib import rc_context
+
+    with rc_context(STYLE):
+        return _png(_tokens(tokens))
+
+
+def _tokens(tokens: Tokens) -> Figure:
+    figure = _figure(10, 0.7 + 0.19 * max(10, len(tokens.top)))
+    bars, ranks = figure.subplots(1, 2, width_ratios=[3, 2])
+    places = list(range(len(tokens.top)))
+    for offset, name, colour in ((-0.2, "guilty", BAD), (0.2, "corpus", GOOD)):
+        shares = [100 * getattr(share, name) for share in tokens.top]
+        label = "guilty samples" if name == "guilty" else "corpus"
+        bars.barh([place + offset for place in places], shares, 0.38, color=colour, label=label)
+    bars.set_yticks(
+        places,
+        [label_of(share.text) for share in tokens.top],
+        family="DejaVu Sans Mono",
+        fontsize=8.5,
+        parse_math=False,
+    )
+    bars.tick_params(axis="y", length=0)
+    bars.invert_yaxis()
+    bars.grid(axis="y", visible=False)
+    bars.set_xlabel("share of all tokens, %")
+    bars.set_title("Most frequent tokens of either")
+    bars.legend(loc="lower right")
+    for curve, colour in ((tokens.guilty_by_rank, BAD), (tokens.corpus_by_rank, GOOD)):
+        ranks.loglog(
+            *zip(*((rank, 100 * share) for rank, share in curve), strict=True), color=colour, linewidth=1.8
+        )
+    for axis in (ranks.xaxis, ranks.yaxis):
+        axis.set_major_formatter("{x:g}")
+    ranks.set_title("How uneven: share by rank")
+    ranks.set_xlabel("rank of the token, most frequent first")
+    ranks.set_ylabel("share, %")
+    return figure
+
+
+def label_of(text: str) -> str:
+    """A token as a label: spaces seen, what the font has not as an escape, short."""
+    shown = "".join(c if _has_glyph(c) else escaped(c) for c in line(text).replace(" ", "␣"))
+    return shown if len(shown) <= LABEL else shown[: LABEL - 1] + "…"
+
+
+def _has_glyph(character: str) -> bool:
+    from matplotlib.font_manager import findfont, get_font
+
+    return ord(character) < 0x80 or ord(character) in get_font(findfont("DejaVu Sans Mono")).get_charmap()
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+
+
+def _png(figure: Figure) -> bytes:
+    content = io.BytesIO()
+    # Without the version of the library in it, the same facts give the same bytes.
+    figure.savefig(content, format="png", dpi=140, metadata={"Software": None})
+    return content.getvalue()
+
+
+def _shown(value: float | None, positive: bool) -> float:
+    if value is None or not -LARGEST < value < LARGEST or (positive and value <= 0):
+        return math.nan
+    return value

@@ -1,0 +1,131 @@
+"""A run's numbers for Prometheus, on loopback: `curl http://127.0.0.1:PORT/metrics`.
+
+They are read from a `Status`, so they outlive restarts of the training and of the supervisor: counters go on where
+they were. Names end in their unit; losses are nats per token.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from megastable.errors import ConfigError
+from megastable.supervise.state import State
+from megastable.supervise.status import Status
+
+HOST = "127.0.0.1"
+
+
+class Metrics:
+    """Serves the status it was given last. port: 0 = any that is free. Raises ConfigError when it cannot listen."""
+
+    def __init__(self, port: int) -> None:
+        self._status = _Latest()
+        registry = CollectorRegistry()
+        registry.register(self._status)
+        try:
+            self._server, self._thread = start_http_server(port, addr=HOST, registry=registry)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"supervise.metrics_port={port}: {HOST} cannot be listened on ({error}): choose another port, one "
+                "for each run on this host, or 0 for none"
+            ) from None
+
+    @property
+    def port(self) -> int:
+        """The one that it listens on."""
+        return int(self._server.server_address[1])
+
+    def update(self, status: Status) -> None:
+        """What is served from now on."""
+        self._status.status = status
+
+    def close(self) -> None:
+        """Stop listening. May be called again."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Latest(Collector):
+    def __init__(self) -> None:
+        self.status: Status | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        # Read once: the supervisor may put in a newer one meanwhile.
+        if (status := self.status) is not None:
+            yield from families(status)
+
+
+def families(s: Status) -> Iterator[Metric]:
+    """The metrics of a status, with the run's name as a label; those that nobody knows yet are left out."""
+    gauges = {
+        "step": ("Steps done, refused ones included.", s.step),
+        "steps": ("Steps of the whole run.", s.steps),
+        "position": ("The next data position.", s.cursor),
+        "ranks": ("Training processes.", s.world),
+        "loss_nats": ("Loss of the last step, nats per token.", s.loss),
+        "validation_loss_nats": (
+            "Last validation loss, nats per token.",
+            s.validation[-1][1] if s.validation else None,
+        ),
+        "grad_norm": ("Gradient norm of the last step before clipping.", s.grad_norm),
+        "learning_rate": ("Rate of the last update.", s.lr),
+        "tokens_per_second": ("Tokens a second over all ranks.", s.tokens_per_second),
+        "step_seconds": ("Seconds a step, the median of the last ones.", s.rate),
+        "remaining_seconds": ("Seconds until the last step at that pace.", s.eta),
+        "attempt": ("The present start by the supervisor.", s.attempt),
+        "supervisor_up": ("1 while a supervisor is at work.", s.supervisor.alive),
+        "up": ("1 while the training processes are at work.", s.trainer.alive),
+        "incidents_open": (
+            "Incidents that are not over.",
+            sum(case.outcome == "open" for case in s.incidents),
+        ),
+        "last_progress_timestamp_seconds": ("When there was the last sign of progress.", s.last_progress),
+        "last_checkpoint_step": (
+            "Step of the newest checkpoint.",
+            s.checkpoints[0].step if s.checkpoints else None,
+        ),
+        "last_checkpoint_timestamp_seconds": (
+            "When it was complete.",
+            s.checkpoints[0].time if s.checkpoints else None,
+        ),
+    }
+    for name, (about, value) in gauges.items():
+        if value is not None:
+            gauge = GaugeMetricFamily(f"megastable_{name}", about, labels=["run"])
+            gauge.add_metric([s.name], float(value))
+            yield gauge
+    state = GaugeMetricFamily(
+        "megastable_state", "1 for the state that the run is in.", labels=["run", "state"]
+    )
+    for possible in State:
+        state.add_metric([s.name, possible.name.lower()], float(possible is s.state))
+    yield state
+    yield _counter("updates_refused", "Updates that were not applied.", s, [], [((), s.refused)])
+    yield _counter(
+        "steps_lost", "Steps done again or undone because of incidents.", s, [], [((), s.steps_lost)]
+    )
+    yield _counter("starts", "Starts of the training processes.", s, [], [((), s.starts)])
+    restarts = [((reason,), count) for reason, count in s.restarts.items()]
+    yield _counter("restarts", "Restarts by the supervisor.", s, ["reason"], restarts)
+    # What is open may still change its class and cause, and a counter never falls.
+    over = Counter((case.kind, case.cause, case.verdict) for case in s.incidents if case.outcome != "open")
+    labels = ["class", "cause", "verdict"]
+    yield _counter(
+        "incidents", "Incidents that are over, by class, cause and symptom.", s, labels, over.items()
+    )
+
+
+def _counter(
+    name: str, about: str, s: Status, labels: list[str], counts: Iterable[tuple[Sequence[str], int]]
+) -> Metric:
+    counter = CounterMetricFamily(f"megastable_{name}", about, labels=["run", *labels])
+    for values, count in counts:
+        counter.add_metric([s.name, *values], count)
+    return counter

@@ -1,0 +1,111 @@
+"""How an attempt ended, from all that is known of it: journal, last words, ranks of this host, launcher. Pure.
+
+None of these alone is the truth: the launcher can end with 0 though a rank was killed, passes on the code of whichever
+rank it saw first, and is nobody's child once its supervisor has died.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from megastable import errors
+from megastable.messages import LastWords, Progress
+from megastable.supervise.processes import Fate
+
+# What a rank says when another one is gone: it is not the one to blame.
+BEREFT = re.compile(
+    r"connection (closed|reset)|broken pipe|closed by peer|remote process exited|DistBackendError|"
+    r"NCCL|socket (closed|timeout)|timed out waiting|unhandled system error",
+    re.IGNORECASE,
+)
+LAUNCHER = re.compile(r"^(?:([\w.-]+): )?.*exits with return code = (-?\d+)", re.MULTILINE)
+SAID = {
+    "finished": errors.OK,
+    "stopped": errors.STOPPED,
+    "handover": errors.HANDOVER,
+    "unstable": errors.UNSTABLE,
+}
+
+
+class End(BaseModel):
+    """code: of errors.py, None where it was a signal, or nobody knows. what: the kind of failure, the same where it is
+    the same one. step: the one that was being done, None before the first; cursor: its first position. failure: a
+    sentence.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    code: int | None = None
+    signal: int | None = None
+    hung: bool = False
+    what: str = ""
+    step: int | None = None
+    cursor: int | None = None
+    rank: int | None = None
+    host: str | None = None
+    failure: str = ""
+
+
+def end_of(
+    events: Iterable[Mapping[str, Any]],
+    words: Sequence[LastWords],
+    fates: Mapping[int, Fate],
+    code: int | None,
+    log: str,
+    progress: Progress | None,
+    here: str,
+) -> End:
+    """events: the journal's since the attempt began. words: of its ranks. fates: of those on this host, `here`. code:
+    the launcher's, None = unknown. log: the end of its output. progress: its last."""
+    said = [SAID[event["event"]] for event in events if event["event"] in SAID]
+    if said:
+        return End(code=said[-1])
+    step = cursor = None
+    if progress is not None and progress.step is not None:
+        step, cursor = progress.step + 1, progress.cursor
+    for word in words:
+        # Written at the very moment, where progress is up to a quarter of a second old.
+        if word.step is not None and (step is None or word.step + 1 > step):
+            step, cursor = word.step + 1, word.cursor
+    place: dict[str, Any] = {"step": step, "cursor": cursor}
+    # In the order in which they were seen. SIGTERM is how the launcher ends the others.
+    killed = [(rank, fate.signal) for rank, fate in fates.items() if fate.signal is not None]
+    killed.sort(key=lambda of: of[1] == signal.SIGTERM)
+    to_blame = [w for w in sorted(words, key=lambda w: w.time) if not BEREFT.search(w.error)]
+    if to_blame:
+        w = to_blame[0]
+        text = f"rank {w.rank} on {w.host} ended with: {w.error}" + (f" ({w.where})" if w.where else "")
+        return End(code=w.code, what=w.error[:200], rank=w.rank, host=w.host, failure=text, **place)
+    rank, number = killed[0] if killed else (None, None)
+    host: str | None = here if rank is not None else None
+    if number is None and (told := LAUNCHER.findall(log)):
+        host, status = told[0][0] or here, int(told[0][1])
+        number = -status if status < 0 else None
+        code = status if number is None else code
+    if number is not None:
+        name = _name(number)
+        who = f"rank {rank}" if rank is not None else "a rank"
+        text = f"{who} on {host or 'a host'} was killed by signal {number} ({name})"
+        return End(signal=number, what=name, rank=rank, host=host, failure=text, **place)
+    vanished = sorted(set(fates) - {w.rank for w in words})
+    if code is None and not words and not vanished:
+        return End(what="vanished", failure="its processes are gone, and nobody saw them end", **place)
+    if code:
+        text = f"the launcher ended with code {code}"
+        return End(code=code, what=f"code {code}", host=host or here, failure=text, **place)
+    text = (
+        "a rank ended without a word" if not words else f"{len(words)} ranks lost the connection to another"
+    )
+    return End(what="connection lost" if words else "no word", host=host, failure=text, **place)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

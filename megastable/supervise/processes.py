@@ -1,0 +1,183 @@
+"""The processes of an attempt on this host: started in a group of their own, found again by the mark that they carry,
+looked at, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from megastable.errors import ConfigError
+from megastable.messages import mark
+from megastable.rundir import RunDirectory
+
+FLAG = "--supervised"
+SCAN = 2.0  # seconds between two searches through all processes of the host
+BASE_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Fate:
+    """How a process ended: by an exit code or a signal; neither where nobody can tell any more."""
+
+    code: int | None = None
+    signal: int | None = None
+
+
+class Attempt:
+    """One start of the launcher and what came of it, on this host. Also one that a predecessor started (`found`).
+
+    code: the launcher's exit code, once it has ended and if it is ours. fates: how ranks of this host ended, by rank.
+    stuck: what is known of ranks that do not answer.
+    """
+
+    def __init__(
+        self, run: RunDirectory, number: int, launcher: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        self.run, self.number, self._launcher = run, number, launcher
+        self._ranks: dict[int, int] = {}  # by process
+        self._scanned = -SCAN
+        self._others = False
+        self.fates: dict[int, Fate] = {}
+        self.stuck: list[str] = []
+        self.code: int | None = None
+
+    @classmethod
+    def start(cls, run: RunDirectory, number: int, command: Sequence[str], log: Path) -> Attempt:
+        """Start `command`. Its output goes to a file: this process may die, the others go on. Raises ConfigError."""
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as output:
+                launcher = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )  # fmt: skip
+        except OSError as error:
+            raise ConfigError(f"{command[0]} could not be started: {error}") from None
+        return cls(run, number, launcher)
+
+    @classmethod
+    def found(cls, run: RunDirectory) -> Attempt | None:
+        """What still runs of a predecessor's attempts: the newest of them, the others are ended."""
+        alive = sorted({number for _, number in _marked(run)})
+        for number in alive[:-1]:
+            cls(run, number).end()
+        return cls(run, alive[-1]) if alive else None
+
+    def look(self) -> bool:
+        """Whether anything of it runs here. How a rank ended is known only until its parent has asked: look often."""
+        if self._launcher is not None:
+            self.code = self._launcher.poll()
+        for pid, rank in self._ranks.items():
+            if rank not in self.fates and (fate := _fate(pid)) is not None:
+                self.fates[rank] = fate
+        running = self._launcher is not None and self.code is None
+        if not running or time.monotonic() - self._scanned >= SCAN:
+            self._scan()
+        return running or self._others
+
+    def _scan(self) -> None:
+        """Every process of the host is asked for its arguments: not at every look."""
+        processes = self._processes()
+        self._scanned, self._others = time.monotonic(), bool(processes)
+        for process, rank in _ranks(processes):
+            self._ranks[process.pid] = rank
+
+    def end(self) -> None:
+        """Kill all of it: there is nothing to be saved, and ranks that wait for a dead one listen to nothing."""
+        for _ in range(100):
+            if self._launcher is not None and self._launcher.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._launcher.pid, signal.SIGKILL)
+            processes = self._processes()
+            for process in processes:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            if not processes:
+                break
+            time.sleep(0.1)
+        if self._launcher is not None:
+            self.code = self._launcher.wait()
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The ranks that run here, by number."""
+        return {rank: process for process, rank in _ranks(self._processes())}
+
+    def _processes(self) -> list[psutil.Process]:
+        return [process for process, number in _marked(self.run) if number == self.number]
+
+
+def _marked(run: RunDirectory) -> Iterator[tuple[psutil.Process, int]]:
+    """The processes of this host that belong to an attempt of `run`, by the mark among their arguments."""
+    where = mark(run, 0).partition("@")[2]
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            for argument in process.cmdline():  # empty for a dead one that nobody has asked for yet
+                number, at, rest = argument.removeprefix(f"{FLAG}=").partition("@")
+                if argument.startswith(f"{FLAG}=") and at and number.isdecimal() and rest == where:
+                    yield process, int(number)
+
+
+def _ranks(processes: Sequence[psutil.Process]) -> Iterator[tuple[psutil.Process, int]]:
+    """Those that are ranks, with their numbers: not launchers, nor what a rank has forked."""
+    found = {}
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if any(argument.startswith("--local_rank") for argument in process.cmdline()):
+                found[process.pid] = process, int(process.environ()["RANK"]), process.ppid()
+    return ((process, rank) for process, rank, parent in found.values() if parent not in found)
+
+
+def describe(process: psutil.Process) -> str:
+    """What the kernel says of a process."""
+    try:
+        state = process.status()
+        return f"process {process.pid}, {'stopped by a signal' if state == psutil.STATUS_STOPPED else state}"
+    except psutil.Error:
+        return f"process {process.pid}, gone"
+
+
+def _fate(pid: int) -> Fate | None:
+    """How process `pid` ended, while it waits for its parent to ask: field 52 of /proc/PID/stat (proc(5))."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return Fate()  # gone: nobody can tell any more
+    if fields[0] not in "ZX":
+        return None
+    status = int(fields[49])
+    if os.WIFSIGNALED(status):
+        return Fate(signal=os.WTERMSIG(status))
+    return Fate(code=os.WEXITSTATUS(status))
+
+
+def command(
+    run: RunDirectory, number: int, module: str, recipe: str, overrides: Sequence[str], given: Sequence[str]
+) -> list[str]:
+    """What starts an attempt: the deepspeed launcher of this installation; `given`: further arguments for it."""
+    launcher = Path(sys.executable).with_name("deepspeed")
+    several = any(a.startswith(("--hostfile", "-H", "--num_nodes")) for a in given)
+    # Of another host nobody can say from here which port is free.
+    port = BASE_PORT + number % 64 if several else free_port()
+    ports = [] if any(a.startswith("--master_port") for a in given) else ["--master_port", str(port)]
+    quiet = [] if any(a in ("--quiet", "-q") or a.startswith("--log_level") for a in given) else ["--quiet"]
+    return [
+        str(launcher), *quiet, *ports, *given, "--module", module, recipe, *overrides,
+        f"run.dir={run.root}", f"{FLAG}={mark(run, number)}",
+    ]  # fmt: skip
+
+
+def free_port() -> int:
+    """One that nobody listens on, on this host, now."""
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return int(s.getsockname()[1])

@@ -1,0 +1,373 @@
+"""How a run stands, read from its directory alone: nothing is changed there, and nobody needs to be running.
+
+`read_status` once; `Watch` again and again, at the cost of what is new. The state is told by who holds the locks
+of the directory, by the last words of the journal, and by the age of progress.json.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+from pydantic import ValidationError
+
+from megastable import errors, rundir
+from megastable.errors import DataError
+from megastable.rundir import RunDirectory
+from megastable.supervise.follow import Follower
+from megastable.supervise.settings import SuperviseConfig
+from megastable.supervise.state import State, advice, state_of
+from megastable.supervise.story import Attempt, Case, Said, Story, real, whole
+from megastable.supervise.words import visible
+
+RECENT = 240  # steps whose losses are kept
+FILES = 6  # newest files of step records that are looked at
+SHOWN = 5  # checkpoints
+ENOUGH = 5  # steps that were seen, to tell the rate by
+
+
+@dataclass(frozen=True)
+class Process:
+    """alive: whether it holds its lock; None = cannot be told from here. pid and host: as it gave them last."""
+
+    alive: bool | None
+    pid: int | None = None
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """time: when it was complete, unix seconds. size: bytes, None where the journal does not tell."""
+
+    name: str
+    step: int
+    time: float
+    size: int | None
+
+
+@dataclass(frozen=True)
+class Status:
+    """One look at a run. Losses in nats per token, times in seconds, `time` and the like in unix seconds.
+
+    code: the exit code that the run ended with, None while it has not. phase: of the training process. recent: (step,
+    loss) of the last steps, oldest first; of refused ones, too. age: since the last sign of progress. rate: seconds a
+    step, the median of the last ones. eta: until the last step at that rate. restarts: counted by how the attempt
+    before ended (words.kind_of_end). starts: of training processes. problems: what could not be read.
+    """
+
+    run: str
+    name: str
+    time: float
+    state: State
+    code: int | None
+    reason: str
+    advice: str
+    supervisor: Process
+    trainer: Process
+    phase: str
+    step: int
+    steps: int | None
+    cursor: int | None
+    world: int | None
+    loss: float | None
+    grad_norm: float | None
+    lr: float | None
+    tokens_per_second: float | None
+    applied: bool | None
+    rate: float | None
+    eta: float | None
+    age: float | None
+    last_progress: float | None
+    began: float | None
+    starts: int
+    attempt: int | None
+    attempts: tuple[Attempt, ...]
+    restarts: dict[str, int]
+    incidents: tuple[Case, ...]
+    refused: int
+    checkpoints: tuple[Checkpoint, ...]
+    validation: tuple[tuple[int, float], ...]
+    recent: tuple[tuple[int, float], ...]
+    tail: tuple[Said, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def steps_lost(self) -> int:
+        """Steps done again or undone because of incidents."""
+        return sum(i.steps_lost for i in self.incidents)
+
+
+def exit_code(status: Status) -> int:
+    """What `status RUN` ends with: 0 while it goes on by itself (also while it waits to start again) or is complete; 75
+    where it was stopped or never started, and starting it is all that is needed; else the code that the run ended with,
+    1 where its processes vanished without one. Bad input, 2, is what `read_status` raises."""
+    if status.state in (State.STOPPED, State.NEW):
+        return errors.STOPPED
+    if status.state in (State.FAILED, State.INTERRUPTED):
+        return status.code or errors.FAILED
+    return errors.OK
+
+
+def as_json(status: Status) -> str:
+    """For programs; floats that are not finite are text, as everywhere in a run directory."""
+    return rundir.as_json({**asdict(status), "steps_lost": status.steps_lost}, indent=1)
+
+
+def read_status(run: Path) -> Status:
+    """One look at the run in a directory. Raises DataError when there is none."""
+    return Watch(run).status()
+
+
+@dataclass
+class _Recipe:
+    """What is needed of recipe.yaml."""
+
+    stamp: tuple[int, int] | None = None
+    steps: int | None = None
+    batch_tokens: int | None = None
+    limits: SuperviseConfig = field(default_factory=SuperviseConfig)
+
+
+class Watch:
+    """Looks at one run again and again. clock: unix seconds. Raises DataError when the directory holds no run."""
+
+    def __init__(self, run: Path, clock: Callable[[], float] = time.time) -> None:
+        self.run, self.clock = RunDirectory(run), clock
+        _check(run)
+        self._journal = Follower(self.run.journal)
+        self._story, self._starts = Story(), self._journal.starts
+        self._recipe = _Recipe()
+        self._records: list[tuple[int, float, float]] = []  # step, loss, seconds
+        self._listed = -1  # when the folder of the records had changed
+        self._known: tuple[str, ...] = ()
+        self._live: deque[tuple[int, float, float]] = deque(maxlen=RECENT)
+
+    def status(self) -> Status:
+        """How it stands now."""
+        now, problems = self.clock(), list[str]()
+        self._read_journal(problems)
+        self._read_recipe(problems)
+        self._read_records()
+        s, progress = self._story, _read_object(self.run.progress)
+        attempt = next(reversed(s.attempts), whole(progress.get("attempt")))
+        # What an earlier attempt wrote says nothing about the processes of this one.
+        stale = bool(s.attempts) and whole(progress.get("attempt")) not in (attempt, None)
+        supervisor = self._process(".supervisor.lock", s.supervisor or {})
+        trainer = self._process(".lock", {} if stale else progress)
+        phase = "" if stale else visible(progress.get("phase") or "", 20)
+        step, steps = self._step(progress), self._recipe.steps or whole(progress.get("steps"))
+        self._look(progress, step)
+        last, rate = self._last_progress(progress), self._rate()
+        age = max(0.0, now - last) if last is not None else None  # a clock may have jumped
+        slowest = max((x for x in (rate, _finite(progress.get("seconds"))) if x is not None), default=None)
+        stands = state_of(s, supervisor.alive, trainer.alive, phase, age, slowest, self._recipe.limits)
+        goes_on = stands.state in (State.RUNNING, State.HUNG) and steps is not None and rate is not None
+        recent = self._recent(step)
+        applied, loss = progress.get("applied"), real(progress.get("loss"))
+        return Status(
+            run=visible(self.run.root),
+            name=visible(self.run.root.resolve().name, 60),
+            time=now,
+            state=stands.state,
+            code=stands.code,
+            reason=stands.reason,
+            advice=advice(stands, self.run, s),
+            supervisor=supervisor,
+            trainer=trainer,
+            phase=phase,
+            step=step,
+            steps=steps,
+            cursor=whole(progress.get("cursor")),
+            world=whole(progress.get("world")) or s.world,
+            loss=loss if loss is not None else recent[-1][1] if recent else None,
+            grad_norm=real(progress.get("grad_norm")),
+            lr=real(progress.get("lr")),
+            tokens_per_second=self._speed(progress, rate),
+            applied=applied if isinstance(applied, bool) else None,
+            rate=rate,
+            eta=max(0, (steps or 0) - step) * (rate or 0.0) if goes_on else None,
+            age=age,
+            last_progress=last,
+            began=s.began,
+            starts=s.starts,
+            attempt=attempt,
+            attempts=tuple(s.attempts.values()),
+            restarts=dict(s.restarts),
+            incidents=tuple(case for _, case in sorted(s.incidents.items())),
+            refused=s.refused,
+            checkpoints=self._checkpoints(),
+            validation=tuple(s.validation),
+            recent=recent,
+            tail=s.tail,
+            problems=tuple(visible(problem) for problem in problems),
+        )
+
+    # What there is to read
+
+    def _read_journal(self, problems: list[str]) -> None:
+        journal = self._journal
+        for event in journal.stream():
+            self._begin_again()
+            self._story.add(event)
+        self._begin_again()
+        if journal.problem:
+            problems.append(journal.problem)
+        if journal.damaged:
+            problems.append(f"{journal.path}: {journal.damaged} damaged lines were passed over")
+
+    def _begin_again(self) -> None:
+        """Forget what another journal told, or one that was mended since."""
+        if self._journal.starts != self._starts:
+            self._story, self._starts = Story(), self._journal.starts
+
+    def _read_recipe(self, problems: list[str]) -> None:
+        try:
+            found = self.run.recipe.stat()
+            stamp = (found.st_size, found.st_mtime_ns)
+            if stamp == self._recipe.stamp:
+                return
+            config = yaml.safe_load(self.run.recipe.read_text(encoding="utf-8"))["config"]
+            limits = SuperviseConfig.model_validate(config.get("supervise") or {})
+            tokens = config["train"]["global_batch"] * config["model"]["sequence_length"]
+            self._recipe = _Recipe(stamp, whole(config["train"]["steps"]), whole(tokens), limits)
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+            what = "its supervise part" if isinstance(error, ValidationError) else "it"
+            problems.append(f"{self.run.recipe}: {what} cannot be read: {str(error).splitlines()[0]}")
+
+    def _read_records(self) -> None:
+        """The newest files of step records, when there are others than the last time."""
+        try:
+            changed = self.run.steps.stat().st_mtime_ns
+            if changed == self._listed:
+                return
+            names = [n for n in os.listdir(self.run.steps) if n.endswith(".parquet")]
+        except OSError:
+            return
+        self._listed = changed
+        newest = tuple(sorted(names, key=lambda n: n.rpartition("-")[2])[-FILES:])
+        if newest == self._known:
+            return
+        self._known, rows = newest, dict[int, tuple[int, float, float]]()
+        for name in newest:
+            try:
+                table = pq.read_table(self.run.steps / name, columns=["step", "loss", "seconds"])
+            except (pa.ArrowException, OSError, KeyError):
+                continue  # half-copied, or damaged: a picture with a gap is better than none
+            rows |= {row[0]: row for row in zip(*(c.to_pylist() for c in table.columns), strict=True)}
+        self._records = [rows[step] for step in sorted(rows)][-RECENT:]
+
+    def _process(self, lock: str, told: dict[str, Any]) -> Process:
+        return Process(
+            _held(self.run.root / lock), whole(told.get("pid")), visible(told.get("host") or "", 80)
+        )
+
+    def _checkpoints(self) -> tuple[Checkpoint, ...]:
+        """The newest complete-looking ones, the newest first."""
+        found = []
+        for path in self.run.checkpoints.glob("step-*"):
+            number = path.name.removeprefix("step-")
+            if number.isdecimal():
+                try:
+                    written = (path / "manifest.json").stat().st_mtime
+                except OSError:
+                    continue
+                found.append(Checkpoint(path.name, int(number), written, self._story.sizes.get(path.name)))
+        return tuple(sorted(found, key=lambda c: -c.step)[:SHOWN])
+
+    # What follows from it
+
+    def _step(self, progress: dict[str, Any]) -> int:
+        step = whole(progress.get("step"))
+        if step is None:
+            step = self._story.step
+            if step is None or self._story.word in ("training", "resumed", "launched"):
+                return max(step or 0, self._records[-1][0] if self._records else 0)
+        return step
+
+    def _last_progress(self, progress: dict[str, Any]) -> float | None:
+        """The newest sign of life. The writer's clock may be another than ours; the file's time is the server's."""
+        signs = [_finite(progress.get("time")), _finite(self._story.last)]
+        with suppress(OSError):
+            signs.append(self.run.progress.stat().st_mtime)
+        return max((sign for sign in signs if sign is not None), default=None)
+
+    def _look(self, progress: dict[str, Any], step: int) -> None:
+        """Keep what the records will have only later. After a return to an earlier step all of it is old."""
+        if self._live and step < self._live[-1][0]:
+            self._live.clear()
+        loss, seconds = real(progress.get("loss")), _finite(progress.get("seconds"))
+        if loss is not None and seconds is not None and (not self._live or self._live[-1][0] != step):
+            self._live.append((step, loss, seconds))
+
+    def _rate(self) -> float | None:
+        """Of the steps that were seen, if these are enough: there may be other ranks now than the records tell of."""
+        seen = [seconds for _, _, seconds in self._live][-50:]
+        recorded = [seconds for _, _, seconds in self._records[-50:]]
+        chosen = seen if len(seen) >= ENOUGH or not recorded else recorded
+        return statistics.median(chosen) if chosen else None
+
+    def _recent(self, step: int) -> tuple[tuple[int, float], ...]:
+        """Losses up to the present step: what came after it was undone."""
+        rows = {at: loss for at, loss, _ in [*self._records, *self._live] if at <= step}
+        return tuple((at, rows[at]) for at in sorted(rows))[-RECENT:]
+
+    def _speed(self, progress: dict[str, Any], rate: float | None) -> float | None:
+        told, tokens = real(progress.get("tokens_per_second")), self._recipe.batch_tokens
+        return told if told is not None or not tokens or not rate else tokens / rate
+
+
+def _check(run: Path) -> None:
+    marks = ("recipe.yaml", "journal.jsonl", "progress.json", ".supervisor.lock", ".lock")
+    if not run.is_dir():
+        raise DataError(f"{run}: no such directory: give the directory of a run, such as runs/quickstart")
+    try:
+        if any((run / name).exists() for name in marks):
+            return
+        below = sorted(path.name for path in run.iterdir() if (path / "journal.jsonl").exists())
+    except OSError as error:
+        raise DataError(f"{run} cannot be read: {error.strerror}") from None
+    hint = f"those below it are: {', '.join(below[:10])}" if below else "give one, such as runs/quickstart"
+    raise DataError(f"{visible(run)} is not the directory of a run: {visible(hint)}")
+
+
+def _held(path: Path) -> bool | None:
+    """Whether somebody holds a lock. Tried for an instant; None = cannot be told."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    return False
+
+
+def _finite(value: object) -> float | None:
+    number = real(value)
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A file of one JSON object; empty where there is none, or it is not whole."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,513 @@
+"""The process above the training: starts the launcher, watches, finds out why it ended, and starts it again.
+
+It decides by the policy that the training decides by (stability/policy.py), and keeps nothing to itself: killed at any
+moment and started again, it goes on from the journal, and takes over what its predecessor left running. It
+imports neither torch nor deepspeed, and talks to the ranks through files only (heartbeat.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from megastable import durable, errors
+from megastable.config import RunConfig
+from megastable.data.skips import SkipEntry, Skips, append, read_ledger
+from megastable.errors import ConfigError, DataError, MegastableError, SpaceError
+from megastable.messages import Control, LastWords, Progress, folder_of, log_of
+from megastable.rundir import RunDirectory
+from megastable.stability.incident import Breakdown, Incident, Outcome, kind_of
+from megastable.stability.policy import Action, Cause, Failure, Remedy, after_failure, pause
+from megastable.supervise.follow import Follower
+from megastable.supervise.memory import Memory
+from megastable.supervise.outcome import End, end_of
+from megastable.supervise.patience import Patience
+from megastable.supervise.processes import Attempt, command, describe
+
+LOOK = 0.2  # seconds between two looks: a dead rank waits about a second for the launcher to notice
+ORDERLY = (
+    30.0  # seconds from the first rank's end to the last one's, where they end for a reason they all know
+)
+STACKS = 6.0  # seconds that the ranks have for their stacks; see heartbeat.OTHERS
+RELEASE = 120.0  # ... and those of the attempt before, wherever they run, to notice that they are superseded
+NO_ROOM = 60.0  # seconds between two tries on a full disk
+LOG_TAIL = 64_000
+
+
+class Audience(Protocol):
+    """Who is told: a terminal, people, metrics, reports."""
+
+    def event(self, event: dict[str, Any]) -> None: ...
+
+    def output(self, text: str) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def tick(self) -> None: ...
+
+
+class Supervisor:
+    """Of one run. recipe, overrides: for the training; given: for the deepspeed launcher; module: what it starts."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: RunDirectory,
+        audience: Audience,
+        recipe: str,
+        overrides: Sequence[str],
+        given: Sequence[str] = (),
+        module: str = "megastable.train",
+    ) -> None:
+        self.config, self.run, self.audience = config, run, audience
+        self.recipe, self.overrides, self.given, self.module = recipe, list(overrides), list(given), module
+        self.here = socket.gethostname()
+        self.memory = Memory()
+        self.patience = Patience(config.supervise)
+        self.signals = 0
+        self._control: Control | None = None
+        self._journal = Follower(run.journal)
+        self._read = 0  # bytes of the present log that were shown
+        self._failed: float | None = None  # when the failure that is being mended was noticed
+
+    # From the first attempt to the last
+
+    def supervise(self) -> int:
+        """Run until the training is complete, stopped, or beyond help. The exit code, one of errors.py.
+
+        Raises ConfigError when another supervisor is at work here.
+        """
+        self._lock()
+        for event in self._journal.new():
+            self.memory.hear(event)
+        if self._complete():
+            self.say(
+                f"nothing to do: {self.run.summary} is there, all {self.config.train.steps} steps are done"
+            )
+            return errors.OK
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._asked)
+        predecessor = self.memory.predecessor
+        self.note(
+            "supervisor",
+            what="started" if predecessor is None else "took over",
+            pid=os.getpid(),
+            host=self.here,
+        )
+        code, reason = errors.FAILED, "an unforeseen error"
+        try:
+            code, reason = self._until_the_end(predecessor)
+        except MegastableError as error:
+            code, reason = error.code, str(error)
+            raise
+        finally:
+            self.note("supervisor", what="ended", pid=os.getpid(), host=self.here, code=code, reason=reason)
+            self._listen()
+        return code
+
+    def _until_the_end(self, predecessor: tuple[int, str] | None) -> tuple[int, str]:
+        attempt = self._take_over(predecessor)
+        end = None
+        if attempt is None and self.memory.under_way:
+            self._failed = time.monotonic()
+            end = self._end(Attempt(self.run, self.memory.attempt), hung=False)
+        while True:
+            if end is None:
+                if attempt is None:
+                    attempt = self._launch()
+                end = self._watch(attempt)
+            done = self._settle(end)
+            if done is not None:
+                return done
+            attempt, end = None, None
+            if self.signals:
+                return errors.STOPPED, "stopped between two attempts"
+
+    def _take_over(self, predecessor: tuple[int, str] | None) -> Attempt | None:
+        attempt = Attempt.found(self.run)
+        if predecessor is None and attempt is None:
+            return None
+        if attempt is None:
+            self.say(f"the supervisor of before (process {predecessor[0]}) and its processes are gone")  # type: ignore[index]
+            return None
+        self.say(f"attempt {attempt.number} runs already, and is watched from here on")
+        if not self.memory.under_way:
+            self.note(
+                "launched", attempt=attempt.number, command=[], log=str(log_of(self.run, attempt.number))
+            )
+        self._control = self._read_control(attempt.number)
+        self._read = self._log_size(attempt.number)
+        if predecessor is not None:
+            text = f"the supervisor, process {predecessor[0]} on {predecessor[1]}, ended without a word"
+            incident = self._open(Breakdown.CRASH, Cause.PROCESS, text, [])
+            incident.reasons.append("its processes went on training: another supervisor took over")
+            self._close(incident, "healed")
+        return attempt
+
+    def _launch(self) -> Attempt:
+        number = self.memory.attempt + 1
+        self._write_control(Control(attempt=number))
+        self._wait_for_release()
+        log = log_of(self.run, number)
+        arguments = command(self.run, number, self.module, self.recipe, self.overrides, self.given)
+        # Before it is done: whoever comes after this process looks for it.
+        self.note("launched", attempt=number, command=arguments, log=str(log.relative_to(self.run.root)))
+        self._listen()
+        self._read = 0
+        self.patience.began()
+        return Attempt.start(self.run, number, arguments, log)
+
+    def _watch(self, attempt: Attempt) -> End:
+        """Until it has ended, or was ended."""
+        seen = time.monotonic()
+        first_death = asked = None
+        hung = False
+        while attempt.look():
+            time.sleep(LOOK)
+            now = time.monotonic()
+            elapsed, seen = now - seen, now
+            self._listen()
+            progress = self._progress(attempt.number)
+            self._proven(progress)
+            if self.signals and asked is None:
+                asked = now
+                self.say("stopping: the ranks finish their step and save; once more ends them at once")
+                assert self._control is not None
+                self._write_control(self._control.model_copy(update={"stop": True}))
+            if asked is not None and (self.signals > 1 or now - asked > self.config.supervise.stop_seconds):
+                break
+            if first_death is None and any(f.signal or f.code for f in attempt.fates.values()):
+                first_death = now
+            if first_death is not None and now - first_death > self._grace(attempt):
+                break
+            if self.patience.look(progress, elapsed) and asked is None:
+                hung = True
+                self._stacks(attempt, progress)
+                break
+        attempt.end()
+        self._failed = time.monotonic()
+        return self._end(attempt, hung)
+
+    def _grace(self, attempt: Attempt) -> float:
+        """Seconds that the other ranks have, when one has ended."""
+        orderly = (errors.BAD_INPUT, errors.STOPPED, errors.UNSTABLE, errors.NO_SPACE, errors.HANDOVER)
+        known = all(f.code in (0, *orderly) for f in attempt.fates.values())
+        return ORDERLY if known else self.config.supervise.grace_seconds
+
+    # Why it ended
+
+    def _end(self, attempt: Attempt, hung: bool) -> End:
+        self._listen()
+        progress = self._progress(attempt.number)
+        log = log_of(self.run, attempt.number)
+        tail = ""
+        if log.exists():
+            with log.open("rb") as file:
+                file.seek(max(0, log.stat().st_size - LOG_TAIL))
+                tail = file.read().decode(errors="replace")
+        end = end_of(
+            self.memory.since, self._last_words(attempt.number), attempt.fates, attempt.code, tail, progress,
+            self.here,
+        )  # fmt: skip
+        if hung and end.code not in (errors.OK, errors.STOPPED):
+            phase = self.patience.phase
+            text = (
+                f"no progress in {phase!r} for {self.patience.waited:.0f} s, where {self.patience.limit:.0f} s is the "
+                "limit"
+            )
+            if attempt.stuck:
+                text += "; " + "; ".join(attempt.stuck)
+            end = end.model_copy(
+                update={
+                    "hung": True,
+                    "what": f"hang in {phase}",
+                    "failure": text,
+                    "code": None,
+                    "signal": None,
+                }
+            )
+        return end
+
+    def _settle(self, end: End) -> tuple[int, str] | None:
+        """What follows: exit code and reason, or None: another attempt."""
+        number, memory, policy = self.memory.attempt, self.memory, self.config.stability.policy
+        progress = self._progress(number)
+        clock = max(memory.clock, progress.step or 0 if progress is not None else 0)
+        final = end.code in (errors.OK, errors.STOPPED, errors.BAD_INPUT, errors.UNSTABLE, errors.HANDOVER)
+        failure, remedy = None, None
+        if not final and not self.signals:
+            failure = Failure(end.what, end.step, end.host, clock)
+            remedy = after_failure([*memory.failures, failure], self._hosts(), policy)
+        # The end and what is thought of it in one event: there is no moment in between to die in.
+        self.note(
+            "ended", attempt=number, clock=clock, skipped=remedy is not None and remedy.skip,
+            **end.model_dump() | ({} if failure else {"what": ""}),
+        )  # fmt: skip
+        self._listen()
+        if end.code == errors.OK:
+            self._close_all("healed")
+            return errors.OK, "complete"
+        if end.code == errors.STOPPED:
+            return errors.STOPPED, "stopped as asked, with a checkpoint"
+        if end.code == errors.HANDOVER:
+            self.note("restart", attempt=number, reason="handed over: from a checkpoint of before", delay=0)
+            return None
+        if final:
+            self._close_all("stopped")
+            return end.code or errors.FAILED, self._advice(number, end)
+        if self.signals:
+            return errors.FAILED, f"ended without a checkpoint: {end.failure}"
+        assert remedy is not None
+        return self._mend(end, remedy)
+
+    def _mend(self, end: End, remedy: Remedy) -> tuple[int, str] | None:
+        """Another attempt after a failure, if the policy says so."""
+        memory, number = self.memory, self.memory.attempt
+        self.say(f"attempt {number} failed: {end.failure}")
+        evidence = [log_of(self.run, number), *sorted(folder_of(self.run, number).glob("rank-*"))]
+        verdict = Breakdown.HANG if end.hung else Breakdown.CRASH
+        incident = next(iter(memory.open.values()), None)
+        paths = [str(path.relative_to(self.run.root)) for path in evidence]
+        if incident is None:
+            incident = self._open(verdict, remedy.cause, end.failure, paths)
+        incident.actions.append(remedy.action)
+        incident.reasons.append(
+            f"{end.failure}: {remedy.reason}" if len(incident.actions) > 1 else remedy.reason
+        )
+        incident.cause, incident.evidence = remedy.cause, list(dict.fromkeys([*incident.evidence, *paths]))
+        incident.kind = kind_of(incident.verdict, len(incident.actions) - 1)
+        if remedy.skip:
+            self._skip(end, incident)
+        if remedy.action is Action.STOP:
+            incident.kind = "divergent"
+            self._close(incident, "stopped")
+            code = errors.NO_SPACE if end.code == errors.NO_SPACE else errors.UNSTABLE
+            return code, f"{remedy.reason}. The last failure: {end.failure}. {self._advice(number, end)}"
+        self._tell("attributed", incident)
+        delay = pause(memory.failures, self.config.supervise.backoff_seconds)
+        if end.code == errors.NO_SPACE:
+            delay = max(delay, NO_ROOM)
+        self.note("restart", attempt=number, reason=remedy.reason, delay=delay)
+        self.say(f"starting again{f' in {delay:.0f} s' if delay else ''}: {remedy.reason}")
+        until = time.monotonic() + delay
+        while time.monotonic() < until and not self.signals:
+            time.sleep(LOOK)
+            self._listen()
+        return None
+
+    def _advice(self, number: int, end: End) -> str:
+        log = log_of(self.run, number)
+        if end.code == errors.UNSTABLE:
+            return f"the training gave up: read {self.run.incidents}/index.html and {log}"
+        return f"read {log}"
+
+    def _skip(self, end: End, incident: Incident) -> None:
+        """The samples of the step that failed: from its first position on, what the ledger has left of them."""
+        if end.cursor is None:
+            return
+        entries = read_ledger(self.run.skips)
+        known = Skips.of([*self.config.data.skip, *((e.first, e.end) for e in entries if e.corpus is None)])
+        _, after = known.next_kept(end.cursor, self.config.train.global_batch)
+        reason = f"{end.what} at step {end.step}, again and again"
+        append(
+            self.run.skips,
+            SkipEntry(first=end.cursor, end=after, reason=reason, incident=incident.number, step=end.step),
+        )
+        incident.positions = sorted({*incident.positions, (end.cursor, after)})
+        self.say(f"  skipped from now on: positions {end.cursor}-{after - 1}")
+
+    # Incidents of processes
+
+    def _open(self, verdict: Breakdown, cause: Cause, failure: str, evidence: list[str]) -> Incident:
+        memory = self.memory
+        incident = Incident(
+            number=memory.number + 1, step=memory.clock, onset=memory.clock, verdict=verdict,
+            kind="recoverable", cause=cause, failure=failure, evidence=evidence,
+        )  # fmt: skip
+        self._tell("opened", incident)
+        return incident
+
+    def _close(self, incident: Incident, outcome: Outcome) -> None:
+        incident.outcome = outcome
+        self._tell("closed", incident)
+
+    def _close_all(self, outcome: Outcome) -> None:
+        for incident in list(self.memory.open.values()):
+            self._close(incident, outcome)
+
+    def _tell(self, what: str, incident: Incident) -> None:
+        self.note("incident", what=what, number=incident.number, summary=incident.model_dump(mode="json"))
+        self._listen()
+
+    def _proven(self, progress: Progress | None) -> None:
+        """What a running attempt shows of the incidents before it: training again, then beyond where it failed."""
+        memory = self.memory
+        if progress is None or progress.seconds is None or progress.step is None:
+            return
+        if self._failed is not None and memory.open:
+            passed, self._failed = time.monotonic() - self._failed, None
+            for incident in memory.open.values():
+                incident.seconds = round(incident.seconds + passed, 3)
+                incident.steps_lost += max(0, memory.clock - max(memory.began, memory.rejected))
+                self._tell("restarted", incident)
+                self.say(f"training again after {passed:.1f} s, from step {memory.began} on")
+        for incident in list(memory.open.values()):
+            if progress.step > incident.step:
+                self._close(incident, "healed")
+
+    # What the ranks say, and are told
+
+    def _progress(self, attempt: int) -> Progress | None:
+        try:
+            found = Progress.model_validate(json.loads(self.run.progress.read_text()))
+        except (OSError, ValueError, ValidationError):
+            return None
+        return found if found.attempt == attempt else None
+
+    def _last_words(self, attempt: int) -> list[LastWords]:
+        found = []
+        for path in folder_of(self.run, attempt).glob("rank-*.json"):
+            try:
+                found.append(LastWords.model_validate(json.loads(path.read_text())))
+            except (OSError, ValueError):
+                continue  # torn: the log has it, too
+        return found
+
+    def _stacks(self, attempt: Attempt, progress: Progress | None) -> None:
+        """Ask all ranks where they are; of those on this host that do not answer, say what the kernel says."""
+        assert self._control is not None
+        self._write_control(self._control.model_copy(update={"dump": self._control.dump + 1}))
+        folder, world = folder_of(self.run, attempt.number), progress.world if progress is not None else None
+        until = time.monotonic() + STACKS
+        while time.monotonic() < until and len(list(folder.glob("*.stacks"))) != world:
+            time.sleep(LOOK)
+        for rank, process in sorted(attempt.ranks().items()):
+            if not (folder / f"rank-{rank}.stacks").exists():
+                attempt.stuck.append(f"rank {rank} does not answer ({describe(process)})")
+        stacks = [str(path.relative_to(self.run.root)) for path in sorted(folder.glob("*.stacks"))]
+        self.note(
+            "hang", attempt=attempt.number, phase=self.patience.phase, waited=round(self.patience.waited, 1),
+            limit=round(self.patience.limit, 1), step=progress.step if progress is not None else None,
+            silent=attempt.stuck, stacks=stacks,
+        )  # fmt: skip
+
+    def _read_control(self, attempt: int) -> Control:
+        try:
+            found = Control.model_validate(json.loads(self.run.control.read_text()))
+        except (OSError, ValueError):
+            found = Control(attempt=attempt)
+        return found.model_copy(update={"attempt": attempt})
+
+    def _write_control(self, control: Control) -> None:
+        self._control = control
+        try:
+            durable.write_file(self.run.control, control.model_dump_json().encode())
+        except OSError as error:
+            raise DataError(f"{self.run.control} could not be written: {error}: make room") from None
+
+    # The journal and the lock
+
+    def _listen(self) -> None:
+        """Take in what the journal says, show what the ranks print."""
+        for event in self._journal.new():
+            self.memory.hear(event)
+            self.audience.event(event)
+        if self.memory.attempt:
+            self._show_log(log_of(self.run, self.memory.attempt))
+        self.audience.tick()
+
+    def _show_log(self, log: Path) -> None:
+        try:
+            with log.open("rb") as file:
+                file.seek(self._read)
+                new = file.read(1 << 20)
+        except OSError:
+            return
+        whole = new.rpartition(b"\n")[0]
+        if whole:
+            self._read += len(whole) + 1
+            self.audience.output(whole.decode(errors="replace"))
+
+    def _log_size(self, attempt: int) -> int:
+        try:
+            return log_of(self.run, attempt).stat().st_size
+        except OSError:
+            return 0
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Journal. What this process does depends on it: a full disk is waited for. SpaceError when told to stop."""
+        self.run.note(event, **fields)
+        begin = len(self.run.waiting)
+        while self.run.waiting:
+            if len(self.run.waiting) == begin:
+                self.say(f"WARNING: {self.run.journal} cannot be written to: make room; waiting for it")
+                begin = 0
+            if self.signals:
+                raise SpaceError(f"{self.run.journal} could not be written: make room, and start again")
+            time.sleep(LOOK)
+            with contextlib.suppress(DataError):
+                self.run.flush()
+
+    def say(self, text: str) -> None:
+        self.audience.say(text)
+
+    def _complete(self) -> bool:
+        try:
+            done = json.loads(self.run.summary.read_text())["steps"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        return isinstance(done, int) and done >= self.config.train.steps
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        self.signals += 1
+
+    def _hosts(self) -> int:
+        """On how many hosts the run is, as far as the launcher was told."""
+        for flag, value in zip(self.given, [*self.given[1:], ""]):
+            name, _, joined = flag.partition("=")
+            if name in ("--hostfile", "-H"):
+                try:
+                    lines = Path(joined or value).read_text().splitlines()
+                except OSError:
+                    return 1
+                return sum(bool(line.split("#")[0].strip()) for line in lines)
+        return 1
+
+    def _lock(self) -> None:
+        path = self.run.root / ".supervisor.lock"
+        try:
+            held = durable.hold(path)
+            if held is None:
+                raise ConfigError(
+                    f"run.dir={self.run.root}: another supervisor watches this run ({path.read_text()[:200]}): look "
+                    f"at it with `python launch/supervise.py status {self.run.root}`"
+                )
+            held.truncate(0)
+            held.write(json.dumps({"pid": os.getpid(), "host": self.here}))
+            held.flush()
+            self._held = held
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be locked: {error}") from None
+
+    def _wait_for_release(self) -> None:
+        """Until no process of an attempt of before trains here: on other hosts they notice by themselves."""
+        path = self.run.root / ".lock"
+        try:
+            free = durable.hold(path, RELEASE)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be locked: {error}") from None
+        if free is None:
+            raise ConfigError(
+                f"run.dir={self.run.root}: a process that this supervisor did not start trains here: end it"
+            )
+        free.close()

@@ -1,0 +1,261 @@
+"""How a run stands, for eyes: a panel that fits 80 columns, for a single look or a live one.
+
+All text of a run goes through `words.visible` before it comes here, and into rich's Text, which reads no markup.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
+from itertools import pairwise
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from megastable.supervise.state import State
+from megastable.supervise.status import Process, Status, Watch
+from megastable.supervise.story import Case
+from megastable.supervise.words import duration, size
+
+BARS = "▁▂▃▄▅▆▇█"
+LARGEST = 1e30  # what is beyond would break the scale
+WIDE = 120  # columns from which the events stand beside the numbers
+FEWEST, MOST = 3, 8  # events that are shown
+LONG = 120  # characters of a failure; the events have all of it
+COLOURS = {
+    State.RUNNING: "green", State.STARTING: "cyan", State.HUNG: "yellow", State.WAITING: "yellow", State.NEW: "cyan",
+    State.FINISHED: "green", State.STOPPED: "cyan", State.FAILED: "red", State.INTERRUPTED: "red",
+}  # fmt: skip
+EVENT_COLOURS = {
+    "incident": "yellow", "discarded": "yellow", "hang": "yellow", "restart": "yellow", "warning": "yellow",
+    "ended": "red", "unstable": "red", "checkpoint_failed": "red", "checkpoint_rejected": "red", "hook_failed": "red",
+    "finished": "green", "handover": "yellow",
+}  # fmt: skip
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Values as bars, at most `width`: the mean of neighbours where there are more. What is not finite is a ×.
+
+    The scale spans the middle of the values, so that a spike does not flatten the rest.
+    """
+    values = [max(-LARGEST, min(LARGEST, v)) if math.isfinite(v) else math.nan for v in values]
+    count = min(width, len(values))
+    edges = [len(values) * n // count for n in range(count + 1)] if count else []
+    means = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    finite = sorted(m for m in means if math.isfinite(m))
+    if not finite:
+        return "×" * len(means)
+    low, middle = finite[0], finite[len(finite) // 2]
+    high = min(finite[-1], middle + 4 * max(middle - low, 1e-9)) if len(finite) > 2 else finite[-1]
+    span = max(high - low, 1e-9)
+    return "".join(
+        BARS[round(min(1.0, (m - low) / span) * (len(BARS) - 1))] if math.isfinite(m) else "×" for m in means
+    )
+
+
+def panel(status: Status) -> RenderableType:
+    """A panel about a run; wide terminals get the events beside the numbers."""
+    return _View(status)
+
+
+def live(
+    watch: Watch, console: Console, seconds: float = 1.0, until: Callable[[Status], bool] | None = None
+) -> Status:
+    """Show a run until `until` says so (else until nobody is at work any more) or Ctrl-C. The last status."""
+    over = until or (lambda s: s.state not in (State.RUNNING, State.STARTING, State.HUNG, State.WAITING))
+    status = watch.status()
+    with Live(panel(status), console=console, auto_refresh=False, vertical_overflow="crop") as shown:
+        try:
+            while not over(status):
+                time.sleep(seconds)
+                status = watch.status()
+                shown.update(panel(status), refresh=True)
+        except KeyboardInterrupt:
+            pass
+    return status
+
+
+class _View:
+    def __init__(self, status: Status) -> None:
+        self.status = status
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        s, wide = self.status, options.max_width >= WIDE
+        inner = options.update(width=options.max_width - 4)
+        numbers = _labelled(_rows(s, (inner.max_width // 2 if wide else inner.max_width) - 24))
+        bar, following = _bar(s), _labelled([("next", Text(s.advice))])
+        lines = len(console.render_lines(Group(bar, numbers, following), inner))
+        body: RenderableType = numbers
+        if s.tail and wide:
+            body = Table.grid(padding=(0, 2), expand=True)
+            body.add_column(ratio=1)
+            body.add_column(ratio=1)
+            body.add_row(numbers, _events(s, max(FEWEST, lines - 2)))
+        elif s.tail:
+            # What moves on a terminal must not be taller than it.
+            room = console.height - lines - 4 if console.is_terminal else MOST
+            body = Group(numbers, Rule(style="dim"), _events(s, max(FEWEST, min(MOST, room))))
+        colour = COLOURS[s.state]
+        title = Text.assemble((s.name, "bold"), " ", (str(s.state), f"bold {colour}"))
+        yield Panel(Group(bar, body, following), title=title, title_align="left", border_style=colour)
+
+
+def _labelled(rows: Iterable[tuple[str, Text]]) -> Table:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(style="dim", no_wrap=True, min_width=10)
+    grid.add_column()
+    for name, value in rows:
+        grid.add_row(name, value)
+    return grid
+
+
+def _bar(s: Status) -> RenderableType:
+    grid = Table.grid(expand=True, padding=(0, 1))
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True, justify="right")
+    done = f"step {s.step:,}" + (f" of {s.steps:,}" if s.steps else "")
+    left = f"{s.step / s.steps:.0%}" if s.steps else ""
+    if s.eta is not None:
+        left += f"  {duration(s.eta)} to go"
+    bar = ProgressBar(total=s.steps or 1, completed=s.step if s.steps else 0)
+    grid.add_row(Text(done, style="bold"), Padding(bar, 0), Text(left))
+    return grid
+
+
+def _rows(s: Status, width: int) -> Iterator[tuple[str, Text]]:
+    if s.reason:
+        yield "why", Text(s.reason + (f" (exit code {s.code})" if s.code else ""), style=COLOURS[s.state])
+    yield "loss", _loss(s, width)
+    if speed := _joined(
+        s.grad_norm is not None and f"gradient norm {s.grad_norm:.3g}",
+        s.lr is not None and f"learning rate {s.lr:.3g}",
+        s.applied is False and "last update refused",
+    ):
+        yield "step", Text(speed)
+    if speed := _joined(
+        s.tokens_per_second is not None and f"{s.tokens_per_second:,.0f} tokens/s",
+        s.rate is not None and f"{s.rate:.3g} s a step",
+        s.world is not None and _count(s.world, "rank"),
+    ):
+        yield "speed", Text(speed)
+    if s.validation:
+        *_, (step, loss) = s.validation
+        before = f", {s.validation[-2][1]:.3f} at {s.validation[-2][0]:,}" if len(s.validation) > 1 else ""
+        yield "validation", Text(f"{loss:.3f} at step {step:,}{before}")
+    if s.checkpoints:
+        newest = s.checkpoints[0]
+        told = f"{newest.name}, {_ago(s.time - newest.time)}" + (
+            f", {size(newest.size)}" if newest.size else ""
+        )
+        yield (
+            "checkpoint",
+            Text(told + (f"; {len(s.checkpoints) - 1} older" if len(s.checkpoints) > 1 else "")),
+        )
+    else:
+        yield "checkpoint", Text("none yet")
+    yield "incidents", _incidents(s)
+    if s.restarts or len(s.attempts) > 1:
+        total = sum(s.restarts.values())
+        how = ", ".join(f"{name} {count}" for name, count in sorted(s.restarts.items()))
+        failure = next((a.failure for a in reversed(s.attempts) if a.failure), "")
+        yield (
+            "restarts",
+            Text(f"{total}" + (f" ({how})" if how else "") + (f"; last: {_cut(failure)}" if failure else "")),
+        )
+    yield "processes", _processes(s)
+    for problem in s.problems:
+        yield "unread", Text(problem, style="yellow")
+
+
+def _loss(s: Status, width: int) -> Text:
+    if s.loss is None:
+        return Text("not yet")
+    line = sparkline([loss for _, loss in s.recent], max(8, width - 12))
+    return Text.assemble(f"{s.loss:.4f}", "  ", (line, "cyan"), (f" {len(s.recent)} steps", "dim"))
+
+
+def _incidents(s: Status) -> Text:
+    if not s.incidents:
+        return Text("none" + (f"; {_count(s.refused, 'update')} refused" if s.refused else ""))
+    is_open = sum(case.outcome == "open" for case in s.incidents)
+    told = Text(f"{len(s.incidents)}" + (f", {is_open} open" if is_open else ""))
+    told.append(f"; {_count(s.steps_lost, 'step')} lost, {_count(s.refused, 'update')} refused")
+    for case in s.incidents[-2:]:
+        told.append("\n")
+        told.append(_case(case), style="yellow" if case.outcome == "open" else "")
+    return told
+
+
+def _case(case: Case) -> str:
+    losses = ""
+    if case.loss_before is not None and case.loss_peak is not None:
+        losses = f", loss {case.loss_before:.2f} to {case.loss_peak:.2f}"
+    action = f", {case.action.replace('_', ' ')}" if case.action else ""
+    return f"#{case.number} step {case.step:,}: {case.verdict}{losses}, {case.cause}{action}: {case.outcome}"
+
+
+def _processes(s: Status) -> Text:
+    told = Text()
+    for name, process in (("supervisor", s.supervisor), ("training", s.trainer)):
+        told.append("; " if told else "")
+        told.append(f"{name} ")
+        told.append(*_alive(process))
+    if s.attempt is not None:
+        told.append(f", attempt {s.attempt}")
+    if s.age is not None and s.state is not State.FINISHED:
+        told.append(f"; last sign {_ago(s.age)}")
+    return told
+
+
+def _alive(process: Process) -> tuple[str, str]:
+    if process.alive is None:
+        return "cannot be told", "yellow"
+    if not process.alive:
+        return "none", ""
+    where = _joined(
+        process.pid is not None and f"pid {process.pid}", process.host and f"on {process.host}", by=" "
+    )
+    return where or "is there", "green"
+
+
+def _events(s: Status, count: int) -> Table:
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(style="dim", no_wrap=True, min_width=8)
+    grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    for said in s.tail[-count:]:
+        grid.add_row(_clock(said.time, s.time), Text(said.text, style=EVENT_COLOURS.get(said.event, "")))
+    return grid
+
+
+def _clock(moment: float, now: float) -> str:
+    """The time of day; with the date where that was another day."""
+    try:
+        then, today = datetime.fromtimestamp(moment), datetime.fromtimestamp(now)
+    except (ValueError, OverflowError, OSError):
+        return "?"
+    return f"{then:%H:%M:%S}" if then.date() == today.date() else f"{then:%m-%d %H:%M}"
+
+
+def _ago(seconds: float) -> str:
+    return f"{duration(seconds)} ago" if seconds >= 1 else "just now"
+
+
+def _joined(*parts: str | bool | None, by: str = " · ") -> str:
+    return by.join(str(part) for part in parts if part)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONG else text[: LONG - 1] + "…"

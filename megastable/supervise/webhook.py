@@ -1,0 +1,46 @@
+"""One HTTP POST, in a process of its own that hooks.py can end: python -I webhook.py SECONDS < "URL, newline, JSON".
+
+No answer within SECONDS, a redirect or a status of 400 and more is a failure: code 1, and why on standard output. Only
+the standard library, so that it starts at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import urllib.error
+import urllib.request
+from http.client import HTTPException
+
+
+class Straight(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: a POST would arrive as a GET, or go round for ever."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def post(url: str, body: bytes) -> str:
+    """Why it failed, or "". The answer's text is read only as far as it helps a person."""
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json; charset=utf-8"})
+    try:
+        with urllib.request.build_opener(Straight).open(request):
+            return ""
+    except urllib.error.HTTPError as error:
+        with error:
+            if 300 <= error.code < 400:
+                return f"answered {error.code}: it has moved; give the address it moved to"
+            return f"answered {error.code} {error.reason}: {error.read(200).decode(errors='replace').strip()}"
+    except urllib.error.URLError as error:
+        return f"could not be reached: {error.reason}"
+    except (OSError, HTTPException, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    # Whoever started this ends it earlier; unless that process is gone.
+    signal.alarm(int(float(sys.argv[1])) + 2)
+    address, _, content = sys.stdin.buffer.read().partition(b"\n")
+    problem = post(address.decode(), content)
+    sys.stdout.buffer.write(problem.encode(errors="replace"))
+    sys.exit(1 if problem else 0)

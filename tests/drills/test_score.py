@@ -1,0 +1,158 @@
+"""What a run directory says of a drill."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastable.data.skips import SkipEntry, append
+from megastable.drills.plan import Policy
+from megastable.drills.scenarios import CLEAN, SCENARIOS, Scenario
+from megastable.drills.score import Score, causes_of, compare, is_right, met, score, steps_lost, within
+from megastable.rundir import RunDirectory
+
+BY_NAME = {s.name: s for s in SCENARIOS}
+DATA, RATE, BIT, KILL, DISK = (
+    BY_NAME[name] for name in ("random-tokens", "high-rate", "flipped-bit", "killed-rank", "damaged-checkpoint")
+)
+STRUCK = 5.0
+
+
+def incident(number: int, what: str, step: int, cause: str, **more: Any) -> dict[str, Any]:
+    """An event of the trainer's; without `policy=None` the policy's memory goes along."""
+    summary = {"number": number, "step": step, "kind": more.pop("kind", "recoverable"), "cause": cause}
+    summary |= {"seconds": more.pop("seconds", 0.5)}
+    event = {"event": "incident", "what": what, "number": number, "step": step, "policy": {}, "summary": summary, **more}
+    return {key: value for key, value in event.items() if value is not None}
+
+
+def told(tmp_path: Path, events: list[dict[str, Any]], val_loss: Any = 3.5, name: str = "run") -> Path:
+    """A run directory with a journal, an event a second, and a summary."""
+    run = RunDirectory(tmp_path / name)
+    run.root.mkdir()
+    lines = [json.dumps({"time": float(time), **event}) for time, event in enumerate(events)]
+    run.journal.write_text("".join(line + "\n" for line in lines))
+    if val_loss is not None:
+        run.summary.write_text(json.dumps({"steps": 160, "val_loss": val_loss}))
+    return run.root
+
+
+def judged(run: Path, scenario: Scenario, policy: Policy = Policy.OURS, **more: Any) -> Score:
+    return score(run, scenario, policy, 1, **more)
+
+
+START = {"event": "training", "step": 0}
+
+
+def rewound(at: int, to: int, cause: str, number: int = 1, **more: Any) -> list[dict[str, Any]]:
+    return [
+        incident(number, "opened", at, "unknown", **more),
+        incident(number, "attributed", at, cause, **more),
+        {**incident(number, "rewound", at, cause, **more), "step": None, "to_step": to},
+    ]
+
+
+def test_bad_data_that_was_found(tmp_path: Path) -> None:
+    refused = [{"event": "discarded", "step": step, "verdict": "outlier"} for step in (100, 101)]
+    run = told(tmp_path, [START, *refused, *rewound(101, 99, "data")])
+    for first, end in ((1590, 1620), (1618, 1630)):
+        append(run / "skips.jsonl", SkipEntry(first=first, end=end, reason="data", incident=1, step=101))
+    s = judged(run, DATA, bad=(1588, 1628))
+    assert (s.ended, s.step, s.val_loss) == ("finished", 160, 3.5)
+    assert (s.steps_lost, s.discarded, s.skipped, s.innocent) == (2, 2, 40, 2)
+    assert (s.false_alarms, s.kinds, s.causes, s.seconds_to_recover) == (0, ["recoverable"], ["data"], 0.5)
+    assert s.kind_right and s.cause_right
+
+
+def test_alarms_that_nothing_explains(tmp_path: Path) -> None:
+    events = [START, {"event": "discarded", "step": 70}, *rewound(72, 60, "data"), *rewound(103, 99, "data", 2)]
+    s = judged(told(tmp_path, events), DATA)
+    assert s.false_alarms == 2 and s.causes == ["data"] and s.cause_right
+    s = judged(told(tmp_path, events, name="clean"), CLEAN)
+    assert s.false_alarms == 3 and s.causes == []
+    # A fault from outside disturbs no number of the training: all that the trainer complains about is nothing.
+    s = judged(told(tmp_path, events, name="killed"), KILL, struck=0.5)
+    assert s.false_alarms == 3 and not s.cause_right
+
+
+def test_a_restart_after_a_death(tmp_path: Path) -> None:
+    ended = {"event": "ended", "step": 101}
+    again = {"event": "training", "step": 90}
+    died = [incident(1, what, 101, "process", policy=None) for what in ("opened", "closed")]
+    events = [START, {"event": "checkpoint", "step": 90}, {}, {}, {}, {}, ended, died[0], again, died[1]]
+    s = judged(told(tmp_path, [e or {"event": "warning"} for e in events]), KILL, struck=STRUCK)
+    assert (s.steps_lost, s.seconds_to_recover, s.false_alarms) == (11, 3.0, 0)
+    assert s.cause_right and s.kind_right
+    assert not judged(tmp_path / "run", DISK, struck=STRUCK).cause_right
+
+
+@pytest.mark.parametrize(
+    ("scenario", "named", "right"),
+    [
+        (DATA, {"data"}, True), (DATA, {"state"}, False), (DATA, {"data", "state"}, False), (DATA, set(), False),
+        (RATE, {"learning_rate"}, True), (RATE, {"learning_rate", "state"}, True), (RATE, {"state"}, False),
+        (RATE, {"learning_rate", "data"}, False), (BIT, {"state"}, True), (BIT, {"hardware"}, True),
+        (BIT, {"data"}, False), (DISK, {"storage", "process"}, True), (DISK, {"process"}, False),
+        (KILL, {"process", "storage"}, False), (CLEAN, set(), True), (CLEAN, {"data"}, False),
+    ],
+)  # fmt: skip
+def test_which_causes_are_right(scenario: Scenario, named: set[str], right: bool) -> None:
+    assert is_right(named, scenario) == right
+
+
+def test_a_single_refused_update_is_judged_by_what_was_found_of_it() -> None:
+    def located(kind: str) -> dict[str, Any]:
+        return {"event": "located", "kind": kind}
+
+    assert causes_of([], [located("not reproduced")]) == {"hardware"}
+    assert causes_of([], [located("state")]) == {"hardware"}
+    assert causes_of([], [located("backward")]) == causes_of([], []) == set()
+    assert causes_of([{"cause": "state"}], [located("not reproduced")]) == {"state"}
+
+
+def test_steps_are_lost_by_rewinds_and_by_restarts() -> None:
+    events = [START, {"event": "checkpoint", "step": 60}, *rewound(72, 60, "state"), *rewound(70, 50, "state")]
+    assert steps_lost(events) == 32
+    assert steps_lost([*events, {"event": "ended", "step": 90}, {"event": "training", "step": 60}]) == 62
+    assert steps_lost([START, {"event": "finished", "steps": 160}]) == 0
+
+
+def test_a_run_that_did_not_end(tmp_path: Path) -> None:
+    run = told(tmp_path, [START, {"event": "discarded", "step": 7}], val_loss=None)
+    s = judged(run, KILL, Policy.NOTHING)
+    assert (s.ended, s.step, s.val_loss, s.excess) == ("dead", 7, None, None)
+    assert s.cause_right is s.kind_right is s.seconds_to_recover is None
+    (run / "progress.json").write_text('{"step": 101}')
+    assert judged(run, KILL, Policy.NOTHING).step == 101
+
+
+def test_every_policy_is_compared_with_its_own_clean_run(tmp_path: Path) -> None:
+    def of(scenario: Scenario, policy: Policy, loss: Any) -> Score:
+        run = told(tmp_path, [START], loss, f"{scenario.name}-{policy}")
+        return judged(run, scenario, policy)
+
+    scores = compare(
+        [
+            of(CLEAN, Policy.OURS, 3.5), of(CLEAN, Policy.NOTHING, 3.6), of(DATA, Policy.OURS, 3.515),
+            of(DATA, Policy.NOTHING, 3.9), of(RATE, Policy.OURS, "nan"), of(BIT, Policy.SKIPPING, 3.5),
+        ]
+    )  # fmt: skip
+    excess = [s.excess for s in scores]
+    assert excess[:4] == pytest.approx([0, 0, 0.015, 0.3])
+    assert excess[4] is not None and math.isnan(excess[4]) and excess[5] is None
+    assert [within(s) for s in scores] == [True, True, True, False, False, False]
+
+
+def test_the_targets(tmp_path: Path) -> None:
+    good = judged(told(tmp_path, [START, *rewound(101, 99, "data")]), DATA).model_copy(update={"excess": 0.01})
+    wrong = good.model_copy(update={"cause_right": False})
+    worse = good.model_copy(update={"excess": 0.03})
+    better = good.model_copy(update={"excess": -0.03})
+    theirs = worse.model_copy(update={"policy": Policy.NOTHING})
+    assert met([]) and met([good]) and met([good, theirs])
+    assert not met([worse]) and not met([better]) and not met([wrong])
+    assert met([*[good] * 11, wrong]) and not met([*[good] * 10, wrong, wrong])

@@ -1,0 +1,616 @@
+"""The files of an incident: whole, true to the run directory, harmless whatever the texts say, made of what is left."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from markdown_it import MarkdownIt
+from typer.testing import CliRunner
+
+from megastable.data.corpora import open_corpora
+from megastable.data.documents import Document, documents_at
+from megastable.data.prepare import prepare_shards
+from megastable.errors import DataError
+from megastable.records import LAYER_SCHEMA, LayerRecord, Recorder, StepRecord
+from megastable.report.postmortem import incidents_of, pages, passes, pictures, texts, words, write_incidents
+from megastable.report.postmortem.__main__ import app
+from megastable.report.postmortem.evidence import Evidence, Log, Row
+from megastable.rundir import RunDirectory
+from megastable.stability.incident import Incident
+from megastable.stability.policy import Action, Cause
+from megastable.stability.signals import Verdict
+from tests.conftest import LENGTH, tiny
+from tests.data.texts import documents, sentencepiece_file
+from tests.full_disk import files_no_larger_than
+from tests.report.test_safe import HOSTILE
+
+NASTY = "\x1b[31m<script>alert(1)</script>\u202e</pre> ``` | **x** <img src=http://x.y/z>\x00"
+SPIKE: dict[str, Any] = {
+    "step": 31, "onset": 30, "verdict": Verdict.SPIKE, "kind": "recoverable", "loss_before": 4.0, "loss_peak": 9.0,
+    "norm_peak": 7.5, "batches_discarded": 2, "steps_lost": 2, "seconds": 1.5,
+}  # fmt: skip
+Make = Callable[..., Path]
+
+
+def step_record(
+    step: int, time: float, loss: float, applied: bool = True, first: int | None = None
+) -> StepRecord:
+    first = 8 * (step - 1) if first is None else first
+    return StepRecord(
+        step=step, time=time, first_position=first, next_position=first + 8, applied=applied, finite=True,
+        clipped=False, loss=loss, z_loss=0.0, z=1.0, grad_norm=loss / 4, lr=1e-3, worst_position=first,
+        worst_loss=loss, worst_micro_batch=0, worst_rank=0, worst_positions=[first], worst_losses=[loss], seconds=0.5,
+        data_seconds=0.0, tokens_per_second=100.0, mfu_full=0.1, mfu_causal=0.1, memory=1.0, loss_scale=1.0,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hostile_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus with a real tokenizer; every third document is hostile."""
+    folder = tmp_path_factory.mktemp("hostile")
+    (folder / "in").mkdir()
+    for number, text in enumerate(documents(60, 200)):
+        (folder / "in" / f"{number:03d}.txt").write_text(text if number % 3 else f"{number}{NASTY * 3}")
+    prepare_shards([folder / "in"], folder / "corpus", sentencepiece_file(folder), progress=False)
+    return folder / "corpus"
+
+
+def make_run(corpus: Path, root: Path, *incidents: Incident, **parts: Any) -> Path:
+    """A run directory in which the steps 30 and 31 went wrong, and were done again after a rewind."""
+    run = RunDirectory(root)
+    root.mkdir()
+    config = tiny(corpus, root, **({"train": {"steps": 60, "global_batch": 8}} | parts))
+    run.recipe.write_text(yaml.safe_dump({"config": config.model_dump(mode="json"), "manifests": []}))
+    run.steps.mkdir()
+    run.layers.mkdir()
+    recorder, layers = Recorder(run.steps, 20), Recorder(run.layers, 1, LAYER_SCHEMA)
+    for number, step in enumerate([*range(1, 32), *range(30, 51)]):
+        bad = number in (29, 30)
+        recorder.add(step_record(step, 1000.0 + number, 9.0 if bad else 4.0, not bad))
+    recorder.flush()
+    layers.add(LayerRecord(20, 1019.0, "blocks.0", activation_rms=1.0))
+    layers.add(LayerRecord(40, 1041.0, "blocks.0", activation_rms=3.0))
+    note(run, 1000.0, "training", step=0, cursor=0, world=2)
+    for incident in incidents:
+        tell(run, incident)
+    return root
+
+
+@pytest.fixture
+def make(hostile_corpus: Path, tmp_path: Path) -> Make:
+    """`make_run` on a corpus that is hostile."""
+    return partial(make_run, hostile_corpus, tmp_path / "run")
+
+
+def note(run: RunDirectory, time: float, event: str, **fields: Any) -> None:
+    with run.journal.open("a") as journal:
+        journal.write(json.dumps({"time": time, "event": event, **fields}) + "\n")
+
+
+def tell(run: RunDirectory, incident: Incident, time: float = 1030.5, **fields: Any) -> None:
+    """The journal of an incident that was opened, undone and closed, with all that is known of it at the end."""
+    summary = incident.model_dump(mode="json")
+    number = {"number": incident.number, "summary": summary, "policy": {"clock": incident.step + 9}}
+    note(run, time, "incident", what="opened", step=incident.step, reason="up", action="rewind", **number)
+    suspects = [{"position": 236, "loss": 9.5, "z": "inf", "gradient_norm": None}]
+    more = {
+        "cause": "data",
+        "reason": "bad",
+        "action": "rewind",
+        "remedy": "skipped",
+        "suspects": suspects,
+    } | fields
+    note(run, time, "incident", what="attributed", **more, **number)
+    note(run, time, "incident", what="rewound", to_step=29, cursor=232, **number)
+    note(run, time + 10, "incident", what="closed", **number)
+
+
+def data_incident(corpus: Path, ranges: list[tuple[int, int]], **change: Any) -> Incident:
+    config = tiny(corpus, Path("unused"))
+    source = open_corpora(config.data.corpora, LENGTH, config.run.seed).train
+    found = documents_at(source, np.array(texts.take(ranges, 1000)))
+    known = SPIKE | {
+        "cause": Cause.DATA, "actions": [Action.REWIND], "reasons": ["they are bad"], "positions": ranges,
+        "documents": [d.model_dump() for d in found], "loss_after": 4.1, "outcome": "healed",
+    }  # fmt: skip
+    return Incident(number=1, **(known | change))
+
+
+@pytest.fixture
+def spike(make: Make, hostile_corpus: Path) -> Path:
+    return make(data_incident(hostile_corpus, [(236, 248)]))
+
+
+# What is there
+
+
+def test_an_incident_becomes_a_folder_of_files_that_a_person_opens(spike: Path) -> None:
+    (folder,) = write_incidents(spike)
+    assert folder == spike / "incidents" / "0001"
+    assert {p.name for p in folder.iterdir()} == {
+        "report.html", "postmortem.md", "plot.png", "tokens.png", "samples.txt", "documents.csv", "layers.csv",
+        "evidence.json",
+    }  # fmt: skip
+    assert all((folder / name).read_bytes()[:4] == b"\x89PNG" for name in ("plot.png", "tokens.png"))
+    text = (folder / "postmortem.md").read_text()
+    assert "**At step 30 the loss jumped from 4.00 to 9.00.** 12 samples of " in text
+    assert (
+        "back in memory to step 29, skipped them and went on. By step 39 the loss was on its trend again, at 4.10."
+        in text
+    )
+    parts = [
+        "Symptoms",
+        "Evidence",
+        "Classification",
+        "Recovery",
+        "Outcome",
+        "Cost",
+        "Follow-ups",
+        "Timeline",
+        "Files",
+    ]
+    assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == parts
+    assert "0001/report.html" in (folder.parent / "index.html").read_text()
+
+
+def test_the_evidence_for_machines_is_read_back_as_it_was(spike: Path) -> None:
+    (folder,) = write_incidents(spike)
+    (evidence,) = incidents_of(spike)
+    assert Evidence.model_validate_json((folder / "evidence.json").read_bytes()) == evidence
+    assert (evidence.back_to, evidence.healed_at, evidence.problems) == ([29], 39, [])
+    first, second = evidence.passes
+    assert (first[-1].step, first[-1].applied, second[0].step, second[0].loss) == (31, False, 30, 4.0)
+    assert [s.position for s in evidence.samples] == list(range(236, 248))
+    assert evidence.suspects[0].loss == 9.5 == evidence.samples[0].loss
+    assert evidence.layers is not None and evidence.layers.values[0].ratio == 3.0
+    (row,) = csv.DictReader((folder / "layers.csv").open())
+    assert row == {
+        "name": "blocks.0",
+        "statistic": "activation_rms",
+        "before (step 20)": "1.0",
+        "after (step 40)": "3.0",
+        "ratio": "3.0",
+    }
+
+
+def test_the_texts_are_those_of_the_documents_with_their_ends(spike: Path) -> None:
+    (evidence,) = incidents_of(spike)
+    pieces = [piece for sample in evidence.samples for piece in sample.pieces]
+    assert {(p.shard, p.document) for p in pieces} == {
+        (d.shard, d.document) for d in evidence.incident.documents
+    }
+    assert any(piece.ends for piece in pieces)
+    text = "".join(piece.text for piece in pieces)
+    assert "\x1b[31m" in text and "<script>" in text
+
+
+def test_the_cost_is_counted_in_steps_tokens_hours_and_money(make: Make, hostile_corpus: Path) -> None:
+    run = make(
+        data_incident(hostile_corpus, [(236, 248)]), supervise={"gpu_hour_price": 3600.0, "currency": "EUR"}
+    )
+    (evidence,) = incidents_of(run)
+    cost = evidence.cost
+    assert (cost.steps, cost.tokens, cost.batches_refused) == (2, 2 * 8 * LENGTH, 2)
+    assert cost.seconds == pytest.approx(2 * 0.5 + 1.5)  # two steps done again, and the search
+    assert cost.gpu_hours == pytest.approx(2 * 2.5 / 3600) and cost.money == pytest.approx(2 * 2.5)
+    assert "3600 EUR" in words.cost_explained(evidence)
+    assert "5.00 EUR" in pages.index([evidence])
+
+
+# Again and again
+
+
+def test_what_did_not_change_is_not_written_again(spike: Path) -> None:
+    (folder,) = write_incidents(spike)
+    before = {p: p.stat().st_mtime_ns for p in spike.glob("incidents/**/*")}
+    assert write_incidents(spike) == []
+    assert {p: p.stat().st_mtime_ns for p in spike.glob("incidents/**/*")} == before
+    assert write_incidents(spike, again=1) == [folder]
+
+
+def test_an_event_more_writes_it_again_and_leaves_the_others_alone(make: Make, hostile_corpus: Path) -> None:
+    one = data_incident(hostile_corpus, [(236, 248)])
+    run = make(one, one.model_copy(update={"number": 2, "outcome": "open", "loss_after": None}))
+    assert len(write_incidents(run)) == 2
+    note(RunDirectory(run), 1050.0, "evaluated", step=50, loss=3.9)
+    write_incidents(run)
+    note(RunDirectory(run), 1051.0, "checkpoint", step=50, name="step-50")
+    closed = one.model_copy(update={"number": 2}).model_dump(mode="json")
+    note(RunDirectory(run), 1052.0, "incident", what="closed", number=2, summary=closed)
+    assert [p.name for p in write_incidents(run)] == ["0002"]
+
+
+def test_killed_in_between_it_is_written_whole_the_next_time(
+    spike: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megastable.report import postmortem
+
+    (folder,) = write_incidents(spike)
+    whole = {p.name: p.read_bytes() for p in folder.iterdir()}
+    put, left = postmortem._put, [3]
+
+    def killed(path: Path, content: bytes) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        put(path, content)
+
+    (folder / "samples.txt").write_text("of an older version")
+    monkeypatch.setattr(postmortem, "_put", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_incidents(spike, again=1)
+    monkeypatch.undo()
+    assert not (folder / "evidence.json").exists()
+    assert write_incidents(spike) == [folder]
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == whole
+
+
+def test_a_full_disk_is_said_and_nothing_is_lost(spike: Path) -> None:
+    with (
+        files_no_larger_than(20_000),
+        pytest.raises(DataError, match=r"0001 could not be written: .*make room"),
+    ):
+        write_incidents(spike)
+    assert not list(spike.glob("incidents/**/.*")), "no temporary file stays"
+    assert len(write_incidents(spike)) == 1
+
+
+# Whatever the texts say
+
+
+class Structure(HTMLParser):
+    """The tags of a page with the names of their attributes; escapes set apart are no structure."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, tuple[str, ...]]] = []
+        self.addresses: set[str] = set()
+        self.text = ""
+        self._escape = 0
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if ("class", "esc") in attrs:
+            self._escape += 1
+            return
+        self.tags.append((tag, tuple(name for name, _ in attrs)))
+        self.addresses |= {value or "" for name, value in attrs if name in ("href", "src")}
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._escape and tag == "span":
+            self._escape -= 1
+        else:
+            self.tags.append((f"/{tag}", ()))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def handle_comment(self, data: str) -> None:
+        self.tags.append(("comment", ()))
+
+
+def saying(evidence: Evidence, text: str) -> Evidence:
+    """The same incident, with `text` wherever text comes from outside."""
+    document = Document(corpus=text, shard=text, document=1, first_token=0, tokens=5)
+    incident = evidence.incident.model_copy(
+        update={"failure": f"f{text}", "reasons": [text], "documents": [document], "outcome": f"o{text}"}
+    )
+    sample, tokens, layers = evidence.samples[0], evidence.tokens, evidence.layers
+    assert tokens is not None and layers is not None
+    pieces = [texts.Piece(text=text, ends=True, shard=text, document=3)]
+    return evidence.model_copy(update={
+        "run": evidence.run.model_copy(update={"name": text, "currency": text}),
+        "incident": incident, "problems": [text],
+        "samples": [sample.model_copy(update={"corpus": text, "pieces": pieces})],
+        "timeline": [entry.model_copy(update={"text": text}) for entry in evidence.timeline],
+        "logs": [Log(source=text, file="attempt.log", bytes=3, text=f"log {text}")],
+        "layers": layers.model_copy(update={"values": [v.model_copy(update={"name": text}) for v in layers.values]}),
+        "tokens": tokens.model_copy(update={"top": [s.model_copy(update={"text": text}) for s in tokens.top]}),
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def evidence(hostile_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Evidence:
+    incident = data_incident(hostile_corpus, [(236, 248)])
+    (evidence,) = incidents_of(
+        make_run(hostile_corpus, tmp_path_factory.mktemp("evidence") / "run", incident)
+    )
+    return evidence
+
+
+QUICK = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FILES = ["report.html", "samples.txt", "attempt.log"]
+
+
+@QUICK
+@given(text=HOSTILE)
+def test_no_tag_and_no_attribute_of_a_page_comes_from_a_text(evidence: Evidence, text: str) -> None:
+    bad, good = saying(evidence, text), saying(evidence, "harmless")
+    page = Structure(pages.report(bad, {}, FILES))
+    plain = Structure(pages.report(good, {}, FILES))
+    assert page.tags == plain.tags and page.addresses == plain.addresses
+    assert all(c.isprintable() or c in "\n\t" for c in page.text)
+    assert Structure(pages.index([bad])).tags == Structure(pages.index([good])).tags
+
+
+@QUICK
+@given(text=HOSTILE)
+def test_no_markup_of_the_post_mortem_comes_from_a_text(evidence: Evidence, text: str) -> None:
+    def kinds(evidence: Evidence) -> Iterator[str]:
+        markdown = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+        for token in markdown.parse(pages.postmortem(evidence, FILES)):
+            yield token.type
+            for part in token.children or ():
+                if part.type not in ("text", "softbreak") and part.content != "<!-- -->":
+                    yield part.type
+
+    # Empty cells and names are as good as any other.
+    assert list(kinds(saying(evidence, f"a{text}z"))) == list(kinds(saying(evidence, "harmless")))
+
+
+@QUICK
+@given(text=HOSTILE)
+def test_plain_files_hold_nothing_that_does_not_show(evidence: Evidence, text: str) -> None:
+    bad = saying(evidence, text)
+    for content in (pages.samples(bad), pages.documents(bad), pages.layers(bad)):
+        assert all(c.isprintable() or c in "\n\t" for c in content)
+    forged = [
+        line for line in pages.samples(saying(evidence, f"\n== {text}")).split("\n") if line.startswith("==")
+    ]
+    assert len(forged) == 1
+    assert len(list(csv.reader(pages.documents(bad).splitlines()))) == 2
+
+
+def test_a_page_needs_nothing_from_elsewhere(spike: Path) -> None:
+    (folder,) = write_incidents(spike)
+    page = Structure((folder / "report.html").read_text())
+    inside = {a for a in page.addresses if a.startswith("data:image/png;base64,")}
+    assert len(inside) == 2
+    assert all((folder / address).resolve().exists() for address in page.addresses - inside)
+    assert not {"script", "link", "iframe"} & {tag for tag, _ in page.tags}
+    assert "\\x1b[31m<script>" in page.text.replace("\n", "")
+
+
+@pytest.mark.parametrize("text", [NASTY, "日本語\U0001f600", "$a_b$ \\frac", "\ud800", " \n"])
+def test_labels_of_pictures_are_plain(
+    evidence: Evidence, text: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    assert pictures.label_of(text).isprintable() and len(pictures.label_of(text)) <= pictures.LABEL
+    tokens = saying(evidence, text).tokens
+    assert tokens is not None and pictures.tokens_picture(tokens).startswith(b"\x89PNG")
+    assert not [w for w in recwarn if "Glyph" in str(w.message)]
+
+
+# Other incidents
+
+
+def breakdown(**change: Any) -> Incident:
+    failure = "rank 1 on node-3 was killed by signal 9 (SIGKILL)"
+    known = {
+        "step": 45,
+        "onset": 45,
+        "verdict": "crash",
+        "kind": "recoverable",
+        "cause": "process",
+        "failure": failure,
+    }
+    return Incident.model_validate({"number": 1, "actions": ["restart"], "steps_lost": 5} | known | change)
+
+
+def test_of_a_crash_failure_log_and_stacks_are_shown(make: Make) -> None:
+    root = make()
+    run, crash = (
+        RunDirectory(root),
+        breakdown(evidence=["logs/a.log", "logs/a/rank-1.stacks", "../../secret", "logs/no"]),
+    )
+    (root / "logs/a").mkdir(parents=True)
+    (root / "logs/a.log").write_bytes(b"early\n" * 400_000 + b"\x1b[31mError: <b>\x07\x1b[0m")
+    (root / "logs/a/rank-1.stacks").write_text("rank 1 on node-3: step after step 45\n")
+    (root.parent.parent / "secret").write_text("x")
+    number = {"number": 1, "summary": crash.model_dump(mode="json")}
+    note(run, 1100.0, "ended", attempt=1, failure=crash.failure, step=45)
+    note(run, 1100.1, "incident", what="opened", **number)
+    note(run, 1101.0, "launched", attempt=2)
+    note(run, 1107.0, "resumed", step=40, checkpoint="step-40", cursor=320)
+    note(run, 1108.0, "training", step=40, cursor=320, world=2)
+    (folder,) = write_incidents(root)
+    (evidence,) = incidents_of(root)
+    text = (folder / "postmortem.md").read_text()
+    assert text.splitlines()[2].startswith(
+        f"**R{crash.failure[1:]}.** The run went on from step 40; steps done again: 5."
+    )
+    assert "\nError: <b>\\x07\n```" in text
+    assert (folder / "a.log").stat().st_size < 1.1 * 2**20 and (folder / "a-rank-1.stacks").exists()
+    assert [p.split()[0] for p in evidence.problems] == ["../../secret", "logs/no"]
+    assert not evidence.samples and evidence.tokens is None and not (folder / "tokens.png").exists()
+    # 8 s without training, and 5 steps of half a second, on 2 ranks.
+    assert evidence.cost.seconds == pytest.approx(8 + 2.5)
+    assert evidence.cost.gpu_hours == pytest.approx(2 * 10.5 / 3600)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"verdict": "hang", "failure": ""}, "After step 45 the run hung."),
+        ({"verdict": "damaged_checkpoint", "cause": "storage", "failure": ""}, "a checkpoint was damaged."),
+        (SPIKE | {"cause": "learning_rate", "actions": ["rewind", "cut_lr"]}, "the learning rate was. The run"),
+        (SPIKE | {"cause": "hardware", "actions": ["rewind"]}, "something else: hardware."),
+        (SPIKE | {"cause": "state", "actions": ["rewind"], "positions": [(232, 248)]}, "skipped the window"),
+        (SPIKE | {"verdict": "drift", "actions": []}, "the loss drifted away, from 4.00 to 9.00. It is still open"),
+        (SPIKE | {"verdict": "non_finite", "loss_peak": None, "actions": []}, "were not finite."),
+        (SPIKE | {"loss_peak": 4.0, "actions": ["stop"], "outcome": "stopped"}, "the gradient norm went up to 7.5."),
+        (SPIKE | {"cause": "data", "actions": ["rewind", "swap_corpus"]}, "without their corpus."),
+        (SPIKE | {"cause": "code", "actions": ["handover"], "outcome": "handed over"}, "It was handed over"),
+    ],
+)  # fmt: skip
+def test_every_kind_of_incident_has_its_words(make: Make, change: dict[str, Any], said: str) -> None:
+    run = make(breakdown(**({"failure": ""} | change)))
+    (evidence,) = incidents_of(run)
+    assert said in words.headline(evidence)
+    assert words.follow_ups(evidence)
+    Structure(pages.report(evidence, {}, FILES))
+    MarkdownIt().parse(pages.postmortem(evidence, FILES))
+
+
+def test_ten_thousand_guilty_samples_stay_readable(make: Make, hostile_corpus: Path) -> None:
+    run = make(data_incident(hostile_corpus, [(100, 110), (200, 10_190)]))
+    (folder,) = write_incidents(run)
+    (evidence,) = incidents_of(run)
+    assert len(evidence.samples) == texts.SHOWN and evidence.tokens is not None
+    assert evidence.tokens.samples == texts.COUNTED
+    assert (folder / "report.html").stat().st_size < 1_000_000
+    assert "10,000 samples" in (folder / "postmortem.md").read_text()
+
+
+# What is left
+
+
+def test_without_corpus_recipe_or_records_it_says_so_and_goes_on(spike: Path, hostile_corpus: Path) -> None:
+    run = RunDirectory(spike)
+    sorted(run.steps.iterdir())[1].write_bytes(b"PAR1")
+    run.journal.write_bytes(run.journal.read_bytes() + b'{"time": 10')
+    (evidence,) = incidents_of(spike)
+    assert len(evidence.problems) == 1 and "is damaged" in evidence.problems[0] and evidence.samples
+    config = yaml.safe_load(run.recipe.read_text())
+    config["config"]["data"]["corpora"][0]["path"] = str(spike / "gone")
+    run.recipe.write_text(yaml.safe_dump(config))
+    (evidence,) = incidents_of(spike)
+    assert any(p.startswith("the texts: ") and "gone" in p for p in evidence.problems)
+    run.recipe.unlink()
+    (folder,) = write_incidents(spike)
+    (evidence,) = incidents_of(spike)
+    assert (
+        any(p.startswith("the recipe: ") for p in evidence.problems) and evidence.cost.gpu_hours is not None
+    )
+    assert "What could not be had" in (folder / "report.html").read_text()
+    assert not (folder / "samples.txt").exists() and (folder / "plot.png").exists()
+
+
+def test_what_is_not_on_the_disk_yet_the_journal_has(spike: Path) -> None:
+    for path in (spike / "steps").iterdir():
+        path.unlink()
+    refused = {"verdict": "spike", "reason": "up", "loss": "nan", "grad_norm": 3.0, "loss_scale": 1.0}
+    note(RunDirectory(spike), 1029.0, "discarded", step=30, first_position=232, next_position=240, **refused)
+    (evidence,) = incidents_of(spike)
+    ((row,),) = evidence.passes
+    assert (row.step, row.applied, row.grad_norm) == (30, False, 3.0) and row.loss != row.loss
+    assert pictures.steps_picture(evidence) is not None
+
+
+def test_a_summary_of_another_version_is_read_as_far_as_it_goes(make: Make) -> None:
+    run = make()
+    odd = {
+        "number": 7,
+        "step": 31,
+        "onset": "soon",
+        "kind": 5,
+        "flavour": "x",
+        "loss_peak": "inf",
+        "documents": [{"a": 1}],
+    }
+    note(RunDirectory(run), 1030.0, "incident", what="opened", number=7, summary=odd)
+    (folder,) = write_incidents(run)
+    (evidence,) = incidents_of(run)
+    assert folder.name == "0007" and (evidence.incident.onset, evidence.incident.step) == (0, 31)
+    assert {p.split("=")[0] for p in evidence.problems} == {
+        f"the incident: {k}" for k in ("onset", "kind", "documents")
+    }
+
+
+def test_of_a_run_without_incidents_nothing_is_written(make: Make, tmp_path: Path) -> None:
+    run = make()
+    assert write_incidents(run) == [] and not (run / "incidents").exists()
+    with pytest.raises(DataError, match=r"journal\.jsonl does not exist: give the directory of a run"):
+        write_incidents(tmp_path / "nothing")
+
+
+# By hand
+
+
+def test_by_hand(spike: Path) -> None:
+    def call(*arguments: object) -> tuple[int, str]:
+        done = CliRunner().invoke(app, [str(a) for a in arguments])
+        return done.exit_code, done.output
+
+    assert call(spike, "--json")[1].count('"format"') == 1 and not (spike / "incidents").exists()
+    assert json.loads(call(spike, 1, "--json")[1])["incident"]["number"] == 1
+    code, said = call(spike)
+    assert code == 0 and said.replace("\n", "").endswith("incidents/0001/report.html")
+    assert "nothing new" in call(spike)[1]
+    for arguments in ((spike, 9), (spike, 9, "--json"), (spike / "no",)):
+        code, said = call(*arguments)
+        assert code == 2 and "Traceback" not in said and "journal.jsonl" in said
+    assert "Examples" in call("--help")[1]
+
+
+def test_it_runs_where_no_torch_is() -> None:
+    heavy = "{'torch', 'deepspeed', 'matplotlib'}"
+    code = f"import sys, megastable.report.postmortem.__main__; print(sorted({heavy} & {{*sys.modules}}))"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )
+
+
+# Parts
+
+
+def test_what_was_done_again_is_told_from_what_stood() -> None:
+    def row(step: int, time: float) -> dict[str, Any]:
+        return {
+            "step": step,
+            "time": time,
+            "loss": 1.0,
+            "grad_norm": 1.0,
+            "first_position": 0,
+            "next_position": 8,
+        }
+
+    steps = [row(s, t) for t, s in enumerate([1, 2, 3, 4, 3, 4, 5, 2, 3, 4, 5, 6])]
+    parts = passes.passes(steps)
+    assert [[r["step"] for r in part] for part in parts] == [[1, 2, 3, 4], [3, 4, 5], [2, 3, 4, 5, 6]]
+    stood, undone = pictures.standing([[Row.model_validate(r) for r in part] for part in parts])
+    assert [r.step for r in stood] == [1, 2, 3, 4, 5, 6]
+    assert [[r.step for r in part] for part in undone] == [[2, 3, 4], [1, 2, 3, 4, 5]]
+
+
+def test_positions_are_spread_evenly_over_ranges() -> None:
+    ranges = [(10, 12), (20, 23), (100, 105)]
+    every = [10, 11, 20, 21, 22, 100, 101, 102, 103, 104]
+    assert texts.take(ranges, 4) == every[:4] and texts.count(ranges) == 10
+    assert texts.spread(ranges, 100).tolist() == every
+    assert texts.spread(ranges, 5).tolist() == every[::2]
+
+
+def test_readings_of_token_statistics(evidence: Evidence) -> None:
+    tokens = evidence.tokens
+    assert tokens is not None
+    known = {
+        "vocabulary": 1000,
+        "guilty_tokens": 5000,
+        "distance": 0.3,
+        "usual_distance": 0.3,
+        "guilty_entropy": 4.0,
+    }
+    top = [texts.TokenShare(token=1, text="a", guilty=0.1, corpus=0.1)]
+
+    def reading(**change: Any) -> str:
+        return tokens.model_copy(update=known | {"top": top} | change).reading
+
+    assert "repetition" in reading(top=[top[0].model_copy(update={"guilty": 0.9})])
+    assert "random" in reading(guilty_entropy=6.8)
+    assert "order" in reading()
+    assert "another kind" in reading(distance=0.8)

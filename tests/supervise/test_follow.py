@@ -1,0 +1,156 @@
+"""Following a file of JSON lines while it grows, is torn, mended, shortened and replaced."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastable import jsonl
+from megastable.supervise.follow import ANCHOR, Follower
+
+ENTRIES = st.lists(
+    st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=6) | st.none(), max_size=3), max_size=8
+)  # fmt: skip
+RUBBISH = st.sampled_from([b"", b"{", b"\0\0\0", b"\xff}", b"[1, 2]", b'{"a": }', b"12"])
+
+
+def lines(entries: list[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(e).encode() + b"\n" for e in entries)
+
+
+def append(path: Path, content: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(content)
+
+
+@settings(deadline=None, max_examples=80)
+@given(ENTRIES, st.lists(RUBBISH, max_size=8), st.data())
+def test_any_pieces_give_the_same_events_each_once(
+    entries: list[dict[str, Any]], rubbish: list[bytes], data: st.DataObject
+) -> None:
+    mixed = [lines([e]) for e in entries]
+    for piece in rubbish:
+        mixed.insert(data.draw(st.integers(0, len(mixed))), piece + b"\n")
+    content = b"".join(mixed)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=12)))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "a.jsonl")
+        follower, found, done = Follower(path), list[dict[str, Any]](), 0
+        assert follower.new() == []
+        for begin, end in zip([0, *cuts], [*cuts, len(content)]):
+            append(path, content[begin:end])
+            found += follower.new()
+            done = content[:end].count(b"\n")
+            whole = [json.loads(m) for m in mixed[:done] if m.startswith(b"{") and m[:-1] not in rubbish]
+            # The line in the middle of which the file ends may have come already, without its newline.
+            assert len(found) - len(whole) in (0, 1) and found[: len(whole)] == whole
+        assert found == entries
+        assert follower.damaged == sum(piece != b"" for piece in rubbish)
+        assert follower.new() == [] and follower.starts == 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(ENTRIES, ENTRIES, st.data())
+def test_a_torn_line_that_is_set_aside_costs_nothing(
+    before: list[dict[str, Any]], after: list[dict[str, Any]], data: st.DataObject
+) -> None:
+    """A process dies in the middle of a line; the next one mends the file before it appends."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "a.jsonl")
+        torn = json.dumps({"event": "torn", "n": 1})
+        append(path, lines(before) + torn[: data.draw(st.integers(0, len(torn) - 1))].encode())
+        follower = Follower(path)
+        found = follower.new()
+        for entry in after:
+            jsonl.append(path, json.dumps(entry))
+            found += follower.new()
+        assert found == before + after
+        assert follower.starts == 1
+
+
+def test_an_object_without_its_newline_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    append(path, b'{"n": 1}\n{"n": 2}')
+    follower = Follower(path)
+    assert follower.new() == [{"n": 1}, {"n": 2}]
+    append(path, b'\n{"n": 3}\n')
+    assert follower.new() == [{"n": 3}]
+
+
+@pytest.mark.parametrize("longer", [False, True])
+def test_another_file_is_read_from_its_beginning(longer: bool, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    append(path, lines([{"n": n} for n in range(5)]))
+    follower = Follower(path)
+    assert len(follower.new()) == 5
+    other = [{"m": m} for m in range(9 if longer else 2)]
+    (tmp_path / "b").write_bytes(lines(other))
+    (tmp_path / "b").replace(path)
+    assert follower.new() == other
+    assert follower.starts == 2
+    append(path, lines([{"m": -1}]))
+    assert follower.new() == [{"m": -1}]
+
+
+def test_a_shortened_file_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    append(path, lines([{"n": 1}, {"n": 2}]))
+    follower = Follower(path)
+    follower.new()
+    path.write_bytes(lines([{"n": 1}]))
+    assert follower.new() == [{"n": 1}] and follower.starts == 2
+    path.write_bytes(b"")
+    assert follower.new() == []
+    append(path, lines([{"n": 7}]))
+    assert follower.new() == [{"n": 7}]
+
+
+def test_the_same_content_under_a_new_inode_is_not_told_twice(tmp_path: Path) -> None:
+    """As after a copy back from a backup, or an editor that saved what it had loaded."""
+    path = tmp_path / "a.jsonl"
+    content = lines([{"n": n, "text": "x" * 100} for n in range(2 * ANCHOR // 100)])
+    append(path, content)
+    follower = Follower(path)
+    follower.new()
+    (tmp_path / "b").write_bytes(content + lines([{"n": -1}]))
+    (tmp_path / "b").replace(path)
+    assert follower.new() == [{"n": -1}] and follower.starts == 1
+
+
+def test_a_file_that_comes_late_or_goes(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    follower = Follower(path)
+    assert follower.new() == [] and follower.problem == ""
+    append(path, lines([{"n": 1}]))
+    assert follower.new() == [{"n": 1}]
+    path.unlink()
+    assert follower.new() == []
+    append(path, lines([{"n": 1}, {"n": 2}]))
+    assert follower.new() == [{"n": 2}]
+
+
+def test_a_folder_in_its_place_is_said(tmp_path: Path) -> None:
+    follower = Follower(tmp_path)
+    assert follower.new() == []
+    assert "cannot be read" in follower.problem
+
+
+def test_brackets_without_end_are_a_damaged_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    append(path, b'{"a": ' + b"[" * 200_000 + b"}\n" + lines([{"n": 1}]))
+    follower = Follower(path)
+    assert follower.new() == [{"n": 1}] and follower.damaged == 1
+
+
+def test_reading_stopped_in_the_middle_goes_on_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    append(path, lines([{"n": n} for n in range(4)]))
+    follower = Follower(path)
+    assert next(follower.stream()) == {"n": 0}
+    assert follower.new() == [{"n": 1}, {"n": 2}, {"n": 3}]

@@ -1,0 +1,112 @@
+"""What Prometheus sees, over real HTTP on loopback."""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY
+from prometheus_client.parser import text_string_to_metric_families
+
+from megastable.errors import ConfigError
+from megastable.supervise.metrics import Metrics
+from megastable.supervise.status import Status, read_status
+from tests.supervise.runs import incident, journal
+
+
+def scrape(metrics: Metrics) -> dict[str, float]:
+    """`name{label values in order}` -> value."""
+    address = f"http://127.0.0.1:{metrics.port}/metrics"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(address, timeout=20) as answer:
+        text = answer.read().decode()
+    return {
+        "|".join([sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "run")]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.fixture
+def status(tmp_path: Path) -> Status:
+    run = tmp_path / 'odd"\nname'
+    run.mkdir()
+    journal(
+        run,
+        {"event": "launched", "attempt": 1},
+        {"event": "training", "step": 0, "world": 2},
+        {"event": "discarded", "step": 3, "reason": "spike"},
+        incident(1, outcome="healed", cause="data", steps_lost=4),
+        incident(2, outcome="open", cause="unknown", steps_lost=1),
+        {"event": "ended", "attempt": 1, "signal": 9, "failure": "rank 1 was killed"},
+        {"event": "restart", "attempt": 2, "reason": "killed", "delay": 0},
+        {"event": "evaluated", "step": 7, "loss": 2.5},
+    )
+    (run / "progress.json").write_text(
+        json.dumps(
+            {"attempt": 1, "phase": "step", "step": 7, "steps": 20, "loss": "nan", "lr": 1e-3, "time": 5.0}
+        )
+    )
+    return read_status(run)
+
+
+def test_a_status_is_served(status: Status) -> None:
+    metrics = Metrics(0)
+    try:
+        assert scrape(metrics) == {}
+        metrics.update(status)
+        found = scrape(metrics)
+        assert found["megastable_step"] == 7 and found["megastable_steps"] == 20
+        assert found["megastable_loss_nats"] != found["megastable_loss_nats"]  # nan
+        assert found["megastable_learning_rate"] == 1e-3
+        assert found["megastable_validation_loss_nats"] == 2.5
+        assert found["megastable_up"] == 0 and found["megastable_supervisor_up"] == 0
+        assert found["megastable_restarts_total|killed"] == 1
+        assert found["megastable_incidents_total|data|recoverable|spike"] == 1
+        assert found["megastable_incidents_open"] == 1
+        assert found["megastable_updates_refused_total"] == 1 and found["megastable_steps_lost_total"] == 5
+        assert "megastable_grad_norm" not in found
+        assert sum(value for name, value in found.items() if name.startswith("megastable_state|")) == 1
+        metrics.update(replace(status, step=8))
+        assert scrape(metrics)["megastable_step"] == 8
+    finally:
+        metrics.close()
+    metrics.close()
+
+
+def test_two_runs_in_one_process_share_nothing(status: Status) -> None:
+    before = {family.name for family in REGISTRY.collect()}
+    first, second = Metrics(0), Metrics(0)
+    first.update(status)
+    assert scrape(second) == {} and scrape(first)
+    assert {family.name for family in REGISTRY.collect()} == before
+    first.close()
+    second.close()
+
+
+def test_only_this_host_is_served(status: Status) -> None:
+    metrics = Metrics(0)
+    assert metrics._server.server_address[0] == "127.0.0.1"
+    metrics.close()
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.1", metrics.port), timeout=5):
+        pass
+
+
+def test_a_port_in_use_is_said() -> None:
+    metrics = Metrics(0)
+    with pytest.raises(ConfigError, match=rf"supervise.metrics_port={metrics.port}.*another port"):
+        Metrics(metrics.port)
+    metrics.close()
+    Metrics(metrics.port).close()
+
+
+def test_a_visitor_who_says_nothing_holds_nobody_up(status: Status) -> None:
+    metrics = Metrics(0)
+    metrics.update(status)
+    with socket.create_connection(("127.0.0.1", metrics.port), timeout=20):
+        assert scrape(metrics)["megastable_step"] == 7
+        metrics.close()

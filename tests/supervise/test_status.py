@@ -1,0 +1,379 @@
+"""What `status` tells of a run directory: torn, half there, lied to by clocks, or held by the living."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastable.config import RunConfig
+from megastable.errors import DataError
+from megastable.supervise.state import State
+from megastable.supervise.status import Status, Watch, as_json, exit_code, read_status
+from megastable.supervise.story import KEPT, TAIL, Story
+from tests.supervise.runs import held, incident, journal
+
+STARTED = {"event": "supervisor", "what": "started", "pid": 11, "host": "node-1"}
+TRAINING = {"event": "training", "step": 0, "cursor": 0, "world": 2}
+NOW = 2000.0
+
+
+def ended(code: int, reason: str = "") -> dict[str, Any]:
+    return {"event": "supervisor", "what": "ended", "code": code, "reason": reason}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory with a recipe of 50 steps."""
+    root = tmp_path / "runs" / "small"
+    root.mkdir(parents=True)
+    config = RunConfig.model_validate({"train": {"steps": 50, "global_batch": 64}, "run": {"dir": root}})
+    (root / "recipe.yaml").write_text(
+        yaml.safe_dump({"config": config.model_dump(mode="json"), "manifests": []})
+    )
+    return root
+
+
+def progress(run: Path, **values: Any) -> None:
+    told = {
+        "attempt": None, "pid": 22, "host": "node-2", "time": NOW - 1, "phase": "step", "step": 10, "steps": 50,
+        "cursor": 640, "loss": 3.5, "grad_norm": 0.7, "lr": 1e-3, "tokens_per_second": 1e4, "seconds": 2.0,
+        "applied": True, "world": 2,
+    }  # fmt: skip
+    path = run / "progress.json"
+    path.write_text(json.dumps(told | values))
+    os.utime(path, (NOW - 1, NOW - 1))
+
+
+def look(run: Path) -> Status:
+    return Watch(run, lambda: NOW).status()
+
+
+@contextmanager
+def alive(run: Path, *who: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name in who:
+            stack.enter_context(held(run / {"supervisor": ".supervisor.lock", "trainer": ".lock"}[name]))
+        yield
+
+
+@pytest.mark.parametrize(
+    ("events", "who", "phase", "state", "code"),
+    [
+        ([], "", "", State.NEW, 75),
+        ([STARTED], "supervisor", "", State.STARTING, 0),
+        ([STARTED, {"event": "launched", "attempt": 1}], "supervisor", "", State.STARTING, 0),
+        ([STARTED, {"event": "launched", "attempt": 1}], "supervisor trainer", "starting", State.STARTING, 0),
+        ([TRAINING], "trainer", "step", State.RUNNING, 0),
+        ([TRAINING], "trainer", "", State.RUNNING, 0),
+        ([STARTED, TRAINING], "supervisor trainer", "evaluate", State.RUNNING, 0),
+        ([STARTED, TRAINING, {"event": "hang", "waited": 99}], "supervisor trainer", "step", State.HUNG, 0),
+        ([TRAINING, {"event": "ended", "attempt": 1, "code": 1}], "supervisor", "step", State.WAITING, 0),
+        ([TRAINING, {"event": "restart", "delay": 60}], "supervisor", "", State.WAITING, 0),
+        ([TRAINING, {"event": "handover", "step": 9}], "supervisor", "ended", State.WAITING, 0),
+        ([TRAINING, {"event": "handover", "step": 9}], "", "ended", State.INTERRUPTED, 78),
+        ([TRAINING, {"event": "finished", "steps": 50}], "", "ended", State.FINISHED, 0),
+        ([TRAINING, {"event": "finished", "steps": 50}], "supervisor", "ended", State.FINISHED, 0),
+        ([TRAINING, {"event": "stopped", "step": 9}], "", "ended", State.STOPPED, 75),
+        ([TRAINING, {"event": "stopped", "step": 9}, ended(75)], "", "", State.STOPPED, 75),
+        ([TRAINING, {"event": "stopped", "step": 9}, ended(75), STARTED], "supervisor", "", State.STARTING, 0),
+        ([TRAINING, {"event": "unstable", "step": 9}], "", "", State.FAILED, 76),
+        ([TRAINING, ended(76, "three times the same")], "", "", State.FAILED, 76),
+        ([TRAINING, ended(77)], "", "", State.FAILED, 77),
+        ([ended(2, "no such corpus")], "", "", State.FAILED, 2),
+        # After the supervisor's end somebody went on without one.
+        ([TRAINING, ended(76), TRAINING, {"event": "finished", "steps": 50}], "", "", State.FINISHED, 0),
+        ([TRAINING, ended(76), TRAINING], "", "", State.INTERRUPTED, 1),
+        ([TRAINING], "", "step", State.INTERRUPTED, 1),
+        ([STARTED], "", "", State.INTERRUPTED, 1),
+    ],
+)  # fmt: skip
+def test_the_state_and_its_exit_code(
+    events: list[dict[str, Any]], who: str, phase: str, state: State, code: int, run: Path
+) -> None:
+    journal(run, *events, begin=NOW - 100)
+    if phase:
+        progress(run, phase=phase)
+    with alive(run, *who.split()):
+        status = look(run)
+    assert (status.state, exit_code(status)) == (state, code)
+    assert status.advice
+    json.loads(as_json(status))
+
+
+def test_the_numbers_of_a_running_run(run: Path) -> None:
+    journal(
+        run,
+        STARTED,
+        {"event": "launched", "attempt": 1},
+        TRAINING,
+        {"event": "evaluated", "step": 5, "loss": 3.9},
+        {"event": "checkpoint", "step": 5, "name": "step-5", "bytes": 1000, "seconds": 0.1},
+        {"event": "discarded", "step": 8, "reason": "far out"},
+        incident(1, what="attributed", cause="data", actions=["rewind"], steps_lost=3, batches_discarded=1),
+        incident(1, what="closed", cause="data", actions=["rewind"], steps_lost=3, outcome="healed"),
+        {
+            "event": "ended",
+            "attempt": 1,
+            "signal": 9,
+            "failure": "rank 1 on node-2 was killed by signal 9",
+            "step": 9,
+        },
+        {"event": "restart", "attempt": 2, "reason": "killed", "delay": 0.0},
+        {"event": "launched", "attempt": 2},
+        TRAINING | {"step": 5},
+    )
+    for step in (3, 5, 7):
+        (run / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        (run / "checkpoints" / f"step-{step}" / "manifest.json").write_text("{}")
+    (run / "checkpoints" / "step-9").mkdir()  # not complete
+    (run / "checkpoints" / "suspect-step-8").mkdir()
+    progress(run, attempt=2, applied=False)
+    with alive(run, "supervisor", "trainer"):
+        s = look(run)
+    assert (s.state, s.step, s.steps, s.loss, s.lr, s.applied) == (State.RUNNING, 10, 50, 3.5, 1e-3, False)
+    assert (s.age, s.rate, s.eta, s.world, s.cursor) == (1.0, 2.0, 80.0, 2, 640)
+    assert (s.supervisor.alive, s.supervisor.pid, s.supervisor.host) == (True, 11, "node-1")
+    assert (s.trainer.alive, s.trainer.pid, s.trainer.host) == (True, 22, "node-2")
+    assert (s.attempt, s.starts, s.restarts, s.refused, s.steps_lost) == (2, 2, {"killed": 1}, 1, 3)
+    assert s.attempts[0].failure == "rank 1 on node-2 was killed by signal 9" and s.attempts[0].step == 9
+    (case,) = s.incidents
+    assert (case.cause, case.action, case.outcome) == ("data", "rewind", "healed")
+    assert [(c.name, c.size) for c in s.checkpoints] == [("step-7", None), ("step-5", 1000), ("step-3", None)]
+    assert s.validation == ((5, 3.9),)
+    assert json.loads(as_json(s))["steps_lost"] == 3
+
+
+def test_what_an_earlier_attempt_wrote_is_not_of_this_one(run: Path) -> None:
+    journal(run, STARTED, {"event": "launched", "attempt": 3}, begin=NOW - 5)
+    progress(run, attempt=2)
+    with alive(run, "supervisor", "trainer"):
+        s = look(run)
+    assert s.state is State.STARTING and s.trainer.pid is None and s.phase == "" and s.step == 10
+
+
+@pytest.mark.parametrize(
+    ("age", "seconds", "state"), [(20, 1, State.RUNNING), (40, 1, State.HUNG), (40, 9, State.RUNNING)]
+)
+def test_no_progress_is_noticed_by_the_run_s_own_pace(
+    age: float, seconds: float, state: State, run: Path
+) -> None:
+    """The limits of supervise.*: ten steps, at least 30 seconds."""
+    journal(run, TRAINING, begin=NOW - 1000)
+    progress(run, time=NOW - age, seconds=seconds)
+    os.utime(run / "progress.json", (NOW - age, NOW - age))
+    with alive(run, "trainer"):
+        s = look(run)
+    assert s.state is state and s.age == age
+    # What the supervisor writes meanwhile is no progress.
+    journal(run, {"event": "hook_failed", "kind": "webhook", "problem": "x"}, begin=NOW)
+    with alive(run, "trainer"):
+        assert look(run).state is state
+
+
+def test_clocks_that_jump_make_no_negative_ages_and_no_hangs(run: Path) -> None:
+    journal(run, TRAINING | {"time": NOW + 1e6}, {"event": "evaluated", "step": 2, "loss": 1.0, "time": -5.0})
+    progress(run, time=NOW + 5e5)
+    with alive(run, "trainer"):
+        s = look(run)
+    assert s.state is State.RUNNING and s.age == 0.0
+    progress(run, time="nan")
+    with alive(run, "trainer"):
+        assert look(run).age == 1.0  # the file's own time
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"step": ',
+        b"[]",
+        b"\xff\xfe",
+        b'{"step": "x", "loss": [], "phase": 3}',
+        b'{"step": 1e999, "applied": 7}',
+        b'{"seconds": "inf", "step": ' + b"9" * 40 + b"}",
+    ],
+)
+def test_a_progress_file_that_is_none(content: bytes, run: Path) -> None:
+    journal(run, TRAINING, {"event": "checkpoint", "step": 4, "name": "step-4"})
+    (run / "progress.json").write_bytes(content)
+    with alive(run, "trainer"):
+        s = look(run)
+    assert s.step == 4 and s.loss is None and s.eta is None
+
+
+def test_losses_that_are_not_finite_are_shown(run: Path) -> None:
+    journal(run, TRAINING)
+    progress(run, loss="nan", grad_norm="inf")
+    s = look(run)
+    assert s.loss != s.loss and s.grad_norm == float("inf")
+    assert json.loads(as_json(s))["loss"] == "nan"
+
+
+def test_a_torn_and_damaged_journal(run: Path) -> None:
+    journal(run, TRAINING)
+    with (run / "journal.jsonl").open("ab") as file:
+        file.write(b'rubbish\n{"event": "evaluated", "step": 3, "loss": 2.0}\n{"event": "finis')
+    s = look(run)
+    assert s.validation == ((3, 2.0),) and s.state is State.INTERRUPTED
+    assert len(s.problems) == 1 and "1 damaged lines" in s.problems[0]
+
+
+@pytest.mark.parametrize("recipe", [b"", b"config: [", b"config: {}", b"\xff", b"config: {train: 3}"])
+def test_a_recipe_that_is_none_is_said(recipe: bytes, run: Path) -> None:
+    (run / "recipe.yaml").write_bytes(recipe)
+    journal(run, TRAINING)
+    s = look(run)
+    assert s.steps is None and "recipe.yaml" in s.problems[0]
+
+
+def records(run: Path, first: int, losses: list[float], stamp: int) -> None:
+    (run / "steps").mkdir(exist_ok=True)
+    steps = list(range(first, first + len(losses)))
+    table = pa.table({"step": steps, "loss": losses, "seconds": [0.5] * len(losses), "other": steps})
+    pq.write_table(table, run / "steps" / f"{first:08d}-{steps[-1]:08d}-{stamp}.parquet")
+
+
+def test_recent_losses_come_from_the_records_and_from_what_was_seen(run: Path) -> None:
+    journal(run, TRAINING)
+    records(run, 1, [5.0, 4.0, 9.0], 1000)
+    records(run, 3, [3.0], 2000)  # done again
+    (run / "steps" / "00000009-00000009-3000.parquet").write_bytes(b"half a file")
+    watch = Watch(run, lambda: NOW)
+    assert watch.status().recent == ((1, 5.0), (2, 4.0), (3, 3.0))
+    assert watch.status().rate == 0.5 and watch.status().tokens_per_second == 64 * 2048 / 0.5
+    with alive(run, "trainer"):
+        for step in range(4, 10):
+            progress(run, step=step, loss=step / 10, seconds=4.0)
+            status = watch.status()
+        assert status.recent[2:] == ((3, 3.0), *((step, step / 10) for step in range(4, 10)))
+        assert status.rate == 4.0
+        # Back to an earlier step: what came after it is undone.
+        progress(run, step=2, loss=4.5)
+        assert watch.status().recent == ((1, 5.0), (2, 4.5))
+
+
+def test_a_watch_reads_only_what_is_new_and_a_mended_journal_again(run: Path) -> None:
+    journal(run, TRAINING, {"event": "discarded", "step": 3})
+    watch = Watch(run)
+    assert watch.status().refused == 1
+    journal(run, {"event": "discarded", "step": 4})
+    assert watch.status().refused == 2 and watch.status().refused == 2
+    lines = (run / "journal.jsonl").read_text().splitlines(keepends=True)
+    (run / "journal.jsonl").write_text("".join(lines[:2]))
+    assert watch.status().refused == 1
+    (run / "journal.jsonl").write_text("")
+    assert watch.status().refused == 0
+
+
+def test_locks_are_only_looked_at(run: Path) -> None:
+    journal(run, TRAINING)
+    assert look(run).trainer.alive is False
+    assert not (run / ".lock").exists() and not (run / ".supervisor.lock").exists()
+    (run / ".lock").touch()
+    assert look(run).trainer.alive is False
+    with held(run / ".lock"):  # can be taken after a look
+        assert look(run).trainer.alive is True
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    look(run)
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_no_run_is_an_error_that_helps(run: Path, tmp_path: Path) -> None:
+    journal(run, TRAINING)
+    with pytest.raises(DataError, match=r"no such directory: give the directory of a run"):
+        read_status(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"no such directory"):
+        read_status(run / "recipe.yaml")
+    with pytest.raises(DataError, match=r"not the directory of a run: those below it are: small"):
+        read_status(run.parent)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"not the directory of a run: give one"):
+        read_status(tmp_path / "empty")
+
+
+def test_what_a_run_says_is_made_visible(run: Path) -> None:
+    evil = "\x1b[2J\r\n\u202ex [bold]"
+    journal(
+        run,
+        STARTED | {"host": evil},
+        {"event": "launched", "attempt": 1},
+        {"event": "ended", "attempt": 1, "failure": evil},
+        {"event": evil},
+        incident(1, cause=evil, verdict=evil, failure=evil, actions=[evil]),
+        {"event": "warning", "step": 1, "text": evil},
+        ended(76, evil),
+    )
+    progress(run, host=evil, phase=evil)
+    found = list(texts(json.loads(as_json(look(run)))))
+    assert all(text.isprintable() for text in found)
+    assert sum("\\x1b[2J\\r\\n\\u202ex [bold]" in text for text in found) > 8
+
+
+def texts(tree: Any) -> Iterator[str]:
+    if isinstance(tree, dict):
+        yield from (key for key in tree)
+        tree = list(tree.values())
+    if isinstance(tree, list):
+        for part in tree:
+            yield from texts(part)
+    elif isinstance(tree, str):
+        yield tree
+
+
+VALUES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.just({"number": "x"})
+    | st.just([1])
+)
+KEYS = """time what step steps to_step loss attempt code signal hung number summary bytes name world seconds delay
+reason waited""".split()
+EVENTS = """training resumed evaluated checkpoint discarded incident handover unstable stopped finished supervisor
+launched ended hang restart hook_failed warning would""".split()
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(st.tuples(st.sampled_from(EVENTS), st.dictionaries(st.sampled_from(KEYS), VALUES)), max_size=6)
+)
+def test_no_event_is_too_strange(events: list[tuple[str, dict[str, Any]]]) -> None:
+    story = Story()
+    for kind, values in events:
+        story.add({"event": kind, **values})
+    assert [said.event for said in story.tail] == [kind for kind, _ in events]
+    assert all(said.text and said.text.isprintable() for said in story.tail)
+
+
+def test_a_long_story_stays_short() -> None:
+    story = Story()
+    for n in range(5000):
+        for kind in ("launched", "training", "evaluated", "checkpoint", "ended", "restart"):
+            story.add(
+                {
+                    "event": kind,
+                    "attempt": n,
+                    "step": n,
+                    "loss": 1.0,
+                    "name": f"step-{n}",
+                    "bytes": 1,
+                    "code": 1,
+                }
+            )
+    assert story.restarts == {"crash": 5000} and story.starts == 5000
+    assert len(story.tail) == TAIL
+    assert len(story.attempts) <= KEPT and len(story.sizes) <= KEPT and len(story.validation) <= KEPT

@@ -1,0 +1,146 @@
+"""The panel: fits, tells what matters, and lets no text of a run act on the terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from megastable.supervise.state import State
+from megastable.supervise.status import Status, Watch, read_status
+from megastable.supervise.view import BARS, live, panel, sparkline
+from megastable.supervise.words import duration, size, visible
+from tests.supervise.runs import incident, journal
+
+
+@pytest.fixture
+def status(tmp_path: Path) -> Status:
+    run = tmp_path / "[red]x\x1b[31m"
+    run.mkdir()
+    evil = "killed \x1b[2J[bold]bold[/bold]\r\n" + "long " * 50
+    journal(
+        run,
+        {"event": "launched", "attempt": 1},
+        {"event": "training", "step": 0, "world": 2},
+        {"event": "evaluated", "step": 5, "loss": 3.25},
+        incident(1, cause="data", actions=["cut_lr"], outcome="healed", steps_lost=4),
+        {"event": "ended", "attempt": 1, "signal": 9, "failure": evil},
+        {"event": "restart", "attempt": 2, "reason": evil},
+        *({"event": "warning", "step": n, "text": evil} for n in range(40)),
+        {"event": "supervisor", "what": "ended", "code": 76, "reason": evil},
+        begin=time.time() - 60,
+    )
+    told = {
+        "step": 30,
+        "steps": 40,
+        "loss": 2.5,
+        "seconds": 1.0,
+        "phase": "step",
+        "tokens_per_second": 123456.0,
+    }
+    (run / "progress.json").write_text(json.dumps(told))
+    return read_status(run)
+
+
+def rendered(status: Status, width: int) -> str:
+    console = Console(width=width, record=True, force_terminal=False)
+    with console.capture() as capture:
+        console.print(panel(status))
+    return capture.get()
+
+
+@pytest.mark.parametrize("width", [40, 80, 140])
+def test_it_fits_and_tells_what_matters(width: int, status: Status) -> None:
+    text = rendered(status, width)
+    lines = text.splitlines()
+    assert all(len(line) <= width for line in lines)
+    flat = " ".join(text.replace("│", " ").split())
+    for part in (
+        "needs a person",
+        "step 30 of 40",
+        "2.5000",
+        "123,456",
+        "3.250",
+        "exit code 76",
+        "4 steps lost",
+        "killed 1",
+    ):
+        assert part in flat, part
+    assert "run.dir=" in flat
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_nothing_in_it_acts(width: int, status: Status) -> None:
+    text = rendered(status, width)
+    assert all(c.isprintable() or c == "\n" for c in text)
+    assert "\\x1b[2J[bold]" in text and "[red]x\\x1b[31m" in text
+
+
+def test_a_terminal_is_not_overrun(status: Status) -> None:
+    status = replace(status, state=State.RUNNING, reason="", advice="nothing to do")
+    console = Console(width=80, height=24, force_terminal=True, color_system=None)
+    with console.capture() as capture:
+        console.print(panel(status))
+    assert len(capture.get().splitlines()) <= 24
+
+
+def test_a_run_of_nothing(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").touch()
+    text = rendered(read_status(tmp_path), 80)
+    assert "not started" in text and "none yet" in text and "step 0" in text
+
+
+def test_live_ends_with_the_run(tmp_path: Path) -> None:
+    journal(tmp_path, {"event": "training", "step": 0}, {"event": "finished", "steps": 3})
+    console = Console(width=80, force_terminal=True, color_system=None)
+    with console.capture() as capture:
+        status = live(Watch(tmp_path), console, seconds=0.01)
+    assert status.state is State.FINISHED and "finished" in capture.get()
+    looks: list[Status] = []
+    with console.capture():
+        live(Watch(tmp_path), console, seconds=0.0, until=lambda s: bool(looks.append(s)) or len(looks) == 3)
+    assert len(looks) == 3
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=50), st.integers(1, 30))
+def test_a_sparkline_has_a_bar_for_every_value_or_as_many_as_fit(values: list[float], width: int) -> None:
+    line = sparkline(values, width)
+    assert len(line) == min(width, len(values))
+    assert set(line) <= {*BARS, "×"}
+    if len(values) <= width:
+        assert [c == "×" for c in line] == [not math.isfinite(v) for v in values]
+
+
+def test_a_sparkline_shows_a_fall_and_survives_a_spike() -> None:
+    falling = [5 - n / 10 for n in range(32)]
+    assert sparkline(falling, 32)[0] == "█" and sparkline(falling, 32)[-1] == "▁"
+    assert list(sparkline(falling, 32)) == sorted(sparkline(falling, 32), reverse=True)
+    spiked = sparkline([*falling, 1e9], 33)
+    assert spiked[-1] == "█" and len(set(spiked)) > 4
+
+
+@given(st.text(max_size=30))
+def test_visible_text_acts_on_nothing(text: str) -> None:
+    shown = visible(text)
+    assert shown.isprintable() or shown == ""
+    assert visible(shown) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.42, "0.4 s"), (9.96, "10 s"), (59.4, "59 s"), (59.9, "1 min"), (3599, "1 h 0 min"), (12_000, "3 h 20 min"),
+     (360_000, "4 d 4 h")],
+)  # fmt: skip
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_sizes() -> None:
+    assert (size(73_509_951), size(9.8e10), size(None)) == ("73.5 MB", "98 GB", "?")
