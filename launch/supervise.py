@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.live import Live
 
 from megastable import recipe, rundir
 from megastable.errors import user_errors
 from megastable.supervise.audience import Audience
 from megastable.supervise.status import Watch, as_json, exit_code, read_status
 from megastable.supervise.supervisor import Supervisor
-from megastable.supervise.view import panel
+from megastable.supervise.view import live, panel
 
 MODULE = "megastable.train"
 EXAMPLES = """examples:
@@ -65,11 +63,7 @@ def status(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     console = Console()
     if args.watch:
-        watch = Watch(args.run)
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
-                live.update(panel(watch.status()), refresh=True)
-                time.sleep(1)
+        return exit_code(live(Watch(args.run), console))
     found = read_status(args.run)
     if args.json:
         print(as_json(found))

@@ -2,7 +2,7 @@
 # Installs what the tests need, then lints, checks types and runs the tests; fails if any of them does, or if the
 # tests leave a process or shared memory behind.
 #
-#   bash launch/test.sh [PYTEST ARGUMENT ...]     e.g. tests/data -k order
+#   bash launch/test.sh [PYTEST ARGUMENT ...]     e.g. tests/data -k order, or -n0 for one test at a time
 #
 # The test across two hosts needs iproute2, openssh-server and pdsh; where that starts no service (root, in a
 # container) they are installed by apt-get, unless MEGASTABLE_APT=0. Without them that test is skipped.
@@ -66,7 +66,8 @@ shm_before=$(ls -A /dev/shm | LC_ALL=C sort)
 check 'ruff check' .venv/bin/ruff check .
 check 'ruff format' .venv/bin/ruff format --check .
 check 'mypy' .venv/bin/mypy megastable tools
-check 'pytest' env "$mark" .venv/bin/python -m pytest "$@"
+# Two at a time: a test of several ranks spends much of its time waiting.
+check 'pytest' env "$mark" .venv/bin/python -m pytest -n 2 --dist worksteal "$@"
 check 'nothing left behind' leaves_nothing
 
 [ ${#failed[@]} -eq 0 ] || { printf 'FAILED: %s\n' "$(IFS=,; echo "${failed[*]}")"; exit 1; }

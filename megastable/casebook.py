@@ -154,7 +154,7 @@ class Casebook:
         incident = self.incident
         incident.outcome = outcome
         incident.loss_after = float(np.mean(state.recent_losses))
-        self._note("closed")
+        self._note("closed", step=state.step)
         self.incident = None
         how = "over: on the trend again" if outcome == "healed" else "not proven to be over"
         self.say(

@@ -128,6 +128,8 @@ class RunDirectory:
                 f"{self.recipe}: not a frozen recipe ({error}): restore it, or use another run.dir"
             ) from None
         before, after = dict(_leaves(old)), dict(_leaves(config.model_dump(mode="json")))
+        if config.model.vocab_size is None:  # nobody has asked the tokenizer yet
+            after["model.vocab_size"] = before.get("model.vocab_size")
         changed = {
             key: f"{key}: {before.get(key)} -> {after.get(key)}"
             for key in sorted({*before, *after} - {"run.dir"})

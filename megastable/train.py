@@ -239,12 +239,15 @@ class Trainer:
                     self._discarded(measured, batch)
 
                 # What the guard decided: mostly nothing, sometimes back to an earlier step
+                incident = self.recovery.casebook.incident
                 after = self.recovery.settle(batch, measured, applied, before, s, loader)
                 if after is s:
                     self._patience(measured)
                     if due(c.checkpoint.interval, s.step) and not self._finite():
                         damage = "weights or Adam's moments are not finite"
                         after = self.recovery.rescue(batch, measured, s, loader, damage)
+                if observer is not None and self.recovery.casebook.incident is not incident:
+                    observer.flush()  # one was opened or closed: its report is written now
                 if after is not s:
                     s = self.state = after
                     last_saved = self._gone_back(observer)

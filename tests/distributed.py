@@ -7,6 +7,7 @@ the start-up of every rank. The function must be importable, and its arguments a
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -18,9 +19,12 @@ from collections.abc import Callable
 from typing import Any
 
 CONTEXT = mp.get_context("forkserver")
-# torch._dynamo: torch imports it on the first optimizer step, 1,400 modules a rank.
+# The second to the fourth: what torch and DeepSpeed import on the way, 1,500 modules a rank; pytest, numpy.testing:
+# what the module of the function does.
 CONTEXT.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch._inductor.compile_fx", "deepspeed.module_inject", "megastable.train"]
+    ["torch", "torch._dynamo", "torch._inductor.compile_fx", "deepspeed.module_inject.auto_ep_layer"]
+    + ["deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.comm.mori", "megastable.train"]
+    + ["pytest", "hypothesis.strategies", "tests.conftest"]
 )
 
 
@@ -36,7 +40,11 @@ def _rank(
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1",
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is there already
     )  # fmt: skip
+    # DeepSpeed collects garbage six times for an engine. Without this it looks each time at the 500,000 objects
+    # of the server, and so copies their memory, which takes longer than most runs.
+    gc.freeze()
     import torch
 
     from megastable import engine
@@ -56,10 +64,13 @@ def _rank(
 
 def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
     """`fn(*args)` on `world` ranks of one process group; their results by rank. A failed rank fails the test."""
+    import torch.distributed as dist
+
     results = CONTEXT.Queue()
-    port = free_port()
+    # Held here and not by rank 0: nobody takes its port, and no rank comes too early and tries again after a second.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
-        CONTEXT.Process(target=_rank, args=(r, world, port, fn, args, results)) for r in range(world)
+        CONTEXT.Process(target=_rank, args=(r, world, store.port, fn, args, results)) for r in range(world)
     ]
     for process in processes:
         process.start()

@@ -20,7 +20,7 @@ from megastable.drills.plan import Policy
 from megastable.drills.runner import drill
 from megastable.drills.score import Score, compare, met
 from megastable.drills.stage import Stage
-from megastable.drills.table import outcome, table, verdict
+from megastable.drills.table import WIDTH, outcome, table, verdict
 from megastable.errors import FAILED, ConfigError, user_errors
 from megastable.rundir import as_json
 
@@ -54,6 +54,8 @@ def main(
     policies = [p for p in Policy if p in (policy or ([Policy.OURS] if quick else list(Policy)))]
     if json is not None and not json.parent.is_dir():
         raise ConfigError(f"--json {json}: there is no directory {json.parent}")
+    if keep is not None and keep.exists() and not keep.is_dir():
+        raise ConfigError(f"--keep {keep} is no directory: choose another name")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     steps = scenarios.QUICK_STEPS if quick else scenarios.STEPS
     if quick:
@@ -96,7 +98,8 @@ def show_step(status: Status, head: str, step: int) -> None:
 
 
 def console() -> Console:
-    return Console(markup=False, emoji=False, highlight=False)
+    out = Console(markup=False, emoji=False, highlight=False)
+    return out if out.is_terminal else Console(markup=False, emoji=False, highlight=False, width=WIDTH)
 
 
 if __name__ == "__main__":

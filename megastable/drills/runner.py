@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -15,11 +14,12 @@ from pathlib import Path
 from megastable.checkpoint.store import newest_first
 from megastable.drills.plan import Plan, Policy
 from megastable.drills.processes import Family
-from megastable.drills.scenarios import CLEAN, Scenario
+from megastable.drills.scenarios import Scenario
 from megastable.drills.score import Score, score
 from megastable.drills.stage import OVERRIDES, RANKS, Stage
 from megastable.recipe import ROOT
 from megastable.rundir import RunDirectory
+from megastable.supervise.processes import free_port
 
 WORKER = "megastable.drills.worker"
 VICTIM = 1  # the rank that is killed or stopped
@@ -51,23 +51,18 @@ def drill(stage: Stage, scenario: Scenario, policy: Policy, watch: Watch) -> Sco
 
 def command(policy: Policy, recipe: Path, overrides: list[str]) -> list[str]:
     """What starts a run: the supervisor for ours, the bare launcher for the others."""
-    launcher = ["--num_gpus", str(RANKS), "--master_port", str(_free_port())]
+    ranks = ["--num_gpus", str(RANKS)]
     if policy is Policy.OURS:
         supervise = str(ROOT / "launch/supervise.py")
-        return [sys.executable, supervise, "--module", WORKER, str(recipe), *overrides, "--", *launcher]
+        return [sys.executable, supervise, "--module", WORKER, str(recipe), *overrides, "--", *ranks]
     deepspeed = str(Path(sys.executable).with_name("deepspeed"))
-    return [deepspeed, *launcher, "--module", WORKER, str(recipe), *overrides]
+    port = ["--master_port", str(free_port())]
+    return [deepspeed, *ranks, *port, "--module", WORKER, str(recipe), *overrides]
 
 
 def environment() -> dict[str, str]:
     cores = len(os.sched_getaffinity(0))
     return {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, min(8, cores // RANKS)))}
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def _attend(
@@ -135,8 +130,3 @@ def damage(checkpoints: list[Path]) -> None:
             file.seek(before.st_size // 2)
             file.write(bytes(byte ^ 0xFF for byte in piece))
         os.utime(largest, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def clean(stage: Stage, policy: Policy, watch: Watch) -> Score:
-    """The run that the others are compared with."""
-    return drill(stage, CLEAN, policy, watch)

@@ -177,8 +177,11 @@ def reached(run: RunDirectory, events: Iterable[Event]) -> int:
 def _recovery(incidents: Sequence[Event], events: Iterable[Event], struck: float | None) -> float | None:
     if struck is None:
         return round(sum(incident["seconds"] for incident in incidents), 1)
-    again = (e["time"] for e in events if e["event"] == "training" and e["time"] > struck)
-    return next((round(time - struck, 1) for time in again), None)
+    after = [e for e in events if e["time"] > struck]
+    again = [e["time"] for e in after if e["event"] == "training"]
+    # Where the training did not end with its supervisor, the next one takes over.
+    watched = [e["time"] for e in after if e["event"] == "supervisor" and e["what"] == "took over"]
+    return round((again or watched)[0] - struck, 1) if again or watched else None
 
 
 def compare(scores: Sequence[Score]) -> list[Score]:

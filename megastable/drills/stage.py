@@ -24,10 +24,11 @@ from megastable.drills.scenarios import SAMPLES, STEPS, Scenario
 VOCABULARY = 1024
 RANKS = 2
 
-# Noise between two such runs that differ in 40 innocent samples: 0.003 nat of the final validation loss.
+# The best peak rate of 2e-3, 4e-3 and 8e-3 (final validation loss 3.76, 3.69, 4.10): where a higher one would be
+# better, a rate that is too high would do no harm.
 RECIPE: dict[str, Any] = {
     "model": {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 384, "sequence_length": 128},
-    "optimizer": {"lr": 2e-3},
+    "optimizer": {"lr": 4e-3},
     "schedule": {"kind": "cosine", "warmup_steps": 20, "floor": 0.05},
     "train": {"steps": STEPS, "global_batch": 16, "micro_batch": 8, "eval_interval": 0, "eval_samples": 1024},
     "checkpoint": {"interval": 30, "keep": 3},

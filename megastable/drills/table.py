@@ -9,20 +9,19 @@ from rich.table import Table
 from rich.text import Text
 
 from megastable.drills.plan import Policy
-from megastable.drills.scenarios import CLEAN, SCENARIOS
 from megastable.drills.score import TARGET, Score, within
 
 COLUMNS = (
-    "val loss - clean", "steps lost", "batches discarded", "samples skipped", "seconds to recover", "false alarms",
-    "class", "cause",
+    "val loss\n- clean", "steps\nlost", "batches\ndiscarded", "samples\nskipped", "seconds to\nrecover",
+    "false\nalarms", "class", "cause",
 )  # fmt: skip
-TITLES = {scenario.name: scenario.title for scenario in (CLEAN, *SCENARIOS)}
+WIDTH = 140  # columns of a terminal that show it without a wrapped line
 
 
 def table(scores: Sequence[Score]) -> Table:
     """A row per run, scenarios apart; ours in bold, and in red where it misses a target."""
-    shown = Table(title_justify="left", header_style="bold")
-    shown.add_column("scenario", ratio=1)
+    shown = Table(header_style="bold")
+    shown.add_column("scenario")
     shown.add_column("policy")
     for column in COLUMNS:
         shown.add_column(column, justify="left" if column in ("class", "cause") else "right")
@@ -30,8 +29,7 @@ def table(scores: Sequence[Score]) -> Table:
     for s in scores:
         if last not in (None, s.scenario):
             shown.add_section()
-        title = "" if s.scenario == last else TITLES.get(s.scenario, s.scenario)
-        last = s.scenario
+        title, last = "" if s.scenario == last else s.scenario, s.scenario
         ours = s.policy is Policy.OURS
         cells = [Text(title), *(Text(cell, _style(s, i) if ours else "") for i, cell in enumerate(row(s)))]
         shown.add_row(*cells)
@@ -77,7 +75,7 @@ def outcome(s: Score) -> str:
 def _judged(found: Sequence[str], right: bool | None) -> str:
     if right is None:
         return ""
-    return f"{' and '.join(found) or 'none'} {'✓' if right else '✗'}"
+    return f"{' and '.join(dict.fromkeys(found)) or 'none'} {'✓' if right else '✗'}"
 
 
 def verdict(scores: Sequence[Score]) -> str:

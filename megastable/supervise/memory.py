@@ -16,9 +16,9 @@ class Memory:
 
     attempt: the newest, 0 = none; under_way: it was launched, and nobody noted its end. clock: the farthest step done.
     began: the step that the processes of now went on from; rejected: of the newest checkpoint that they passed over.
-    failures: since a person started the run. predecessor: (process, host) of a supervisor that ended without a word.
-    number: of the newest incident. open: those of ours that nothing has proven to be over. since: what the training
-    said of its end, in this attempt.
+    failures: since a person started the run; failed: time of the last one, until training goes on. predecessor:
+    (process, host) of a supervisor that ended without a word. number: of the newest incident. open: those of ours that
+    nothing has proven to be over. since: what the training said of its end, in this attempt.
     """
 
     def __init__(self) -> None:
@@ -28,6 +28,7 @@ class Memory:
         self.began = 0
         self.rejected = 0
         self.failures: list[Failure] = []
+        self.failed: float | None = None
         self.predecessor: tuple[int, str] | None = None
         self.number = 0
         self.open: dict[int, Incident] = {}
@@ -71,6 +72,7 @@ class Memory:
         self.under_way = False
         self.clock = max(self.clock, int(event["clock"]))
         if event.get("what"):
+            self.failed = float(event["time"])
             self.failures.append(
                 Failure(
                     what=str(event["what"]), step=event["step"], host=event["host"], clock=self.clock,
@@ -80,6 +82,8 @@ class Memory:
 
     def _incident(self, event: Mapping[str, Any]) -> None:
         self.number = max(self.number, int(event["number"]))
+        if event["what"] == "restarted":
+            self.failed = None
         try:
             incident = Incident.model_validate(event["summary"])
         except ValidationError:

@@ -8,7 +8,6 @@ from statistics import median
 from megastable.messages import Progress
 from megastable.supervise.settings import SuperviseConfig
 
-KNOWN = 3  # steps that a usual time is learnt from
 RECENT = 64  # steps whose median is the usual time
 TICK = 1.0  # seconds that count at most between two looks: more, and it is this process that was stopped
 
@@ -21,13 +20,14 @@ class Patience:
         self.phase = "starting"  # what is being waited for
         self.waited = 0.0  # since something moved
         self._lasted = 0.0  # the present phase
+        self._whole = False  # whether its beginning was seen
         self._steps: deque[float] = deque(maxlen=RECENT)
         self._longest: dict[str, float] = {}
         self._seen: Progress | None = None
 
     def began(self) -> None:
         """A new attempt: what is known stays."""
-        self.phase, self.waited, self._lasted, self._seen = "starting", 0.0, 0.0, None
+        self.phase, self.waited, self._lasted, self._whole, self._seen = "starting", 0.0, 0.0, True, None
 
     def look(self, progress: Progress | None, seconds: float) -> bool:
         """Whether it hangs. progress: of the present attempt, None before its first; seconds: since the last look."""
@@ -35,9 +35,9 @@ class Patience:
         self.waited, self._lasted = self.waited + passed, self._lasted + passed
         if progress is not None and self._moved(progress):
             if progress.phase != self.phase:
-                if self.phase != "step":
+                if self._whole and self.phase != "step":
                     self._longest[self.phase] = max(self._longest.get(self.phase, 0.0), self._lasted)
-                self._lasted = 0.0
+                self._lasted, self._whole = 0.0, True
             if progress.phase == "step" and progress.seconds is not None:
                 self._steps.append(progress.seconds)
             self._seen, self.phase, self.waited = progress, progress.phase, 0.0
@@ -52,7 +52,7 @@ class Patience:
         """Seconds that the present phase may take."""
         c = self.config
         if self.phase == "step":
-            usual = median(self._steps) if len(self._steps) >= KNOWN else None
+            usual = median(self._steps) if self._steps else None
         else:
             usual = self._longest.get(self.phase)
         return c.hang_unknown if usual is None else max(c.hang_floor, c.hang_factor * usual)

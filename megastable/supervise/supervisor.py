@@ -354,9 +354,12 @@ class Supervisor:
         memory = self.memory
         if progress is None or progress.seconds is None or progress.step is None:
             return
-        if self._failed is not None and memory.open:
-            passed, self._failed = time.monotonic() - self._failed, None
-            for incident in memory.open.values():
+        if memory.failed is not None and memory.open:
+            # What another process noted is known by the wall clock only.
+            passed = max(0.0, time.time() - memory.failed)
+            if self._failed is not None:
+                passed, self._failed = time.monotonic() - self._failed, None
+            for incident in list(memory.open.values()):
                 incident.seconds = round(incident.seconds + passed, 3)
                 incident.steps_lost += max(0, memory.clock - max(memory.began, memory.rejected))
                 self._tell("restarted", incident)

@@ -100,6 +100,59 @@ def test_noise_is_what_the_run_reads_there_and_nothing_else(
     assert shards == {f"{document.shard}.bin" for document in planted.documents}
 
 
+def samples(corpus: Path, config: RunConfig) -> np.ndarray:
+    """All samples of a run before any comes again, int64 [samples, length + 1]."""
+    opened = open_corpora([CorpusConfig(path=corpus)], config.model.sequence_length, config.run.seed)
+    size = config.train.global_batch
+    with Loader(opened.train, Skips.of([]), 0, size, size, 0, 1, False) as loader:
+        steps = opened.train.order.sequences[0] // size
+        batches = [step.micro_batches[0] for step in islice(loader, steps)]
+    return np.concatenate([np.c_[b.tokens.numpy(), b.labels.numpy()[:, -1]] for b in batches])
+
+
+def test_one_token_over_and_over(clean: Path, tmp_path: Path, config: RunConfig) -> None:
+    planted, _ = plant(clean, tmp_path / "planted", config, **WHERE, kind="repeated")
+    assert str(planted).startswith("one repeated token at the positions ")
+    before, after = samples(clean, config), samples(tmp_path / "planted", config)
+    first, end = planted.positions
+    assert np.flatnonzero(np.any(before != after, axis=1)).tolist() == list(range(first, end))
+    inner = after[first:end, 1:-1]
+    eod = open_corpora([CorpusConfig(path=clean)], config.model.sequence_length, 1).train.eod
+    assert len(np.unique(inner[inner != eod])) == 1 and np.array_equal(
+        inner == eod, before[first:end, 1:-1] == eod
+    )
+
+
+def test_the_shuffled_tokens_of_another_corpus(clean: Path, tmp_path: Path, config: RunConfig) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/one.txt").write_text("zebra " * 500)
+    tokenizer = clean / Manifest.load(clean).tokenizer.file
+    other = tmp_path / "other"
+    prepare_shards([tmp_path / "in"], other, tokenizer, validation=0, progress=False)
+    where = {**WHERE, "kind": "shuffled", "other": other}
+    planted, _ = plant(clean, tmp_path / "planted", config, **where)
+    assert planted.other == Manifest.load(other).fingerprint()
+    assert plant(clean, tmp_path / "planted", config, **where) == (planted, True)
+    tokens = open_corpora([CorpusConfig(path=other)], 8, 1).train.streams[0].read(0, 400)
+    after = samples(tmp_path / "planted", config)[slice(*planted.positions), 1:-1]
+    eod = open_corpora([CorpusConfig(path=clean)], 8, 1).train.eod
+    drawn = after[after != eod]
+    assert set(drawn.tolist()) <= set(tokens.tolist()) - {0, eod} and len(set(drawn.tolist())) > 1
+
+    with pytest.raises(DataError, match=r"tokens are too few to replace [\d,]+: choose fewer samples"):
+        plant(clean, tmp_path / "more", config, **{**where, "samples": 150})
+    with pytest.raises(DataError, match="shuffled tokens need the corpus they are from"):
+        plant(clean, tmp_path / "none", config, **WHERE, kind="shuffled")
+    with pytest.raises(DataError, match="shuffled tokens need the corpus they are from"):
+        plant(clean, tmp_path / "none", config, **WHERE, other=other)
+    manifest = Manifest.load(other)
+    info = manifest.tokenizer.model_copy(update={"xxh3": "0" * 32})
+    manifest.model_copy(update={"tokenizer": info}).save(other)
+    with pytest.raises(DataError, match="was made with another tokenizer"):
+        plant(clean, tmp_path / "none", config, **where)
+    assert not (tmp_path / "none").exists() and not (tmp_path / "more").exists()
+
+
 def test_the_quickstart_is_hit_in_steps_120_to_122() -> None:
     c = load("launch/recipes/quickstart.yaml")
     first, end = positions_of(120, 40, c.train.global_batch)

@@ -17,7 +17,8 @@ from megastable.rundir import RunDirectory
 
 BY_NAME = {s.name: s for s in SCENARIOS}
 DATA, RATE, BIT, KILL, DISK = (
-    BY_NAME[name] for name in ("random-tokens", "high-rate", "flipped-bit", "killed-rank", "damaged-checkpoint")
+    BY_NAME[name]
+    for name in ("random-tokens", "high-rate", "flipped-bit", "killed-rank", "damaged-checkpoint")
 )
 STRUCK = 5.0
 
@@ -26,7 +27,15 @@ def incident(number: int, what: str, step: int, cause: str, **more: Any) -> dict
     """An event of the trainer's; without `policy=None` the policy's memory goes along."""
     summary = {"number": number, "step": step, "kind": more.pop("kind", "recoverable"), "cause": cause}
     summary |= {"seconds": more.pop("seconds", 0.5)}
-    event = {"event": "incident", "what": what, "number": number, "step": step, "policy": {}, "summary": summary, **more}
+    event = {
+        "event": "incident",
+        "what": what,
+        "number": number,
+        "step": step,
+        "policy": {},
+        "summary": summary,
+        **more,
+    }
     return {key: value for key, value in event.items() if value is not None}
 
 
@@ -69,7 +78,12 @@ def test_bad_data_that_was_found(tmp_path: Path) -> None:
 
 
 def test_alarms_that_nothing_explains(tmp_path: Path) -> None:
-    events = [START, {"event": "discarded", "step": 70}, *rewound(72, 60, "data"), *rewound(103, 99, "data", 2)]
+    events = [
+        START,
+        {"event": "discarded", "step": 70},
+        *rewound(72, 60, "data"),
+        *rewound(103, 99, "data", 2),
+    ]
     s = judged(told(tmp_path, events), DATA)
     assert s.false_alarms == 2 and s.causes == ["data"] and s.cause_right
     s = judged(told(tmp_path, events, name="clean"), CLEAN)
@@ -115,7 +129,12 @@ def test_a_single_refused_update_is_judged_by_what_was_found_of_it() -> None:
 
 
 def test_steps_are_lost_by_rewinds_and_by_restarts() -> None:
-    events = [START, {"event": "checkpoint", "step": 60}, *rewound(72, 60, "state"), *rewound(70, 50, "state")]
+    events = [
+        START,
+        {"event": "checkpoint", "step": 60},
+        *rewound(72, 60, "state"),
+        *rewound(70, 50, "state"),
+    ]
     assert steps_lost(events) == 32
     assert steps_lost([*events, {"event": "ended", "step": 90}, {"event": "training", "step": 60}]) == 62
     assert steps_lost([START, {"event": "finished", "steps": 160}]) == 0
@@ -148,7 +167,9 @@ def test_every_policy_is_compared_with_its_own_clean_run(tmp_path: Path) -> None
 
 
 def test_the_targets(tmp_path: Path) -> None:
-    good = judged(told(tmp_path, [START, *rewound(101, 99, "data")]), DATA).model_copy(update={"excess": 0.01})
+    good = judged(told(tmp_path, [START, *rewound(101, 99, "data")]), DATA).model_copy(
+        update={"excess": 0.01}
+    )
     wrong = good.model_copy(update={"cause_right": False})
     worse = good.model_copy(update={"excess": 0.03})
     better = good.model_copy(update={"excess": -0.03})

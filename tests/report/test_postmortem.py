@@ -26,7 +26,7 @@ from megastable.errors import DataError
 from megastable.records import LAYER_SCHEMA, LayerRecord, Recorder, StepRecord
 from megastable.report.postmortem import incidents_of, pages, passes, pictures, texts, words, write_incidents
 from megastable.report.postmortem.__main__ import app
-from megastable.report.postmortem.evidence import Evidence, Log, Row
+from megastable.report.postmortem.facts import Evidence, Log, Row
 from megastable.rundir import RunDirectory
 from megastable.stability.incident import Incident
 from megastable.stability.policy import Action, Cause
@@ -36,7 +36,7 @@ from tests.data.texts import documents, sentencepiece_file
 from tests.full_disk import files_no_larger_than
 from tests.report.test_safe import HOSTILE
 
-NASTY = "\x1b[31m<script>alert(1)</script>\u202e</pre> ``` | **x** <img src=http://x.y/z>\x00"
+NASTY = "\x1b[31m<script>alert(1)</script>\u202e</pre> ``` | **x** <img src=http://x.y/z>\x07"
 SPIKE: dict[str, Any] = {
     "step": 31, "onset": 30, "verdict": Verdict.SPIKE, "kind": "recoverable", "loss_before": 4.0, "loss_peak": 9.0,
     "norm_peak": 7.5, "batches_discarded": 2, "steps_lost": 2, "seconds": 1.5,
@@ -222,13 +222,13 @@ def test_what_did_not_change_is_not_written_again(spike: Path) -> None:
 
 def test_an_event_more_writes_it_again_and_leaves_the_others_alone(make: Make, hostile_corpus: Path) -> None:
     one = data_incident(hostile_corpus, [(236, 248)])
-    run = make(one, one.model_copy(update={"number": 2, "outcome": "open", "loss_after": None}))
-    assert len(write_incidents(run)) == 2
-    note(RunDirectory(run), 1050.0, "evaluated", step=50, loss=3.9)
-    write_incidents(run)
-    note(RunDirectory(run), 1051.0, "checkpoint", step=50, name="step-50")
+    run = make(one)
+    journal = RunDirectory(run)
+    note(journal, 1050.0, "evaluated", step=50, loss=3.9)
+    tell(journal, one.model_copy(update={"number": 2, "outcome": "open", "loss_after": None}), 1060.0)
+    assert [p.name for p in write_incidents(run)] == ["0001", "0002"]
     closed = one.model_copy(update={"number": 2}).model_dump(mode="json")
-    note(RunDirectory(run), 1052.0, "incident", what="closed", number=2, summary=closed)
+    note(journal, 1080.0, "incident", what="closed", number=2, summary=closed)
     assert [p.name for p in write_incidents(run)] == ["0002"]
 
 
@@ -389,7 +389,10 @@ def test_labels_of_pictures_are_plain(
     evidence: Evidence, text: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     assert pictures.label_of(text).isprintable() and len(pictures.label_of(text)) <= pictures.LABEL
-    tokens = saying(evidence, text).tokens
+
+
+def test_what_the_font_has_not_is_escaped(evidence: Evidence, recwarn: pytest.WarningsRecorder) -> None:
+    tokens = saying(evidence, f"日\U0001f600$a_b$ \\frac{NASTY}").tokens
     assert tokens is not None and pictures.tokens_picture(tokens).startswith(b"\x89PNG")
     assert not [w for w in recwarn if "Glyph" in str(w.message)]
 
@@ -433,7 +436,7 @@ def test_of_a_crash_failure_log_and_stacks_are_shown(make: Make) -> None:
         f"**R{crash.failure[1:]}.** The run went on from step 40; steps done again: 5."
     )
     assert "\nError: <b>\\x07\n```" in text
-    assert (folder / "a.log").stat().st_size < 1.1 * 2**20 and (folder / "a-rank-1.stacks").exists()
+    assert (folder / "log-a.log").stat().st_size < 1.1 * 2**20 and (folder / "log-a-rank-1.stacks").exists()
     assert [p.split()[0] for p in evidence.problems] == ["../../secret", "logs/no"]
     assert not evidence.samples and evidence.tokens is None and not (folder / "tokens.png").exists()
     # 8 s without training, and 5 steps of half a second, on 2 ranks.
@@ -569,20 +572,13 @@ def test_it_runs_where_no_torch_is() -> None:
 
 
 def test_what_was_done_again_is_told_from_what_stood() -> None:
-    def row(step: int, time: float) -> dict[str, Any]:
-        return {
-            "step": step,
-            "time": time,
-            "loss": 1.0,
-            "grad_norm": 1.0,
-            "first_position": 0,
-            "next_position": 8,
-        }
+    def row(step: int, time: float) -> Row:
+        return Row(step=step, time=time, loss=1.0, grad_norm=1.0, first_position=0, next_position=8)
 
     steps = [row(s, t) for t, s in enumerate([1, 2, 3, 4, 3, 4, 5, 2, 3, 4, 5, 6])]
     parts = passes.passes(steps)
-    assert [[r["step"] for r in part] for part in parts] == [[1, 2, 3, 4], [3, 4, 5], [2, 3, 4, 5, 6]]
-    stood, undone = pictures.standing([[Row.model_validate(r) for r in part] for part in parts])
+    assert [[r.step for r in part] for part in parts] == [[1, 2, 3, 4], [3, 4, 5], [2, 3, 4, 5, 6]]
+    stood, undone = pictures.standing(parts)
     assert [r.step for r in stood] == [1, 2, 3, 4, 5, 6]
     assert [[r.step for r in part] for part in undone] == [[2, 3, 4], [1, 2, 3, 4, 5]]
 
@@ -599,18 +595,14 @@ def test_readings_of_token_statistics(evidence: Evidence) -> None:
     tokens = evidence.tokens
     assert tokens is not None
     known = {
-        "vocabulary": 1000,
-        "guilty_tokens": 5000,
-        "distance": 0.3,
-        "usual_distance": 0.3,
-        "guilty_entropy": 4.0,
-    }
-    top = [texts.TokenShare(token=1, text="a", guilty=0.1, corpus=0.1)]
+        "vocabulary": 1000, "guilty_tokens": 5000, "distance": 0.3, "usual_distance": 0.3, "guilty_entropy": 4.0,
+        "repeated": 0.1,
+    }  # fmt: skip
 
     def reading(**change: Any) -> str:
-        return tokens.model_copy(update=known | {"top": top} | change).reading
+        return tokens.model_copy(update=known | change).reading
 
-    assert "repetition" in reading(top=[top[0].model_copy(update={"guilty": 0.9})])
+    assert "repetition" in reading(repeated=0.9)
     assert "random" in reading(guilty_entropy=6.8)
     assert "order" in reading()
     assert "another kind" in reading(distance=0.8)

@@ -25,7 +25,7 @@ from tests.distributed import run_ranks
 from tests.test_resume import identical, train
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = int(os.environ.get("MEGASTABLE_STEPS", "60"))
+STEPS = int(os.environ.get("MEGASTABLE_STEPS", "44"))
 KILLS = int(
     os.environ.get("MEGASTABLE_KILLS", "2")
 )  # further random ones; ten were measured (docs/stability.md)
@@ -138,7 +138,7 @@ def supervised(corpus: Path, tmp_path: Path) -> Iterator[Supervised]:
 def settings(corpus: Path, run: Path) -> RunConfig:
     # Steps of a quarter of a second: something is always under way when something is killed.
     return tiny(
-        corpus, run, train={"steps": STEPS, "global_batch": 64}, checkpoint={"interval": 4, "keep": 3},
+        corpus, run, train={"steps": STEPS, "global_batch": 128}, checkpoint={"interval": 4, "keep": 3},
         schedule={"warmup_steps": 5, "total_steps": STEPS},
     )  # fmt: skip
 

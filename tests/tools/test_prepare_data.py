@@ -172,6 +172,8 @@ def in_the_middle(directory: Path) -> Iterator[psutil.Popen]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # Whoever started the tests in the background has made them, and so all below them, deaf to it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         with (directory / "slow.jsonl").open("w") as pipe:

@@ -20,7 +20,8 @@ from megastable.durable import write_file
 from megastable.errors import ConfigError, DataError
 from megastable.recipe import load
 from megastable.report.postmortem import pages, pictures
-from megastable.report.postmortem.evidence import Case, Evidence
+from megastable.report.postmortem.evidence import Case
+from megastable.report.postmortem.facts import Evidence
 from megastable.report.postmortem.texts import Library
 from megastable.report.summary import latest
 from megastable.rundir import RunDirectory, as_json

@@ -1,205 +1,54 @@
-"""All facts of one incident, from its run directory alone: what every file of the post-mortem is made of.
+"""Gathers the facts of an incident (facts.py) from the run directory alone.
 
-`Evidence` is what evidence.json holds (JSON; numbers that are not finite as text; times in Unix seconds, losses in nats
-per token, gradient norms before clipping, positions as ranges [first, end)). Whatever could not be had is named in
-`problems`, and the rest is there all the same: a report of trouble must not be trouble.
+A report of trouble must not be trouble: what cannot be read is named, and the rest is gathered all the same.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from megastable.config import RunConfig
-from megastable.data.documents import Document
-from megastable.data.manifest import FILE as MANIFEST
 from megastable.data.plant import read_planted
 from megastable.data.skips import SkipEntry, read_ledger
 from megastable.recipe import find
 from megastable.report.postmortem import passes
+from megastable.report.postmortem.facts import (
+    VERSION,
+    Cost,
+    Evidence,
+    IncidentFacts,
+    Layers,
+    LayerValue,
+    Log,
+    Row,
+    RunFacts,
+    Suspect,
+)
 from megastable.report.postmortem.safe import log_text
-from megastable.report.postmortem.texts import Facts, Library, Sample, Tokens
-from megastable.report.postmortem.timeline import Entry, nearby, timeline
+from megastable.report.postmortem.texts import Library, Sample, Tokens
+from megastable.report.postmortem.timeline import nearby, timeline
 from megastable.rundir import RunDirectory, as_json
 
-VERSION = 1  # of what is made of the facts: another one writes all incidents again
 BEFORE, AFTER = 60, 40  # steps that are shown around an incident
 LONGEST = 20_000  # steps of one that are read at most
 COPIED = 1 << 20  # bytes of a log, its end, that are copied
-TAIL = 60  # lines of it that are shown
 COLUMNS = (
     "step", "time", "first_position", "next_position", "applied", "finite", "loss", "grad_norm", "lr",
     "worst_position", "worst_loss", "seconds",
 )  # fmt: skip
 NO_STATISTICS = ("step", "time", "name")
+_UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
 
 T = TypeVar("T")
 Known = TypeVar("Known", bound=BaseModel)
-
-
-class RunFacts(Facts):
-    """name: of the directory. world: ranks at the time. lr: the peak rate. price: of a GPU-hour, in `currency`."""
-
-    name: str
-    directory: str
-    world: int | None = None
-    steps: int | None = None
-    global_batch: int | None = None
-    sequence_length: int | None = None
-    lr: float | None = None
-    cut_factor: float | None = None
-    corpora: tuple[str, ...] = ()
-    planted: tuple[str, ...] = ()
-    price: float | None = None
-    currency: str = ""
-
-
-class IncidentFacts(BaseModel):
-    """What the journal's last word on it says; as stability/incident.py, but lenient: of any version, or torn."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    number: int
-    step: int = 0
-    onset: int = 0
-    verdict: str = "unknown"
-    kind: str = "unknown"
-    cause: str = "unknown"
-    actions: list[str] = []
-    reasons: list[str] = []
-    positions: list[tuple[int, int]] = []
-    documents: list[Document] = []
-    steps_lost: int = 0
-    batches_discarded: int = 0
-    seconds: float = 0.0
-    loss_before: float | None = None
-    loss_peak: float | None = None
-    norm_peak: float | None = None
-    loss_after: float | None = None
-    outcome: str = "open"
-    failure: str = ""
-    evidence: list[str] = []
-
-    @property
-    def breakdown(self) -> bool:
-        """Whether processes or files failed, rather than numbers."""
-        return bool(self.failure) or self.verdict in ("crash", "hang", "damaged_checkpoint")
-
-    @property
-    def guilty(self) -> list[tuple[int, int]]:
-        """Positions that were found guilty by themselves; what was only skipped along with a window is not."""
-        return self.positions if self.cause == "data" else []
-
-
-class Suspect(BaseModel):
-    """A sample on the good state, as attribution measured it."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    position: int
-    loss: float | None = None
-    z: float | None = None
-    gradient_norm: float | None = None
-
-
-class Row(BaseModel):
-    """A recorded step; where its file is not on the disk yet, what the journal says of a refused one."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    step: int
-    time: float
-    loss: float
-    grad_norm: float
-    first_position: int
-    next_position: int
-    applied: bool = True
-    finite: bool = True
-    lr: float | None = None
-    worst_position: int | None = None
-    worst_loss: float | None = None
-    seconds: float | None = None
-
-
-class LayerValue(Facts):
-    """A statistic of a parameter or block, at the last look before the onset and the first one after it."""
-
-    name: str
-    statistic: str
-    before: float | None
-    after: float | None
-
-    @property
-    def ratio(self) -> float | None:
-        return self.after / self.before if self.before and self.after is not None else None
-
-
-class Layers(Facts):
-    before_step: int | None
-    after_step: int | None
-    after_recovery: bool  # the look after the onset is of the healed run
-    values: list[LayerValue]
-
-
-class Log(Facts):
-    """A log or a rank's stacks. file: the copy of its end, control characters escaped, beside the report."""
-
-    source: str
-    file: str
-    bytes: int
-    text: str
-
-    @property
-    def tail(self) -> str:
-        return "\n".join(self.text.rstrip("\n").splitlines()[-TAIL:])
-
-
-class Cost(Facts):
-    """What it took. step_seconds: median of the steps around; downtime: from the end of a process to the next one's
-    first step."""
-
-    steps: int
-    batches_refused: int
-    tokens: int | None
-    step_seconds: float | None
-    redone_seconds: float
-    recovery_seconds: float
-    downtime_seconds: float
-    gpu_hours: float | None
-    money: float | None
-
-    @property
-    def seconds(self) -> float:
-        return self.redone_seconds + self.recovery_seconds + self.downtime_seconds
-
-
-class Evidence(Facts):
-    """Everything. inputs: digest of what it was made from. passes: recorded steps, a list for each time through.
-
-    back_to: steps that the run went back to. healed_at: step of the proof that it was over; None where none was told.
-    """
-
-    format: int = VERSION
-    inputs: str
-    run: RunFacts
-    incident: IncidentFacts
-    cost: Cost
-    back_to: list[int]
-    healed_at: int | None
-    timeline: list[Entry]
-    suspects: list[Suspect]
-    skipped: list[SkipEntry]
-    passes: list[list[Row]]
-    layers: Layers | None
-    samples: list[Sample]
-    tokens: Tokens | None
-    logs: list[Log]
-    problems: list[str]
 
 
 class Case:
@@ -226,24 +75,23 @@ class Case:
 
     @property
     def inputs(self) -> str:
-        """Digest of what the facts are made of, cheap to take: of large files their names and sizes."""
-        found = [
-            f
-            for folder in (self.run.steps, self.run.layers)
-            for f in passes.files(folder, *self._window(), 0)
-        ]
+        """Digest of what the facts are made of, cheap to take: of large files their names and sizes.
+
+        The corpora are not among them: when they are gone, what was written of them is worth keeping.
+        """
+        window, folders = self._window(), (self.run.steps, self.run.layers)
+        found = [path for folder in folders for path in passes.files(folder, *window, slack=0)]
         logs = [self.run.root / path for path in self.incident.evidence]
-        corpora = [find(corpus.path) / MANIFEST for corpus in self.config.data.corpora] if self.config else []
-        sizes = [
-            f"{path}:{_size(path)}" for path in (*found, *logs, *corpora, self.run.recipe, self.run.skips)
-        ]
-        near = [*nearby(self.events, self.begin, self.end), *_until(self.events[self.end + 1 :], "training")]
-        return hashlib.sha256(as_json([VERSION, near, sizes]).encode()).hexdigest()
+        sizes = [f"{path}:{_size(path)}" for path in (*found, *logs, self.run.recipe, self.run.skips)]
+        near = nearby(self.events, self.begin, self.end)
+        return hashlib.sha256(
+            as_json([VERSION, near, self._back_to(), self._downtime(), sizes]).encode()
+        ).hexdigest()
 
     def gather(self) -> Evidence:
         """All of it. Raises nothing but what a broken program would."""
         i = self.incident
-        rows = self._try("the step records", self._rows, list[dict[str, Any]]())
+        rows = self._try("the step records", self._rows, list[Row]())
         suspects = self._suspects()
         losses = {s.position: s.loss for s in suspects if s.loss is not None}
         samples: list[Sample] = []
@@ -263,7 +111,7 @@ class Case:
             inputs=self.inputs, run=facts, incident=i, cost=self._cost(facts, rows), back_to=self._back_to(),
             healed_at=self._healed_at(rows), timeline=timeline(self.events, self.begin, self.end, i.number),
             suspects=suspects, skipped=[entry for entry in ledger if entry.incident == i.number],
-            passes=[[Row.model_validate(row) for row in part] for part in passes.passes(rows)],
+            passes=passes.passes(rows),
             layers=self._try("the layers", lambda: self._layers(rows), None), samples=samples, tokens=tokens,
             logs=[log for path in i.evidence if (log := self._log(path)) is not None],
             problems=list(dict.fromkeys(self.problems)),
@@ -285,25 +133,24 @@ class Case:
             steps += [e.get("step") for e in after if e["event"] == "resumed"][:1]
         return [step for step in steps if isinstance(step, int)]
 
-    def _healed_at(self, rows: Sequence[dict[str, Any]]) -> int | None:
+    def _healed_at(self, rows: Sequence[Row]) -> int | None:
         """The last step before the proof. The journal's event has no step; the policy's clock in it is close."""
         last = self.own[-1]
         if last.get("what") != "closed" or self.incident.outcome != "healed":
             return None
-        done = [row["step"] for row in rows if row["time"] <= last["time"] + 0.01]
-        clock = (last.get("policy") or {}).get("clock")
-        if done and done[-1] > self.incident.step:
-            return int(done[-1])
-        return clock if isinstance(clock, int) and clock > self.incident.step else None
+        done = [row.step for row in rows if row.time <= last["time"] + 0.01]
+        told = [*done[-1:], *_clocks([last])]
+        return next((step for step in told if step > self.incident.step), None)
 
     def _downtime(self) -> float:
         """From the end of each process that this incident ended to the first step, or the end, of the next."""
         ends = ("ended", "hang") if self.incident.breakdown else ("handover",)
-        starts = [n for n in range(self.begin) if self.events[n]["event"] in ("training", "launched")]
+        start = max(
+            (n for n in range(self.begin) if self.events[n]["event"] in ("training", "launched")), default=-1
+        )
         total, since, again = 0.0, 0.0, False
-        for number, event in enumerate(
-            self.events[max(starts, default=-1) + 1 :], max(starts, default=-1) + 1
-        ):
+        for number in range(start + 1, len(self.events)):
+            event = self.events[number]
             kind = event["event"]
             again = again or (since > 0 and kind == "launched")
             if since and (kind == "training" or (again and kind == "ended")):
@@ -321,25 +168,26 @@ class Case:
         """The steps that are shown."""
         i = self.incident
         first = max(1, min(i.onset, i.step) - BEFORE)
-        clocks = [c for e in self.own if isinstance(c := (e.get("policy") or {}).get("clock"), int)]
-        return first, min(max(i.step, i.onset, *clocks) + AFTER, first + LONGEST)
+        return first, min(max(i.step, i.onset, *_clocks(self.own)) + AFTER, first + LONGEST)
 
-    def _rows(self) -> list[dict[str, Any]]:
+    def _rows(self) -> list[Row]:
         first, last = self._window()
         rows, problems = passes.rows(self.run.steps, first, last, COLUMNS)
         self.problems += problems
         known = {(row["step"], row["first_position"]) for row in rows}
-        refused = [e for e in self.events if e["event"] == "discarded" and first <= e.get("step", 0) <= last]
-        for event in refused:
-            if (event["step"], event.get("first_position")) not in known:
-                rows.append({k: v for k, v in event.items() if k in Row.model_fields} | {"applied": False})
+        for event in self.events:
+            place = event.get("step"), event.get("first_position")
+            if event["event"] == "discarded" and place not in known:
+                rows.append(event | {"applied": False})
+        found: list[Row] = []
         for row in rows:
-            row["loss"], row["grad_norm"] = float(row["loss"]), float(row["grad_norm"])
-        return sorted(rows, key=lambda row: row["time"])
+            with suppress(ValidationError):  # an event of another version
+                found.append(Row.model_validate(row))
+        return sorted((row for row in found if first <= row.step <= last), key=lambda row: row.time)
 
-    def _layers(self, rows: Sequence[dict[str, Any]]) -> Layers | None:
+    def _layers(self, rows: Sequence[Row]) -> Layers | None:
         onset = self.incident.onset
-        begin = min((r["time"] for r in rows if r["step"] >= onset), default=self.own[0]["time"])
+        begin = min((row.time for row in rows if row.step >= onset), default=self.own[0]["time"])
         every = self.config.logging.layers_interval if self.config else 0
         before, after, problems = passes.around(
             self.run.layers, begin, max(0, onset - 3 * every), self.incident.step + 3 * every
@@ -378,7 +226,8 @@ class Case:
             return None
         inside = file.relative_to(root)
         parts = inside.parts[1:] if inside.parts[0] == self.run.logs.name else inside.parts
-        return Log(source=str(inside), file="-".join(parts), bytes=size, text=log_text(content))
+        name = _UNUSUAL.sub("_", "-".join(("log", *parts)))
+        return Log(source=str(inside), file=name, bytes=size, text=log_text(content))
 
     def _run_facts(self, world: int | None) -> RunFacts:
         c, name = self.config, self.run.root.resolve().name
@@ -404,9 +253,9 @@ class Case:
             told.append(f"{corpus.path} was made bad on purpose: it has {planted}{found}")
         return told
 
-    def _cost(self, run: RunFacts, rows: Sequence[dict[str, Any]]) -> Cost:
+    def _cost(self, run: RunFacts, rows: Sequence[Row]) -> Cost:
         i = self.incident
-        known = [row["seconds"] for row in rows if row.get("seconds")]
+        known = [row.seconds for row in rows if row.seconds]
         usual = statistics.median(known) if known else None
         redone = i.steps_lost * (usual or 0.0)
         down = self._downtime()
@@ -425,9 +274,8 @@ class Case:
     def _try(self, what: str, get: Callable[[], T], otherwise: T) -> T:
         try:
             return get()
-        except (
-            Exception
-        ) as error:  # a corpus that is gone, a disk that is failing: the other facts still count
+        except Exception as error:
+            # A corpus that is gone, a disk that is failing, whatever it is: the other facts still count.
             self.problems.append(f"{what}: {error or type(error).__name__}")
             return otherwise
 
@@ -454,9 +302,7 @@ def _summary(event: dict[str, Any]) -> dict[str, Any]:
     return summary if isinstance(summary, dict) else {}
 
 
-def _until(events: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """Up to and with the first of a kind; nothing where there is none."""
-    for number, event in enumerate(events):
-        if event["event"] == kind:
-            return list(events[: number + 1])
-    return []
+def _clocks(events: Sequence[dict[str, Any]]) -> list[int]:
+    """The farthest step that had been reached at each event, as the policy's memory in it tells."""
+    memories = [m for event in events if isinstance(m := event.get("policy"), dict)]
+    return [clock for memory in memories if isinstance(clock := memory.get("clock"), int)]

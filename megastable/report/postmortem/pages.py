@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from megastable.report.postmortem import safe, words
-from megastable.report.postmortem.evidence import Evidence, LayerValue
+from megastable.report.postmortem.facts import Evidence, LayerValue
 from megastable.report.postmortem.texts import Piece, Sample, count
 
 ON_PAGE = 5  # samples that the page shows

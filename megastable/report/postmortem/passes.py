@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megastable import records
+from megastable.report.postmortem.facts import Row
 
 _NAME = re.compile(r"(\d+)-(\d+)-\d+\.parquet")
 # A file is named after its first and its last row; where the run went back in between, it holds more than those say.
@@ -48,11 +49,11 @@ def files(folder: Path, first: int, last: int, slack: int = SLACK) -> list[Path]
     return chosen
 
 
-def passes(steps: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def passes(steps: Sequence[Row]) -> list[list[Row]]:
     """`steps`, in the order of their times, cut where the run went back: never empty parts."""
-    parts: list[list[dict[str, Any]]] = []
+    parts: list[list[Row]] = []
     for row in steps:
-        if not parts or row["step"] <= parts[-1][-1]["step"]:
+        if not parts or row.step <= parts[-1][-1].step:
             parts.append([])
         parts[-1].append(row)
     return parts

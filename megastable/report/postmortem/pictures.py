@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megastable.report.postmortem.evidence import Evidence, Row
+from megastable.report.postmortem.facts import Evidence, Row
 from megastable.report.postmortem.safe import escaped, line
 from megastable.report.postmortem.texts import Tokens
 
@@ -94,7 +94,7 @@ def _panel(axis: Axes, e: Evidence, name: str) -> None:
         else:
             axis.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "235" else "")
     _marks(axis, e, name == "loss")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
     axis.margins(x=0.01, y=0.12)
 
 
@@ -224,7 +224,7 @@ def _figure(width: float, height: float) -> Figure:
 def _png(figure: Figure) -> bytes:
     content = io.BytesIO()
     # Without the version of the library in it, the same facts give the same bytes.
-    figure.savefig(content, format="png", dpi=140, metadata={"Software": None})
+    figure.savefig(content, format="png", dpi=130, metadata={"Software": None})
     return content.getvalue()
 
 

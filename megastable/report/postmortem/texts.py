@@ -64,8 +64,9 @@ class TokenShare(Facts):
 class Tokens(Facts):
     """Unigram statistics of guilty samples (up to COUNTED, evenly spread) and of their corpora (up to CORPUS tokens).
 
-    Entropies in nats per token. distance: total variation between the two distributions, 0 to 1; usual_distance: of as
-    many samples from before the guilty ones, None where there are none. *_by_rank: (rank, share), most frequent first.
+    Entropies in nats per token. repeated: share of a guilty sample's most frequent token, the median. distance: total
+    variation between the two distributions, 0 to 1; usual_distance: of as many samples from before the guilty ones,
+    None where there are none. *_by_rank: (rank, share), most frequent first.
     """
 
     samples: int
@@ -75,6 +76,7 @@ class Tokens(Facts):
     guilty_distinct: int
     guilty_entropy: float
     corpus_entropy: float
+    repeated: float
     distance: float
     usual_distance: float | None
     top: list[TokenShare]
@@ -84,9 +86,8 @@ class Tokens(Facts):
     @property
     def reading(self) -> str:
         """What that looks like, in a sentence."""
-        most = max(self.top, key=lambda share: share.guilty)
-        if most.guilty > 0.5:
-            return f"One token makes {most.guilty:.0%} of it: it looks like a repetition."
+        if self.repeated > 0.5:
+            return f"A single token makes {self.repeated:.0%} of a sample: it looks like a repetition."
         if math.exp(self.guilty_entropy) > 0.5 * min(self.vocabulary, self.guilty_tokens):
             return "Almost every token of the vocabulary is as frequent as any other: it looks like random tokens."
         if self.usual_distance is not None and self.distance < 1.3 * self.usual_distance:
@@ -150,6 +151,7 @@ class Library:
         """How the tokens of `ranges` are distributed. Raises DataError for a damaged corpus."""
         positions = spread(ranges, COUNTED)
         guilty = self._counts(positions)
+        repeated = [np.bincount(sample[:-1]).max() for sample in self.source.samples(positions)]
         corpora = np.unique(self.source.order.locate(positions).corpus).tolist()
         streams = [self.source.streams[index] for index in corpora]
         corpus = sum(
@@ -163,7 +165,7 @@ class Library:
             samples=positions.size, guilty_tokens=int(guilty.sum()), corpus_tokens=int(corpus.sum()),
             vocabulary=self.vocabulary, guilty_distinct=int(np.count_nonzero(guilty)),
             guilty_entropy=unigram_entropy(guilty), corpus_entropy=unigram_entropy(corpus),
-            distance=_distance(guilty, corpus),
+            repeated=float(np.median(repeated)) / self.source.order.sequence_length, distance=_distance(guilty, corpus),
             usual_distance=_distance(self._counts(before), corpus) if before.size else None,
             top=[
                 TokenShare(token=t, text=self._label(t), guilty=float(shares[t]), corpus=float(usual[t]))

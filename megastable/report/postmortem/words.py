@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Iterator, Sequence
 
-from megastable.report.postmortem.evidence import Evidence
+from megastable.report.postmortem.facts import Evidence
 from megastable.report.postmortem.texts import Facts, count
 
 NAMED = 1000  # as many documents as an incident names at most (casebook.py)

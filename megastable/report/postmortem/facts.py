@@ -1,0 +1,177 @@
+"""The facts of one incident, as a tree: what evidence.json holds, and what every other file is made of.
+
+JSON, in which numbers that are not finite are text; times are Unix seconds, losses nats per token, gradient norms those
+before clipping, positions ranges [first, end). Whatever could not be had is named in `Evidence.problems`.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+from megastable.data.documents import Document
+from megastable.data.skips import SkipEntry
+from megastable.report.postmortem.texts import Facts, Sample, Tokens
+from megastable.report.postmortem.timeline import Entry
+
+VERSION = 1  # of what is made of the facts: another one writes all incidents again
+TAIL = 60  # lines of a log that are shown
+
+
+class RunFacts(Facts):
+    """name: of the directory. world: ranks at the time. lr: the peak rate. price: of a GPU-hour, in `currency`."""
+
+    name: str
+    directory: str
+    world: int | None = None
+    steps: int | None = None
+    global_batch: int | None = None
+    sequence_length: int | None = None
+    lr: float | None = None
+    cut_factor: float | None = None
+    corpora: tuple[str, ...] = ()
+    planted: tuple[str, ...] = ()
+    price: float | None = None
+    currency: str = ""
+
+
+class IncidentFacts(BaseModel):
+    """What the journal's last word on it says; as stability/incident.py, but lenient: of any version, or torn."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    number: int
+    step: int = 0
+    onset: int = 0
+    verdict: str = "unknown"
+    kind: str = "unknown"
+    cause: str = "unknown"
+    actions: list[str] = []
+    reasons: list[str] = []
+    positions: list[tuple[int, int]] = []
+    documents: list[Document] = []
+    steps_lost: int = 0
+    batches_discarded: int = 0
+    seconds: float = 0.0
+    loss_before: float | None = None
+    loss_peak: float | None = None
+    norm_peak: float | None = None
+    loss_after: float | None = None
+    outcome: str = "open"
+    failure: str = ""
+    evidence: list[str] = []
+
+    @property
+    def breakdown(self) -> bool:
+        """Whether processes or files failed, rather than numbers."""
+        return bool(self.failure) or self.verdict in ("crash", "hang", "damaged_checkpoint")
+
+    @property
+    def guilty(self) -> list[tuple[int, int]]:
+        """Positions that were found guilty by themselves; what was only skipped along with a window is not."""
+        return self.positions if self.cause == "data" else []
+
+
+class Suspect(BaseModel):
+    """A sample on the good state, as attribution measured it."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    position: int
+    loss: float | None = None
+    z: float | None = None
+    gradient_norm: float | None = None
+
+
+class Row(BaseModel):
+    """A recorded step; where its file is not on the disk yet, what the journal says of a refused one."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    step: int
+    time: float
+    loss: float
+    grad_norm: float
+    first_position: int
+    next_position: int
+    applied: bool = True
+    finite: bool = True
+    lr: float | None = None
+    worst_position: int | None = None
+    worst_loss: float | None = None
+    seconds: float | None = None
+
+
+class LayerValue(Facts):
+    """A statistic of a parameter or block, at the last look before the onset and the first one after it."""
+
+    name: str
+    statistic: str
+    before: float | None
+    after: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        return self.after / self.before if self.before and self.after is not None else None
+
+
+class Layers(Facts):
+    before_step: int | None
+    after_step: int | None
+    after_recovery: bool  # the look after the onset is of the healed run
+    values: list[LayerValue]
+
+
+class Log(Facts):
+    """A log or a rank's stacks. file: the copy of its end, control characters escaped, beside the report."""
+
+    source: str
+    file: str
+    bytes: int
+    text: str
+
+    @property
+    def tail(self) -> str:
+        return "\n".join(self.text.rstrip("\n").splitlines()[-TAIL:])
+
+
+class Cost(Facts):
+    """What it took. step_seconds: median of the steps around; downtime: from the end of a process to the next one's
+    first step."""
+
+    steps: int
+    batches_refused: int
+    tokens: int | None
+    step_seconds: float | None
+    redone_seconds: float
+    recovery_seconds: float
+    downtime_seconds: float
+    gpu_hours: float | None
+    money: float | None
+
+    @property
+    def seconds(self) -> float:
+        return self.redone_seconds + self.recovery_seconds + self.downtime_seconds
+
+
+class Evidence(Facts):
+    """Everything. inputs: digest of what it was made from. passes: recorded steps, a list for each time through.
+
+    back_to: steps that the run went back to. healed_at: step of the proof that it was over; None where none was told.
+    """
+
+    format: int = VERSION
+    inputs: str
+    run: RunFacts
+    incident: IncidentFacts
+    cost: Cost
+    back_to: list[int]
+    healed_at: int | None
+    timeline: list[Entry]
+    suspects: list[Suspect]
+    skipped: list[SkipEntry]
+    passes: list[list[Row]]
+    layers: Layers | None
+    samples: list[Sample]
+    tokens: Tokens | None
+    logs: list[Log]
+    problems: list[str]

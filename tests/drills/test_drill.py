@@ -1,0 +1,101 @@
+"""The tool as a user calls it: real runs, nothing left behind, clear refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megastable.drills.plan import VARIABLE
+from megastable.drills.runner import damage
+from megastable.drills.scenarios import NAMES, QUICK
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools/drill.py"
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(TOOL), *arguments], cwd=folder, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, start_new_session=True, env={**os.environ, "TMPDIR": str(folder)},
+    )  # fmt: skip
+
+
+def left(folder: Path) -> list[Sequence[str]]:
+    """Processes of drills whose files lie in `folder`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(VARIABLE, "").startswith(str(folder)):
+                found.append(process.cmdline())
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_quick_drills_meet_their_targets(tmp_path: Path) -> None:
+    shared = set(os.listdir("/dev/shm"))
+    tool = start(tmp_path, "--quick", "--json", "drills.json", "--keep", "kept")
+    out, errors = tool.communicate(timeout=280)
+    assert tool.returncode == 0, out + errors
+    assert left(tmp_path) == [] and set(os.listdir("/dev/shm")) <= shared
+    scores = {s["scenario"]: s for s in json.loads((tmp_path / "drills.json").read_text())}
+    assert list(scores) == ["clean", *QUICK] and all(s["policy"] == "ours" for s in scores.values())
+    assert scores["clean"]["false_alarms"] == scores["clean"]["discarded"] == 0
+    bad, killed = (scores[name] for name in QUICK)
+    assert (bad["causes"], bad["skipped"], bad["innocent"]) == (["data"], 40, 0)
+    assert killed["causes"] == ["process"] and killed["steps_lost"] > 0
+    assert killed["val_loss"] == scores["clean"]["val_loss"]  # nothing of it is to be seen
+    assert "ours: 2 of 2 within 0.02 nat of the clean run, cause right in 2 of 2, 0 false alarms" in out
+    assert (tmp_path / "kept/runs/killed-rank-ours/journal.jsonl").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_drill_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    tool = start(tmp_path, "--quick", NAMES[0], "--keep", "kept")
+    end = time.monotonic() + 120
+    while not any("--local_rank=1" in command for command in left(tmp_path)):
+        assert tool.poll() is None and time.monotonic() < end, tool.communicate()
+        time.sleep(0.2)
+    tool.send_signal(number)
+    _, errors = tool.communicate(timeout=60)
+    assert (tool.returncode, errors) == (130, "interrupted\n")
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["flood"], "flood: there is no such scenario: all, random-tokens"),
+        (["all", "--policy", "hope"], "'hope' is not one of"),
+        (["--json", "no/such/folder/x.json"], "--json no/such/folder/x.json: there is no directory"),
+        (["--keep", "file"], "--keep file is no directory"),
+        (["--seed", "-1"], "-1 is not in the range"),
+    ],
+)
+def test_bad_input_is_told_before_anything_begins(tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "file").write_text("")
+    tool = start(tmp_path, *arguments)
+    out, errors = tool.communicate(timeout=60)
+    assert (tool.returncode, out) == (2, "")
+    assert message in " ".join(errors.replace("│", "").split()) and "Traceback" not in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_damage_shows_only_in_the_bytes(tmp_path: Path) -> None:
+    for name, size in (("large", 100_000), ("small", 10)):
+        (tmp_path / name).write_bytes(bytes(size))
+    before = (tmp_path / "large").stat()
+    damage([tmp_path])
+    after, content = (tmp_path / "large").stat(), (tmp_path / "large").read_bytes()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert content.count(b"\xff") == 4096 and (tmp_path / "small").read_bytes() == bytes(10)

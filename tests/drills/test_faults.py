@@ -1,0 +1,119 @@
+"""Each fault does what it says, once in the life of a run, on one rank, and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastable.config import RunConfig
+from megastable.drills.plan import Fault, Plan, Policy
+from tests.conftest import tiny
+from tests.distributed import run_ranks
+
+STEP = 4
+RATES = [1.0, 10.0, 10.0, 1.0]
+
+
+def struck(config: RunConfig, kind: str) -> dict[str, Any]:
+    """A few steps with a fault before or in step 4; then the same step again, as after a rewind."""
+    import torch
+    import torch.distributed as dist
+
+    from megastable import train
+    from megastable.drills import faults
+    from megastable.engine import Engine
+    from megastable.model.loss import LossFunction
+    from tests.test_gate import trainer_of
+
+    assert config.run.dir is not None
+    before = (Engine.train_step, LossFunction.__call__, train.rate)  # type: ignore[attr-defined]
+    plan = Plan(
+        policy=Policy.OURS,
+        run=config.run.dir,
+        fault=Fault.model_validate({"kind": kind, "step": STEP, "steps": 2}),
+    )
+    trainer = trainer_of(config)
+    faults.install(plan)
+    engine, rank = trainer.engine, dist.get_rank()
+    batch = next(trainer._loader(trainer.corpora.train, train.Skips.of([]), 0)).micro_batches  # type: ignore[attr-defined]
+
+    def state() -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in engine.optimizer_state().items()}
+
+    def step(judge: Any = lambda m: m.finite) -> dict[str, Any]:
+        held = state()
+        seen: dict[str, Any] = {}
+
+        def look(measured: Any) -> bool:
+            now = engine.optimizer_state()
+            seen["changed"] = {
+                k: int((held[k] != now[k]).sum()) for k in held if not torch.equal(held[k], now[k])
+            }
+            seen["bits"] = {
+                bin(int(a) ^ int(b))
+                for k in seen["changed"]
+                for a, b in zip(held[k].view(torch.int32), now[k].view(torch.int32), strict=True)
+                if k.endswith("weight") and a != b
+            }
+            return bool(judge(measured))
+
+        measured, applied = engine.train_step(batch, 1e-3, look)
+        return seen | {"loss": measured.loss, "norm": measured.grad_norm, "applied": applied}
+
+    schedule, found = config.schedule, {"rank": rank}
+    if kind == "high_rate":
+        real = before[2]
+        rates = [
+            train.rate(schedule, 1.0, 20, u) / real(schedule, 1.0, 20, u) for u in range(STEP - 2, STEP + 2)
+        ]  # type: ignore[attr-defined]
+        return {**found, "rates": rates}
+    try:
+        for _ in range(STEP - 1):
+            calm = step()
+        kept, counters = state(), engine.counters()
+        found["measured"] = engine.measure(batch).finite  # no step: nothing happens
+        found["hit"] = step(lambda measured: False)
+        engine.restore_optimizer_state(kept)
+        engine.restore_counters(counters)
+        engine.refresh_weights()
+        found["again"] = step()
+        found["calm"] = calm
+    finally:
+        Engine.train_step, LossFunction.__call__, train.rate = before  # type: ignore[method-assign, attr-defined]
+    return found
+
+
+def run(corpus: Path, folder: Path, kind: str) -> list[dict[str, Any]]:
+    return run_ranks(2, struck, tiny(corpus, folder / "run"), kind)
+
+
+@pytest.mark.parametrize("kind", ["nan_gradient", "inf_loss"])
+def test_a_number_that_is_not_finite_once(corpus: Path, tmp_path: Path, kind: str) -> None:
+    for found in run(corpus, tmp_path, kind):
+        assert found["measured"]
+        hit, again = found["hit"], found["again"]
+        assert hit["norm"] == float("inf") and (hit["loss"] == float("inf")) == (kind == "inf_loss")
+        assert hit["changed"] == again["changed"] == {}
+        assert again["applied"] and again["loss"] < found["calm"]["loss"]
+
+
+@pytest.mark.parametrize(("kind", "where"), [("moments", "exp_avg"), ("bit_flip", "weight")])
+def test_a_state_that_is_changed_in_place(corpus: Path, tmp_path: Path, kind: str, where: str) -> None:
+    for found in run(corpus, tmp_path, kind):
+        hit, again = found["hit"], found["again"]
+        assert found["measured"] and again["applied"] and again["changed"] == {}
+        if found["rank"] == 0:
+            assert hit["changed"] == {}
+            continue
+        ((name, count),) = hit["changed"].items()
+        assert name.split("/")[1] == where
+        assert hit["bits"] == ({bin(1 << 30)} if kind == "bit_flip" else set())
+        assert count == 1 if kind == "bit_flip" else count > 1000
+        assert (hit["loss"] == again["loss"]) == (kind == "moments")  # moments tell in the next step
+
+
+def test_a_rate_that_is_too_high_for_some_updates(corpus: Path, tmp_path: Path) -> None:
+    for found in run(corpus, tmp_path, "high_rate"):
+        assert found["rates"] == pytest.approx(RATES)

@@ -1,0 +1,81 @@
+"""What a supervisor knows from the journal is what it would know, had it been there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.stability.incident import Breakdown, Incident
+from megastable.supervise.memory import Memory
+
+
+def told(*events: dict[str, Any]) -> Memory:
+    memory = Memory()
+    for event in events:
+        memory.hear(event)
+    return memory
+
+
+def incident(number: int, outcome: str = "open", verdict: str = "crash") -> dict[str, Any]:
+    summary = {"number": number, "step": 5, "onset": 5, "verdict": verdict, "kind": "recoverable"}
+    return {
+        "event": "incident",
+        "what": "opened",
+        "number": number,
+        "summary": summary | {"outcome": outcome},
+    }
+
+
+def ended(what: str, clock: int, **more: Any) -> dict[str, Any]:
+    return {"event": "ended", "what": what, "step": clock + 1, "host": "a", "clock": clock, "time": 5.0, **more}
+
+
+STARTED = {"event": "supervisor", "what": "started", "pid": 3, "host": "a"}
+OVER = STARTED | {"what": "ended"}
+LAUNCHED = {"event": "launched", "attempt": 1}
+
+
+def test_a_supervisor_that_did_not_say_goodbye_is_a_predecessor() -> None:
+    assert told(STARTED).predecessor == (3, "a") and told(STARTED, OVER).predecessor is None
+
+
+def test_failures_are_counted_until_a_person_starts_it_again() -> None:
+    took_over = STARTED | {"what": "took over"}
+    memory = told(STARTED, LAUNCHED, ended("SIGKILL", 7), took_over, LAUNCHED | {"attempt": 2}, ended("", 9))
+    assert [f.what for f in memory.failures] == ["SIGKILL"] and memory.clock == 9 and memory.attempt == 2
+    assert told(STARTED, ended("SIGKILL", 7), OVER, STARTED).failures == []
+
+
+def test_an_attempt_is_under_way_until_its_end_is_noted() -> None:
+    assert told(LAUNCHED).under_way and not told(LAUNCHED, ended("x", 1)).under_way
+    memory = told(LAUNCHED, {"event": "stopped"}, LAUNCHED | {"attempt": 2})
+    assert memory.under_way and memory.since == []
+
+
+def test_incidents_of_the_training_count_but_are_not_ours() -> None:
+    memory = told(incident(1, verdict="spike"), incident(2), incident(3), incident(2, "healed"))
+    assert memory.number == 3 and list(memory.open) == [3]
+    assert isinstance(memory.open[3], Incident) and memory.open[3].verdict is Breakdown.CRASH
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=8), below, max_size=4),
+)
+KINDS = [
+    "supervisor",
+    "launched",
+    "training",
+    "checkpoint",
+    "checkpoint_rejected",
+    "ended",
+    "incident",
+    "stopped",
+]
+
+
+@given(st.lists(st.tuples(st.sampled_from([*KINDS, "new", "__init__"]), st.dictionaries(st.text(), junk))))
+def test_an_event_of_another_version_does_no_harm(events: list[tuple[str, dict[str, Any]]]) -> None:
+    told(*(fields | {"event": kind} for kind, fields in events))

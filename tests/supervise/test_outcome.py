@@ -1,0 +1,83 @@
+"""Why an attempt ended: whatever is known of it, the first cause is named and not what followed from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megastable import errors
+from megastable.messages import LastWords, Progress
+from megastable.supervise.outcome import End, end_of
+from megastable.supervise.processes import Fate
+
+GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:2759: Connection reset by peer."
+LINE = "[ERROR] [launch.py:259:sigkill_handler] ['python', '-u'] exits with return code = -9"
+
+
+def words(rank: int, error: str, time: float = 1.0, **more: Any) -> LastWords:
+    known = {"host": f"node-{rank}", "pid": 7, "step": 11, "cursor": 88, "code": 1, "where": "train.py:9"}
+    return LastWords.model_validate(
+        {**known, "rank": rank, "error": error, "time": time, "alone": True, **more}
+    )
+
+
+def end(
+    *said: str,
+    last: list[LastWords] | None = None,
+    fates: dict[int, Fate] | None = None,
+    code: int | None = 1,
+    log: str = "",
+    step: int | None = 10,
+) -> End:
+    progress = Progress(pid=1, host="a", time=0, phase="step", world=2, steps=9, step=step, cursor=80)
+    return end_of([{"event": e} for e in said], last or [], fates or {}, code, log, progress, "here")
+
+
+SAID = {
+    "finished": errors.OK,
+    "stopped": errors.STOPPED,
+    "handover": errors.HANDOVER,
+    "unstable": errors.UNSTABLE,
+}
+
+
+@pytest.mark.parametrize(("said", "code"), SAID.items())
+@pytest.mark.parametrize("launcher", [None, 0, 1, 143])
+def test_what_the_training_said_counts_before_any_exit_code(
+    said: str, code: int, launcher: int | None
+) -> None:
+    assert end(said, code=launcher, fates={0: Fate(signal=6)}) == End(code=code)
+
+
+def test_a_killed_rank_is_named_not_those_that_lost_it() -> None:
+    found = end(last=[words(0, GLOO)], fates={0: Fate(code=1), 1: Fate(signal=9)})
+    assert (found.what, found.rank, found.host, found.signal) == ("SIGKILL", 1, "here", 9)
+    assert (found.step, found.cursor) == (12, 88)  # the last words are newer than the progress
+    assert found.failure == "rank 1 on here was killed by signal 9 (SIGKILL)"
+
+
+def test_the_launchers_own_sigterm_is_not_the_cause() -> None:
+    assert end(fates={0: Fate(signal=15), 1: Fate(signal=11)}).what == "SIGSEGV"
+    assert end(fates={1: Fate(signal=9), 0: Fate(signal=9)}).rank == 1  # as they were seen
+
+
+def test_an_error_of_its_own_counts_before_what_followed_from_it() -> None:
+    last = [words(0, GLOO, 0.5), words(3, "ValueError: no", 2.0), words(2, "KeyError: 'x'", 1.0)]
+    found = end(last=last, fates={0: Fate(signal=15)})
+    assert (found.rank, found.host, found.what) == (2, "node-2", "KeyError: 'x'")
+    assert found.failure == "rank 2 on node-2 ended with: KeyError: 'x' (train.py:9)"
+
+
+def test_on_another_host_the_launchers_log_tells() -> None:
+    found = end(last=[words(0, GLOO)], log=f"noise\nnode-7: {LINE}\n", fates={0: Fate(code=1)})
+    assert (found.host, found.signal, found.what) == ("node-7", 9, "SIGKILL")
+    found = end(log=LINE.replace("-9", "3"))
+    assert (found.code, found.what, found.host) == (3, "code 3", "here")
+
+
+def test_nobody_saw_it() -> None:
+    assert end(code=None).what == "vanished"
+    assert end(code=0).what == "no word"  # the launcher may end with 0 though a rank was killed
+    assert end(code=0, last=[words(0, GLOO)]).what == "connection lost"
+    assert end(code=2, step=None).step is None and end(code=2).code == errors.BAD_INPUT
