@@ -28,6 +28,7 @@ from megastable.stability import attribution
 from megastable.stability.attribution import Conclusion
 from megastable.stability.incident import Breakdown, Incident, Outcome, kind_of
 from megastable.stability.policy import Action, Cause, Decision, PolicyState
+from megastable.stability.signals import Verdict
 
 NAMED = 1000  # documents of an incident that are named; a swapped corpus would fill the journal
 SHOWN = 16  # suspects of an incident whose numbers are kept
@@ -69,7 +70,7 @@ class Casebook:
                 kind=kind_of(finding.verdict, 0), loss_before=float(np.median(before)) if before else None,
             )  # fmt: skip
         incident = self.incident
-        incident.kind = kind_of(incident.verdict, self.memory().recurrences)
+        incident.kind = kind_of(Verdict(incident.verdict), self.memory().recurrences)
         incident.batches_discarded += sum(not t.applied for t in window)
         incident.loss_peak = _peak(incident.loss_peak, [float(t.losses.mean()) for t in window])
         incident.norm_peak = _peak(incident.norm_peak, [grad_norm])

@@ -206,8 +206,8 @@ class Trainer:
                 # Forward, backward, gate, update
                 lr = rate(c.schedule, c.optimizer.lr, total, s.updates) * self.recovery.rate_factor(s.updates)
                 vote = 0.0 if self.stop.signal is None else 1.0
-                if due(c.logging.layers_interval, s.step + 1):
-                    self.engine.probe.watch()
+                if due(c.logging.layers_interval, s.step + 1) or s.discards_in_a_row == 1:
+                    self.engine.probe.watch()  # the second refused update, too: what the trouble looks like inside
                 measured, applied = self.engine.train_step(batch.micro_batches, lr, self._gate(lr), vote)
                 stopping = measured.note > 0
                 seconds = time.perf_counter() - begin
@@ -232,7 +232,8 @@ class Trainer:
                 statistics = None
                 if self.engine.probe.watching or due(c.logging.norms_interval, s.step):
                     statistics = self.engine.statistics()
-                    self.recovery.indicators = statistics.indicators
+                    if not s.discards_in_a_row:
+                        self.recovery.indicators = statistics.indicators
                 if observer is not None:
                     observer.step(s, batch, measured, applied, lr, seconds, waited, statistics)
                 if not applied:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,8 @@ def score(
     events = list(directory.events())
     summary = json.loads(directory.summary.read_text()) if directory.summary.exists() else {}
     ours, skips = policy is Policy.OURS, read_ledger(directory.skips)
-    explained, unexplained = alarms(events, scenario, struck)
+    # Only ours undoes what has happened; under the others whatever comes later may be its consequence.
+    explained, unexplained = alarms(events, scenario, struck, REACH if ours else math.inf)
     incidents = _latest(explained)
     skipped = {position for entry in skips for position in range(entry.first, entry.end)}
     kinds, causes = [i["kind"] for i in incidents], causes_of(incidents, events)
@@ -104,9 +106,12 @@ def is_right(named: Iterable[str], scenario: Scenario) -> bool:
 
 
 def alarms(
-    events: Iterable[Event], scenario: Scenario, struck: float | None
+    events: Iterable[Event], scenario: Scenario, struck: float | None, reach: float = REACH
 ) -> tuple[list[Event], list[Event]]:
-    """Refused updates and events of incidents: those that the fault explains; and the alarms that it does not."""
+    """Refused updates and events of incidents: those that the fault explains; and the alarms that it does not.
+
+    reach: steps after it in which they may be its consequence.
+    """
     explained: list[Event] = []
     unexplained: list[Event] = []
     foreign: set[int] = set()  # numbers of incidents that were opened for nothing
@@ -117,7 +122,7 @@ def alarms(
         if incident and event["what"] != "opened":
             if event["number"] not in foreign:
                 explained.append(event)
-        elif _explains(scenario, event, struck):
+        elif _explains(scenario, event, struck, reach):
             explained.append(event)
         else:
             unexplained.append(event)
@@ -126,7 +131,7 @@ def alarms(
     return explained, unexplained
 
 
-def _explains(scenario: Scenario, event: Event, struck: float | None) -> bool:
+def _explains(scenario: Scenario, event: Event, struck: float | None, reach: float) -> bool:
     if scenario.outside is not None:
         # The numbers of training are as they always are: whatever the trainer complains about is nothing.
         by_trainer = event["event"] == "discarded" or "policy" in event
@@ -134,7 +139,7 @@ def _explains(scenario: Scenario, event: Event, struck: float | None) -> bool:
     if scenario.region is None and scenario.fault is None:
         return False
     step = event["step"] if "step" in event else event["summary"]["step"]
-    return bool(scenario.step <= step < scenario.step + scenario.steps + REACH)
+    return bool(scenario.step <= step < scenario.step + scenario.steps + reach)
 
 
 def _latest(events: Iterable[Event]) -> list[Event]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from rich.table import Table
@@ -12,7 +11,7 @@ from megastable.drills.plan import Policy
 from megastable.drills.score import TARGET, Score, within
 
 COLUMNS = (
-    "val loss\n- clean", "steps\nlost", "batches\ndiscarded", "samples\nskipped", "seconds to\nrecover",
+    "val\nloss", "minus\nclean", "steps\nlost", "batches\ndiscarded", "samples\nskipped", "seconds to\nrecover",
     "false\nalarms", "class", "cause",
 )  # fmt: skip
 WIDTH = 140  # columns of a terminal that show it without a wrapped line
@@ -37,8 +36,8 @@ def table(scores: Sequence[Score]) -> Table:
 
 
 def _style(s: Score, column: int) -> str:
-    bad = (column == 1 and s.scenario != "clean" and not within(s)) or (
-        column == 8 and s.cause_right is False
+    bad = (column == 2 and s.scenario != "clean" and not within(s)) or (
+        column == 9 and s.cause_right is False
     )
     return "bold red" if bad else "bold"
 
@@ -49,6 +48,7 @@ def row(s: Score) -> list[str]:
     return [
         s.policy,
         outcome(s),
+        _difference(s),
         str(s.steps_lost) if ours else "",
         str(s.discarded),
         str(s.skipped) if ours else "",
@@ -60,16 +60,14 @@ def row(s: Score) -> list[str]:
 
 
 def outcome(s: Score) -> str:
-    """How it ended: the loss itself for the clean runs, the difference for the others."""
+    """How it ended."""
     if s.ended != "finished":
         return f"{s.ended} at step {s.step}"
-    if s.val_loss is None:
-        return "not measured"
-    if s.scenario == "clean":
-        return f"({s.val_loss:.4f})"
-    if not math.isfinite(s.val_loss):
-        return f"{s.val_loss}"
-    return "?" if s.excess is None else f"{s.excess:+.4f}"
+    return "not measured" if s.val_loss is None else f"{s.val_loss:.4f}"
+
+
+def _difference(s: Score) -> str:
+    return "" if s.scenario == "clean" or s.excess is None else f"{s.excess:+.4f}"
 
 
 def _judged(found: Sequence[str], right: bool | None) -> str:

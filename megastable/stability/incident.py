@@ -54,7 +54,7 @@ class Incident(BaseModel):
     evidence: list[str] = []
 
 
-def kind_of(verdict: Verdict | Breakdown, recurrences: int) -> Kind:
+def kind_of(verdict: Verdict, recurrences: int) -> Kind:
     """Recoverable: a jump that one rewind undoes. Lingering: it settles higher, swings, or comes back. Divergent: it
     goes away from the trend, or keeps coming back."""
     if verdict is Verdict.DRIFT or recurrences > 1:

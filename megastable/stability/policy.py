@@ -283,8 +283,8 @@ class Failure:
     """How an attempt ended that should have gone on.
 
     what: its kind, the same where it is the same failure ("SIGKILL", "hang", "RuntimeError: ..."). step: the one that
-    was being done, None where none was begun. host: where, None where that is not known. clock: the farthest step done by
-    then. skipped: the samples of that step were skipped because of it.
+    was being done, None where none was begun. host: where, None where that is not known. clock: the farthest step that
+    was done by then. skipped: the samples of that step were skipped because of it.
     """
 
     what: str

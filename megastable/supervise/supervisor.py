@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from megastable.data.skips import SkipEntry, Skips, append, read_ledger
 from megastable.errors import ConfigError, DataError, MegastableError, SpaceError
 from megastable.messages import Control, LastWords, Progress, folder_of, log_of
 from megastable.rundir import RunDirectory
-from megastable.stability.incident import Breakdown, Incident, Outcome, kind_of
+from megastable.stability.incident import Breakdown, Incident, Outcome
 from megastable.stability.policy import Action, Cause, Failure, Remedy, after_failure, pause
 from megastable.supervise.follow import Follower
 from megastable.supervise.memory import Memory
@@ -87,7 +87,10 @@ class Supervisor:
 
         Raises ConfigError when another supervisor is at work here.
         """
-        self._lock()
+        with self._alone():
+            return self._supervise()
+
+    def _supervise(self) -> int:
         for event in self._journal.new():
             self.memory.hear(event)
         if self._complete():
@@ -285,7 +288,7 @@ class Supervisor:
             f"{end.failure}: {remedy.reason}" if len(incident.actions) > 1 else remedy.reason
         )
         incident.cause, incident.evidence = remedy.cause, list(dict.fromkeys([*incident.evidence, *paths]))
-        incident.kind = kind_of(incident.verdict, len(incident.actions) - 1)
+        incident.kind = "lingering" if len(incident.actions) > 1 else "recoverable"
         if remedy.skip:
             self._skip(end, incident)
         if remedy.action is Action.STOP:
@@ -486,7 +489,9 @@ class Supervisor:
                 return sum(bool(line.split("#")[0].strip()) for line in lines)
         return 1
 
-    def _lock(self) -> None:
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep every other supervisor out."""
         path = self.run.root / ".supervisor.lock"
         try:
             held = durable.hold(path)
@@ -498,9 +503,10 @@ class Supervisor:
             held.truncate(0)
             held.write(json.dumps({"pid": os.getpid(), "host": self.here}))
             held.flush()
-            self._held = held
         except OSError as error:
             raise ConfigError(f"{path} cannot be locked: {error}") from None
+        with held:
+            yield
 
     def _wait_for_release(self) -> None:
         """Until no process of an attempt of before trains here: on other hosts they notice by themselves."""

@@ -177,3 +177,10 @@ def test_the_targets(tmp_path: Path) -> None:
     assert met([]) and met([good]) and met([good, theirs])
     assert not met([worse]) and not met([better]) and not met([wrong])
     assert met([*[good] * 11, wrong]) and not met([*[good] * 10, wrong, wrong])
+
+
+def test_what_was_never_undone_explains_all_that_follows(tmp_path: Path) -> None:
+    late = told(tmp_path, [START, {"event": "discarded", "step": 150}])
+    assert judged(late, DATA, Policy.SKIPPING).false_alarms == 0
+    assert judged(late, DATA).false_alarms == 1
+    assert judged(late, CLEAN, Policy.SKIPPING).false_alarms == 1

@@ -34,17 +34,20 @@ def shown(scores: list[Score]) -> str:
 def test_every_column_has_a_cell() -> None:
     for s in (GOOD, of(Policy.NOTHING), of(ended="dead", val_loss=None, excess=None)):
         assert len(row(s)) == len(COLUMNS) + 1
-    assert row(GOOD) == ["ours", "+0.0123", "11", "2", "40", "1.2", "0", "recoverable ✓", "data ✓"]
-    assert row(of(Policy.NOTHING)) == ["nothing", "+0.0123", "", "2", "", "", "0", "", ""]
+    assert row(GOOD) == ["ours", "3.5000", "+0.0123", "11", "2", "40", "1.2", "0", "recoverable ✓", "data ✓"]
+    assert row(of(Policy.NOTHING)) == ["nothing", "3.5000", "+0.0123", "", "2", "", "", "0", "", ""]
     assert row(of(causes=[], cause_right=False))[-1] == "none ✗"
 
 
 def test_how_a_run_ended() -> None:
-    assert outcome(of(excess=-0.02)) == "-0.0200"
-    assert outcome(of(scenario="clean", excess=0.0)) == "(3.5000)"
-    assert outcome(of(Policy.CLIPPING, ended="dead", step=101, val_loss=None)) == "dead at step 101"
-    assert outcome(of(Policy.NOTHING, val_loss=math.nan, excess=math.nan)) == "nan"
-    assert outcome(of(Policy.NOTHING, excess=None)) == "?"
+    assert outcome(of(val_loss=3.25)) == "3.2500" and row(of(excess=-0.02))[2] == "-0.0200"
+    assert row(of(scenario="clean", excess=0.0))[1:3] == ["3.5000", ""]
+    assert row(of(Policy.CLIPPING, ended="dead", step=101, val_loss=None, excess=None))[1:3] == [
+        "dead at step 101",
+        "",
+    ]
+    assert row(of(Policy.NOTHING, val_loss=math.nan, excess=math.nan))[1] == "nan"
+    assert row(of(Policy.NOTHING, excess=None))[2] == ""
 
 
 def test_the_table_has_a_title_per_scenario_and_a_row_per_run() -> None:

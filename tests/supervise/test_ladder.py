@@ -1,0 +1,253 @@
+"""What the supervisor does about every way in which processes can end; they are small programs here, told how to end.
+
+With real training: test_supervisor.py and the drills.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastable import errors, jsonl
+from megastable.data.skips import read_ledger
+from megastable.errors import DataError, SpaceError
+from megastable.rundir import RunDirectory
+from megastable.supervise import supervisor as module
+from megastable.supervise.processes import FLAG
+from megastable.supervise.supervisor import Supervisor
+from tests.conftest import tiny
+
+# What stands in for the training: trains from step `begin` to `until`, a hundredth of a second each, then ends.
+PROGRAM = """
+import json, os, signal, sys, time
+from pathlib import Path
+from megastable.rundir import RunDirectory
+mark = next(a for a in sys.argv if a.startswith("--supervised="))
+number, root = mark.removeprefix("--supervised=").split("@")
+run, number = RunDirectory(Path(root)), int(number)
+plan = json.loads((Path(root) / "plan.json").read_text())
+plan = plan[min(number, len(plan)) - 1]
+assert json.loads(run.control.read_text())["attempt"] == number
+if "begin" in plan:
+    run.note("training", step=plan["begin"])
+    for step in range(plan["begin"], plan["until"] + 1):
+        facts = {"attempt": number, "pid": os.getpid(), "host": "here", "time": 0, "phase": "step", "world": 1}
+        facts |= {"steps": 99, "step": step, "cursor": 8 * step, "seconds": 0.01}
+        run.progress.with_suffix(".tmp").write_text(json.dumps(facts))
+        os.replace(run.progress.with_suffix(".tmp"), run.progress)
+        time.sleep(0.01)
+if "event" in plan:
+    run.note(plan["event"])
+if "words" in plan:
+    (run.logs / f"attempt-{number:04d}").mkdir(exist_ok=True)
+    words = {"rank": 0, "host": plan.get("host", "here"), "pid": 1, "time": 0, "step": plan["until"], "alone": True}
+    words |= {"cursor": 8 * plan["until"], "code": plan["code"], "error": plan["words"], "where": "data.py:7"}
+    (run.logs / f"attempt-{number:04d}/rank-0.json").write_text(json.dumps(words))
+if plan.get("hang"):
+    time.sleep(60)
+print("the last line", flush=True)
+os._exit(plan.get("code", 0))
+"""
+
+
+class Quiet:
+    """Nobody listens."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def event(self, event: dict[str, Any]) -> None: ...
+
+    def output(self, text: str) -> None:
+        self.said.append(text)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def tick(self) -> None: ...
+
+
+class Ladder:
+    def __init__(self, folder: Path) -> None:
+        self.run, self.quiet = RunDirectory(folder), Quiet()
+        self.config = tiny(
+            folder, folder, supervise={"hang_floor": 1.0, "hang_unknown": 30.0, "backoff_seconds": 0.1}
+        )
+
+    def supervisor(self, *given: str) -> Supervisor:
+        return Supervisor(self.config, self.run, self.quiet, "recipe.yaml", [], given)
+
+    def __call__(
+        self, *plan: dict[str, Any], given: tuple[str, ...] = ()
+    ) -> tuple[int, list[dict[str, Any]]]:
+        """Exit code, and the ends of all attempts."""
+        (self.run.root / "plan.json").write_text(json.dumps(plan))
+        code = self.supervisor(*given).supervise()
+        return code, list(self.run.events("ended"))
+
+    def incidents(self) -> list[tuple[str, str, str, str]]:
+        found = {e["number"]: e["summary"] for e in self.run.events("incident")}
+        return [(i["verdict"], i["cause"], i["kind"], i["outcome"]) for i in found.values()]
+
+
+@pytest.fixture
+def ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ladder]:
+    def command(run: RunDirectory, number: int, *rest: Any) -> list[str]:
+        return [sys.executable, "-c", PROGRAM, f"{FLAG}={number}@{run.root}"]
+
+    monkeypatch.setattr(module, "command", command)
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    yield Ladder(tmp_path)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+FINISHED = {"begin": 5, "until": 20, "event": "finished"}
+
+
+def test_a_crash_and_then_the_end(ladder: Ladder) -> None:
+    crash = {"begin": 0, "until": 7, "code": 1, "words": "RuntimeError: boom"}
+    code, ends = ladder(crash, FINISHED)
+    assert code == errors.OK and [e["code"] for e in ends] == [1, 0]
+    assert (ends[0]["step"], ends[0]["cursor"], ends[0]["clock"]) == (8, 56, 7)
+    assert ladder.incidents() == [("crash", "process", "recoverable", "healed")]
+    told = next(e["summary"] for e in ladder.run.events("incident") if e["what"] == "closed")
+    assert told["steps_lost"] == 2 and told["seconds"] > 0
+    assert told["failure"] == "rank 0 on here ended with: RuntimeError: boom (data.py:7)"
+    assert "the last line" in ladder.quiet.said
+    assert list(ladder.run.events("supervisor"))[-1]["code"] == 0
+
+
+def test_the_same_failure_at_the_same_step_skips_it_and_then_gives_up(ladder: Ladder) -> None:
+    crash = {"begin": 0, "until": 7, "code": 1, "words": "ValueError: a bad sample"}
+    code, ends = ladder(crash)
+    assert code == errors.UNSTABLE and len(ends) == 4
+    (entry,) = read_ledger(ladder.run.skips)
+    assert (entry.first, entry.end, entry.step) == (56, 56 + ladder.config.train.global_batch, 8)
+    assert ladder.incidents() == [("crash", "code", "divergent", "stopped")]
+    assert "with other data, too" in list(ladder.run.events("supervisor"))[-1]["reason"]
+
+
+def test_where_skipping_helped_it_was_the_data(ladder: Ladder) -> None:
+    crash = {"begin": 0, "until": 7, "code": 1, "words": "ValueError: a bad sample"}
+    code, _ = ladder(crash, crash, crash, FINISHED)
+    assert code == errors.OK and ladder.incidents() == [("crash", "data", "lingering", "healed")]
+
+
+def test_what_never_begins_is_given_up_and_a_person_may_try_again(ladder: Ladder) -> None:
+    code, ends = ladder({"code": 1})
+    assert code == errors.UNSTABLE and len(ends) == ladder.config.stability.policy.barren
+    assert ladder.incidents() == [("crash", "process", "divergent", "stopped")]
+    assert ladder({"code": 1}, *[FINISHED] * 9)[0] == errors.OK  # the budgets are a person's to renew
+
+
+@pytest.mark.parametrize(
+    ("plan", "code"),
+    [
+        ({"code": 2}, errors.BAD_INPUT),
+        ({"begin": 0, "until": 3, "event": "stopped", "code": 75}, errors.STOPPED),
+        ({"begin": 0, "until": 3, "event": "unstable", "code": 76}, errors.UNSTABLE),
+    ],
+)
+def test_what_trying_again_does_not_change(ladder: Ladder, plan: dict[str, Any], code: int) -> None:
+    found, ends = ladder(plan)
+    assert found == code and len(ends) == 1 and ladder.incidents() == []
+
+
+def test_a_handover_is_started_again_at_once(ladder: Ladder) -> None:
+    code, ends = ladder({"begin": 0, "until": 9, "event": "handover", "code": 78}, FINISHED)
+    assert code == errors.OK and len(ends) == 2 and ladder.incidents() == []
+
+
+def test_a_hang_is_ended_and_what_is_known_of_it_is_kept(ladder: Ladder) -> None:
+    begin = time.monotonic()
+    code, ends = ladder({"begin": 0, "until": 9, "hang": True}, FINISHED)
+    assert code == errors.OK and ends[0]["hung"] and ends[0]["what"] == "hang in step"
+    assert time.monotonic() - begin < 50  # it would have slept for a minute
+    (hang,) = ladder.run.events("hang")
+    assert hang["phase"] == "step" and hang["step"] == 9
+    assert ladder.incidents() == [("hang", "process", "recoverable", "healed")]
+
+
+def test_one_of_several_hosts_is_named(ladder: Ladder, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=8\nb slots=8  # the bad one\n\n# none\n")
+    plan = [
+        {"begin": n, "until": n + 5, "code": 1, "words": f"RuntimeError: {n}", "host": "b"} for n in (0, 3, 6)
+    ]
+    code, ends = ladder(*plan, given=("--hostfile", str(tmp_path / "hosts")))
+    assert code == errors.UNSTABLE and len(ends) == 3
+    assert ladder.incidents()[-1] == ("crash", "hardware", "divergent", "stopped")
+    assert "failures of b" in list(ladder.run.events("supervisor"))[-1]["reason"]
+
+
+def test_a_finished_run_is_left_alone_and_a_longer_one_goes_on(ladder: Ladder) -> None:
+    ladder.run.summary.write_text(json.dumps({"steps": ladder.config.train.steps}))
+    assert ladder({"code": 2}) == (errors.OK, []) and not list(ladder.run.events("supervisor"))
+    ladder.run.summary.write_text(json.dumps({"steps": ladder.config.train.steps - 1}))
+    assert ladder({"code": 2})[0] == errors.BAD_INPUT
+
+
+def test_a_torn_journal_and_foreign_lines_do_no_harm(ladder: Ladder) -> None:
+    ladder.run.note("launched", attempt=6, command=[], log="x")
+    ladder.run.note("ended", attempt=6)
+    with ladder.run.journal.open("a") as journal:
+        journal.write('{"time": 1, "event": "incid')
+    code, _ = ladder(FINISHED)
+    assert code == errors.OK and [e["attempt"] for e in ladder.run.events("launched")] == [6, 7]
+
+
+def test_attempts_that_still_run_are_found_by_their_mark(ladder: Ladder) -> None:
+    """A supervisor that was killed leaves its processes; another takes the newest over, and ends the others."""
+    (ladder.run.root / "plan.json").write_text(json.dumps([{"hang": True}, FINISHED | {"until": 150}]))
+    old = []
+    for number in (1, 2):
+        ladder.run.note("supervisor", what="started", pid=1, host="gone")
+        ladder.run.note("launched", attempt=number, command=[], log="x")
+        ladder.run.control.write_text(json.dumps({"attempt": number}))
+        pid = os.spawnv(
+            os.P_NOWAIT, sys.executable, [sys.executable, "-c", PROGRAM, f"{FLAG}={number}@{ladder.run.root}"]
+        )
+        old.append(pid)
+        time.sleep(1.0)
+    code = ladder.supervisor().supervise()
+    ended = [os.waitpid(pid, 0)[1] for pid in old]
+    assert code == errors.OK and ended == [signal.SIGKILL, 0]
+    assert len(list(ladder.run.events("launched"))) == 2  # nothing was done twice
+    assert [e["what"] for e in ladder.run.events("supervisor")][2:] == ["took over", "ended"]
+    assert ladder.incidents() == [("crash", "process", "recoverable", "healed")]
+
+
+def refusing(times: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """A disk that is full for a while."""
+    left, append = [times], jsonl.append
+
+    def attempt(path: Path, line: str) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise DataError(f"{path} could not be written: no space left on device")
+        append(path, line)
+
+    monkeypatch.setattr(jsonl, "append", attempt)
+    return lambda: left[0]
+
+
+def test_a_full_disk_is_waited_for_and_nothing_is_lost(
+    ladder: Ladder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing(3, monkeypatch)
+    supervisor = ladder.supervisor()
+    supervisor.note("ended", attempt=1)
+    assert [e["attempt"] for e in ladder.run.events("ended")] == [1]
+    assert sum("make room" in line for line in ladder.quiet.said) == 1
+    refusing(10**6, monkeypatch)
+    supervisor.signals = 1
+    with pytest.raises(SpaceError, match="make room"):
+        supervisor.note("ended", attempt=2)
