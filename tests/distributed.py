@@ -19,13 +19,15 @@ from collections.abc import Callable
 from typing import Any
 
 CONTEXT = mp.get_context("forkserver")
-# The second to the fourth: what torch and DeepSpeed import on the way, 1,500 modules a rank; pytest, numpy.testing:
-# what the module of the function does.
+# Beside torch and the package: what torch and DeepSpeed import only on the first engine and step, 1,500 modules a
+# rank, and what the modules of the tests import.
 CONTEXT.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch._inductor.compile_fx", "deepspeed.module_inject.auto_ep_layer"]
-    + ["deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.comm.mori", "megastable.train"]
-    + ["pytest", "hypothesis.strategies", "tests.conftest"]
-)
+    [
+        "torch", "torch._dynamo", "torch._inductor.compile_fx", "deepspeed.module_inject.auto_ep_layer",
+        "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.comm.mori", "megastable.train",
+        "pytest", "hypothesis.strategies", "tests.conftest",
+    ]
+)  # fmt: skip
 
 
 def free_port() -> int:
@@ -42,8 +44,8 @@ def _rank(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1",
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store is there already
     )  # fmt: skip
-    # DeepSpeed collects garbage six times for an engine. Without this it looks each time at the 500,000 objects
-    # of the server, and so copies their memory, which takes longer than most runs.
+    # Rank 0 of DeepSpeed collects garbage six times for an engine. Without this it looks every time at the 430,000
+    # objects of the server, and so copies the memory that it shares with it: longer than most tests train.
     gc.freeze()
     import torch
 
@@ -67,7 +69,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 2
     import torch.distributed as dist
 
     results = CONTEXT.Queue()
-    # Held here and not by rank 0: nobody takes its port, and no rank comes too early and tries again after a second.
+    # Held here, not by rank 0: its port is nobody else's, and no rank comes too early, to try again a second later.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
         CONTEXT.Process(target=_rank, args=(r, world, store.port, fn, args, results)) for r in range(world)

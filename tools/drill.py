@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import signal
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.status import Status
 
 from megastable import durable
@@ -20,10 +18,11 @@ from megastable.drills.plan import Policy
 from megastable.drills.runner import drill
 from megastable.drills.score import Score, compare, met
 from megastable.drills.stage import Stage
-from megastable.drills.table import WIDTH, outcome, table, verdict
+from megastable.drills.table import console, outcome, table, verdict
 from megastable.errors import FAILED, ConfigError, user_errors
 from megastable.rundir import as_json
 
+LIST = "\n\n".join(f"{scenario.name}: {scenario.title}" for scenario in scenarios.SCENARIOS)
 EXAMPLES = f"""Examples:
 
 DRILL all --json drills.json
@@ -32,7 +31,7 @@ DRILL random-tokens flipped-bit --policy ours --policy skipping
 
 DRILL --quick
 
-Scenarios: {", ".join(scenarios.NAMES)}.
+{LIST}
 
 Ends with 0 when all runs of ours end within 0.02 nat of the clean one and at most one cause in 12 is wrong, with 1 when
 not, and with 2 for bad input.""".replace("DRILL", "python tools/drill.py")
@@ -60,22 +59,14 @@ def main(
     steps = scenarios.QUICK_STEPS if quick else scenarios.STEPS
     if quick:
         chosen = [scenario.at(scenarios.QUICK_FAULT_STEP) for scenario in chosen]
-    with folder(keep) as where:
-        scores = run(Stage(where, seed, steps), chosen, policies)
+    with ExitStack() as stack:
+        where = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="drill-")))
+        scores = run(Stage(where.resolve(), seed, steps), chosen, policies)
     console().print(table(scores))
     console().print(verdict(scores), soft_wrap=True)
     if json is not None:
         durable.write_output(json, as_json([s.model_dump(mode="json") for s in scores], indent=1) + "\n")
     raise SystemExit(0 if met(scores) else FAILED)
-
-
-@contextmanager
-def folder(keep: Path | None) -> Iterator[Path]:
-    if keep is not None:
-        yield keep.resolve()
-        return
-    with tempfile.TemporaryDirectory(prefix="drill-") as temporary:
-        yield Path(temporary)
 
 
 def run(stage: Stage, chosen: list[scenarios.Scenario], policies: list[Policy]) -> list[Score]:
@@ -95,11 +86,6 @@ def run(stage: Stage, chosen: list[scenarios.Scenario], policies: list[Policy]) 
 
 def show_step(status: Status, head: str, step: int) -> None:
     status.update(f"{head}: step {step}")
-
-
-def console() -> Console:
-    out = Console(markup=False, emoji=False, highlight=False)
-    return out if out.is_terminal else Console(markup=False, emoji=False, highlight=False, width=WIDTH)
 
 
 if __name__ == "__main__":

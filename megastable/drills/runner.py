@@ -17,6 +17,7 @@ from megastable.drills.processes import Family
 from megastable.drills.scenarios import Scenario
 from megastable.drills.score import Score, score
 from megastable.drills.stage import OVERRIDES, RANKS, Stage
+from megastable.errors import MegastableError
 from megastable.recipe import ROOT
 from megastable.rundir import RunDirectory
 from megastable.supervise.processes import free_port
@@ -31,7 +32,10 @@ Watch = Callable[[int], None]
 
 
 def drill(stage: Stage, scenario: Scenario, policy: Policy, watch: Watch) -> Score:
-    """One run from its start to its end; `watch` is told the steps as they are done. Leaves no process behind."""
+    """One run from its start to its end; `watch` is told the steps as they are done. Leaves no process behind.
+
+    Raises MegastableError for a run that does not begin.
+    """
     corpus, bad = stage.corpus_of(scenario)
     name = f"{scenario.name}-{policy}"
     run = RunDirectory(stage.folder / "runs" / name)
@@ -46,6 +50,9 @@ def drill(stage: Stage, scenario: Scenario, policy: Policy, watch: Watch) -> Sco
     with Family(plan, command(policy, stage.recipe, overrides), log, environment()) as family:
         struck = _attend(family, run, scenario, policy, watch)
     seconds = time.monotonic() - begin
+    if not step_of(run) and not run.summary.exists():
+        said = log.read_text(errors="replace").strip().splitlines()[-5:]
+        raise MegastableError(f"{name} ended before its first step. Its last words:\n" + "\n".join(said))
     return score(run.root, scenario, policy, stage.seed, bad=bad, struck=struck, wall_seconds=seconds)
 
 

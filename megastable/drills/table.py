@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -15,6 +16,12 @@ COLUMNS = (
     "false\nalarms", "class", "cause",
 )  # fmt: skip
 WIDTH = 140  # columns of a terminal that show it without a wrapped line
+
+
+def console() -> Console:
+    """Where tables go; one that is no terminal is wide enough."""
+    out = Console(markup=False, emoji=False, highlight=False)
+    return out if out.is_terminal else Console(markup=False, emoji=False, highlight=False, width=WIDTH)
 
 
 def table(scores: Sequence[Score]) -> Table:

@@ -94,8 +94,8 @@ class Audience:
     def event(self, event: dict[str, Any]) -> None:
         """Something was written into the journal."""
         kind, what = event["event"], event.get("what")
-        if kind == "incident" and what in NEWS:
-            self.reports.due()
+        if kind == "ended" or (kind == "incident" and what in NEWS):
+            self.reports.due()  # once more at the end: by then the steps after it are known
         if text := _news(event):
             self.hooks.notify(
                 f"{kind} {what}" if what else kind, f"{self.run.root.name}: {text}", _facts(event, self.run)

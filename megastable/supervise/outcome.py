@@ -23,7 +23,11 @@ BEREFT = re.compile(
     r"NCCL|socket (closed|timeout)|timed out waiting|unhandled system error",
     re.IGNORECASE,
 )
-LAUNCHER = re.compile(r"^(?:([\w.-]+): )?.*exits with return code = (-?\d+)", re.MULTILINE)
+# From pdsh with the host before it; without, all ranks are on this one, and local ones are the ranks.
+LAUNCHER = re.compile(
+    r"^(?:(?P<host>[\w.-]+): )?\[.*?(?:'--local_rank=(?P<rank>\d+)'.*)?exits with return code = (?P<code>-?\d+)",
+    re.MULTILINE,
+)
 SAID = {
     "finished": errors.OK,
     "stopped": errors.STOPPED,
@@ -83,10 +87,11 @@ def end_of(
         return End(code=w.code, what=w.error[:200], rank=w.rank, host=w.host, failure=text, **place)
     rank, number = killed[0] if killed else (None, None)
     host: str | None = here if rank is not None else None
-    if number is None and (told := LAUNCHER.findall(log)):
-        host, status = told[0][0] or here, int(told[0][1])
+    if number in (None, signal.SIGTERM) and (told := LAUNCHER.search(log)):
+        host, status = told["host"] or here, int(told["code"])
         number = -status if status < 0 else None
         code = status if number is None else code
+        rank = int(told["rank"]) if told["rank"] and not told["host"] else None
     if number is not None:
         name = _name(number)
         who = f"rank {rank}" if rank is not None else "a rank"
@@ -98,9 +103,7 @@ def end_of(
     if code:
         text = f"the launcher ended with code {code}"
         return End(code=code, what=f"code {code}", host=host or here, failure=text, **place)
-    text = (
-        "a rank ended without a word" if not words else f"{len(words)} ranks lost the connection to another"
-    )
+    text = f"{len(words)} ranks lost the connection to another" if words else "a rank ended without a word"
     return End(what="connection lost" if words else "no word", host=host, failure=text, **place)
 
 

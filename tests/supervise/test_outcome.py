@@ -12,7 +12,7 @@ from megastable.supervise.outcome import End, end_of
 from megastable.supervise.processes import Fate
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:2759: Connection reset by peer."
-LINE = "[ERROR] [launch.py:259:sigkill_handler] ['python', '-u'] exits with return code = -9"
+LINE = "[08:11] [ERROR] [launch.py:259] ['python', '-u', '--local_rank=1', 'x'] exits with return code = -9"
 
 
 def words(rank: int, error: str, time: float = 1.0, **more: Any) -> LastWords:
@@ -72,7 +72,9 @@ def test_an_error_of_its_own_counts_before_what_followed_from_it() -> None:
 def test_on_another_host_the_launchers_log_tells() -> None:
     found = end(last=[words(0, GLOO)], log=f"noise\nnode-7: {LINE}\n", fates={0: Fate(code=1)})
     assert (found.host, found.signal, found.what) == ("node-7", 9, "SIGKILL")
-    found = end(log=LINE.replace("-9", "3"))
+    assert end(log=LINE, fates={0: Fate(signal=15)}).what == "SIGKILL"
+    assert found.rank is None and end(log=LINE, fates={0: Fate(code=1), 1: Fate()}).rank == 1
+    found = end(log=LINE.replace("-9", "3").replace("'--local_rank=1', ", ""))
     assert (found.code, found.what, found.host) == (3, "code 3", "here")
 
 
