@@ -90,7 +90,8 @@ class Casebook:
             cause=Cause.STORAGE, actions=[Action.RESTART], reasons=[f"went on from step {step}, of an older one"],
             steps_lost=newest - step, outcome="healed", failure="; ".join(rejected.values()),
         )  # fmt: skip
-        self.note("incident", what="closed", number=self.count, summary=summary.model_dump(mode="json"))
+        told = {"number": self.count, "summary": summary.model_dump(mode="json")}
+        self.note("incident", what="closed", step=step, **told)
 
     def _number(self) -> None:
         """Of a new incident: the supervisor has some of its own."""

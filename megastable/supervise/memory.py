@@ -36,7 +36,7 @@ class Memory:
 
     def hear(self, event: Mapping[str, Any]) -> None:
         """Take in one event. What is not as it should be is left out: it is not for this process to mend."""
-        handler = getattr(self, f"_{event['event']}", None)
+        handler = getattr(self, f"_{event.get('event')}", None)
         if handler is not None:
             try:
                 handler(event)

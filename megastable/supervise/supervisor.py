@@ -348,8 +348,9 @@ class Supervisor:
         for incident in list(self.memory.open.values()):
             self._close(incident, outcome)
 
-    def _tell(self, what: str, incident: Incident) -> None:
-        self.note("incident", what=what, number=incident.number, summary=incident.model_dump(mode="json"))
+    def _tell(self, what: str, incident: Incident, **fields: Any) -> None:
+        summary = incident.model_dump(mode="json")
+        self.note("incident", what=what, number=incident.number, summary=summary, **fields)
         self._listen()
 
     def _proven(self, progress: Progress | None) -> None:
@@ -365,7 +366,7 @@ class Supervisor:
             for incident in list(memory.open.values()):
                 incident.seconds = round(incident.seconds + passed, 3)
                 incident.steps_lost += max(0, memory.clock - max(memory.began, memory.rejected))
-                self._tell("restarted", incident)
+                self._tell("restarted", incident, step=memory.began)
                 self.say(f"training again after {passed:.1f} s, from step {memory.began} on")
         for incident in list(memory.open.values()):
             if progress.step > incident.step:
@@ -425,9 +426,15 @@ class Supervisor:
 
     def _listen(self) -> None:
         """Take in what the journal says, show what the ranks print."""
-        for event in self._journal.new():
+        starts, events = self._journal.starts, self._journal.new()
+        if self._journal.starts != starts:
+            self.memory = (
+                Memory()
+            )  # a person has mended it: all of it is heard again, but nobody is told again
+        for event in events:
             self.memory.hear(event)
-            self.audience.event(event)
+            if self._journal.starts == starts:
+                self.audience.event(event)
         if self.memory.attempt:
             self._show_log(log_of(self.run, self.memory.attempt))
         self.audience.tick()
