@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import io
 import logging
 import math
@@ -96,6 +97,8 @@ def start_distributed(timeout: float) -> None:
     timeout: seconds before a collective counts as hung.
     """
     deepspeed_logger.setLevel(logging.WARNING)
+    # It collects garbage again and again while it builds an engine: what was imported is none.
+    gc.freeze()
     # Its pipeline sends activations that require gradients; the gradients come back by a send of their own.
     warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
     # It calls collectives by names that torch 2.13 replaced.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
-import logging
 import os
 import socket
 import threading
@@ -27,10 +26,8 @@ from megastable.messages import Control, LastWords, folder_of
 from megastable.rundir import RunDirectory
 from megastable.startup import StopRequest
 
-log = logging.getLogger(__name__)
-
 SECONDS = 0.25  # between two looks of rank 0, and two reports of its progress
-OTHERS = 2.0  # ... and of the other ranks, which are many
+OTHERS = 2.0  # ... and, at least, of the other ranks, which are many
 
 
 class Heartbeat:
@@ -44,9 +41,11 @@ class Heartbeat:
             "attempt": attempt, "pid": os.getpid(), "host": socket.gethostname(), "world": world, "steps": steps,
             "phase": "starting", "step": None, "cursor": None,
         }  # fmt: skip
-        self._lock, self._dirty = threading.Lock(), True
-        self._over = threading.Event()
+        self._dirty = True
+        self._over, self._news = False, threading.Event()
         self._dumped = 0
+        # Of many ranks none may load the file system: it is all the same to them whether they hear at once.
+        self._pause = max(OTHERS, world / 500) if rank else SECONDS
         self._thread = threading.Thread(target=self._look, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
@@ -56,19 +55,21 @@ class Heartbeat:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
-        self._thread.join()
         if isinstance(error, Exception):
             self._last_words(error)
         self.phase("ended")
+        self._over = True
+        self._news.set()
+        self._thread.join(timeout=2)  # not for ever, where the file system hangs
 
     # Where the run stands
 
     def phase(self, name: str) -> None:
-        """What is being done now. A change of it is on the file system at once."""
+        """What is being done now. Another thread writes it down, at once."""
         if name != self._facts["phase"]:
             self._facts["phase"] = name
-            self._report()
+            self._dirty = True
+            self._news.set()
 
     def at(self, state: RunState) -> None:
         """Where the run stands, before a step. The first one of a process still belongs to its start."""
@@ -83,9 +84,7 @@ class Heartbeat:
         self._dirty = True
 
     def _report(self) -> None:
-        if self.rank:
-            return
-        with self._lock, contextlib.suppress(OSError):  # a full disk: the journal has what matters
+        with contextlib.suppress(OSError):  # a full disk: the journal has what matters
             self._dirty = False
             # Not synced: what a power cut takes is of no use after it.
             temporary = self.run.progress.with_name(f".{self.run.progress.name}.tmp")
@@ -95,15 +94,17 @@ class Heartbeat:
     # What is wanted of it
 
     def _look(self) -> None:
-        if not self.rank:
-            self._report()
-        while not self._over.wait(OTHERS if self.rank else SECONDS):
-            if self._dirty:
+        while True:
+            over = self._over
+            if self._dirty and not self.rank:
                 self._report()
-            if self.attempt is None:
-                continue
-            with contextlib.suppress(OSError, ValueError):  # not there, or just being replaced: next time
-                self._obey(Control.model_validate(json.loads(self.run.control.read_text())))
+            if over:
+                return
+            if self.attempt is not None:
+                with contextlib.suppress(OSError, ValueError):  # not there, or just being replaced: next time
+                    self._obey(Control.model_validate(json.loads(self.run.control.read_text())))
+            if self._news.wait(self._pause):
+                self._news.clear()
 
     def _obey(self, wanted: Control) -> None:
         assert self.attempt is not None

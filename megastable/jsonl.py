@@ -5,11 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from pathlib import Path
 from typing import IO
 
 from megastable.durable import sync_directory
 from megastable.errors import DataError
+
+PATIENCE = 10.0  # seconds that another process may take for its line
 
 
 def append(path: Path, line: str) -> None:
@@ -21,7 +24,7 @@ def append(path: Path, line: str) -> None:
     try:
         new = not path.exists()
         with path.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _lock(file)
             _mend(path, file)
             file.write(line.encode() + b"\n")
             file.flush()
@@ -45,6 +48,18 @@ def read(path: Path) -> tuple[list[bytes], bytes]:
         raise DataError(f"{path} cannot be read: {error}") from error
     *lines, tail = content.split(b"\n")
     return ([*lines, tail], b"") if tail and _whole(tail) else (lines, tail)
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Wait for others that write, but not for one that was stopped in the middle. Raises OSError."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise OSError(f"another process has held it for {PATIENCE:.0f} s") from None
+            time.sleep(0.01)
 
 
 def _mend(path: Path, file: IO[bytes]) -> None:

@@ -76,20 +76,23 @@ def recall(
 
 
 def interrupted(events: Iterable[dict[str, Any]]) -> tuple[int, set[str]] | None:
-    """An incident that the last process went back for: its onset, and the checkpoints that were written after that.
+    """What the last process went back behind and had not put away when it died: the first step that was undone, and the
+    checkpoints that were written after that, which are good.
 
-    All others from the onset on hold what was undone; a crash may have come before they were put aside. events: the
-    journal's "training", "incident" and "checkpoint", in order.
+    events: the journal's "training", "incident" and "checkpoint", in order.
     """
-    onset, since = None, set[str]()
+    undone, since = None, set[str]()
     for event in events:
-        if event["event"] == "training":
-            onset = None
-        elif event.get("what") in ("opened", "rewound") and "policy" in event:
-            onset, since = event.get("summary", {}).get("onset"), set()
+        what = event.get("what")
+        if event["event"] == "training" or (what == "closed" and "policy" in event):
+            undone = None
+        elif what == "opened" and "policy" in event:
+            undone, since = event.get("onset"), set()
+        elif what == "rewound" and isinstance(event.get("to_step"), int):
+            undone, since = event["to_step"] + 1, set()
         elif event["event"] == "checkpoint":
             since.add(str(event.get("name")))
-    return (onset, since) if isinstance(onset, int) else None
+    return (undone, since) if isinstance(undone, int) else None
 
 
 def _readable(saved: dict[str, Any]) -> tuple[Memory, list[str]]:

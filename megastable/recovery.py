@@ -211,7 +211,7 @@ class Recovery:
 
     def _locate(self, batch: Step, state: RunState) -> str:
         """Where the first number that is not finite arose; not empty when it was in the state already."""
-        self.phase("rewind")
+        self.phase("locate")
         found = diagnose.locate(self.engine, batch.micro_batches)
         self.note("located", step=state.step, **asdict(found))
         self.say(f"step {state.step}: {found.sentence}")
@@ -369,6 +369,7 @@ class Recovery:
         if decision.action is Action.HANDOVER and not self._can_go_back(onset):
             why = f"no checkpoint in {self.run.checkpoints} is from before step {onset}"
             decision = replace(decision, action=Action.STOP, reason=f"{decision.reason}; {why}")
+            self.guard.policy.cannot_hand_over()
         number = self.casebook.give_up(decision, state, self._since(onset), skip).number
         where = f"step {state.step}: incident {number} (began at step {onset}): {decision.reason}. "
         if decision.action is Action.HANDOVER:

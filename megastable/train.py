@@ -139,15 +139,15 @@ class Trainer:
             )
         store.set_aside_newer(self.run.checkpoints, before - 1)
 
-    def _leave_behind(self, onset: int, since: set[str]) -> None:
+    def _leave_behind(self, undone: int, since: set[str]) -> None:
         """Put aside what a rewind had undone when the process died, if that leaves any checkpoint."""
         steps = {path.name: store.step_of(path) for path in store.newest_first(self.run.checkpoints)}
-        if any(step < onset or name in since for name, step in steps.items()):
-            for name in store.set_aside_newer(self.run.checkpoints, onset - 1, since):
+        if any(step < undone or name in since for name, step in steps.items()):
+            for name in store.set_aside_newer(self.run.checkpoints, undone - 1, since):
                 self.note(
                     "checkpoint_suspect",
                     name=name,
-                    reason=f"the incident that began at step {onset} undid it",
+                    reason=f"an incident undid step {undone} and what came after",
                 )
 
     def _same_pieces(self, found: Path) -> bool:
@@ -508,9 +508,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = recipe.load(args.recipe, args.overrides)
         deepspeed_config.build(config, int(os.environ.get("WORLD_SIZE", "1")))
     except errors.MegastableError as error:
-        # The same on every rank: one message is enough.
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        # The same on every rank: one message is enough. The launcher ends all when the first one ends: not before it.
+        if rank:
+            time.sleep(30)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(error.code) from None
     if "RANK" not in os.environ:
         os.environ.update(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megastable.recall import Memory, recall
+from megastable.recall import Memory, interrupted, recall
 from megastable.stability.detector import DetectorState
 from megastable.stability.guard import GuardState
 from megastable.stability.incident import Incident
@@ -130,3 +130,38 @@ def test_events_without_what_is_looked_for(fields: dict[str, Any]) -> None:
     memory, lost = recall(saved(20), [{"event": "incident", **fields}])
     assert memory.guard.policy.clock == 20 and memory.incident is None
     assert bool(lost) == ("policy" in fields)
+
+
+def told(what: str, **fields: Any) -> dict[str, Any]:
+    return event(what, 33, incident()) | fields
+
+
+TRAINING = {"event": "training"}
+
+
+def saved_as(name: str) -> dict[str, Any]:
+    return {"event": "checkpoint", "name": name}
+
+
+OPENED, REWOUND = told("opened", onset=31), told("rewound", to_step=20)
+
+
+@pytest.mark.parametrize(
+    ("events", "left"),
+    [
+        ([], None),
+        ([TRAINING, saved_as("step-40")], None),
+        ([TRAINING, saved_as("step-40"), OPENED], (31, set())),
+        ([OPENED, REWOUND], (21, set())),
+        ([OPENED, REWOUND, saved_as("step-30")], (21, {"step-30"})),
+        # It came back: what was written in between, before it did, is as good as it was.
+        ([OPENED, REWOUND, saved_as("step-30"), told("opened", onset=38)], (38, set())),
+        ([OPENED, REWOUND, told("closed")], None),
+        ([OPENED, REWOUND, TRAINING], None),
+        ([OPENED, TRAINING, {"event": "incident", "what": "opened", "onset": 3}], None),
+    ],
+)
+def test_what_a_dead_process_went_back_behind(
+    events: list[dict[str, Any]], left: tuple[int, set[str]] | None
+) -> None:
+    assert interrupted(events) == left

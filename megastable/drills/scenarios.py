@@ -26,7 +26,7 @@ from megastable.stability.policy import Cause
 Outside = Literal["kill_rank", "stop_rank", "damage_checkpoint", "kill_parent"]
 
 STEPS, FAULT_STEP = 160, 100
-QUICK_STEPS, QUICK_FAULT_STEP = 110, 65
+QUICK_STEPS, QUICK_FAULT_STEP = 96, 62
 SAMPLES = 40  # of a bad region: two and a half batches
 HIGH_RATE_STEPS = 50
 

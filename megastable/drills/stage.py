@@ -31,7 +31,7 @@ RECIPE: dict[str, Any] = {
     "model": {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 384, "sequence_length": 128},
     "optimizer": {"lr": 3e-3},
     "schedule": {"kind": "cosine", "warmup_steps": 20, "floor": 0.05},
-    "train": {"steps": STEPS, "global_batch": 16, "micro_batch": 8, "eval_interval": 0, "eval_samples": 1024},
+    "train": {"steps": STEPS, "global_batch": 16, "micro_batch": 8, "eval_interval": 0},
     "checkpoint": {"interval": 30, "keep": 3},
     "logging": {"tensorboard": False, "norms_interval": 20, "layers_interval": 0, "interval": 20}
     | {"peak_tflops": 1.0},
@@ -79,7 +79,9 @@ class Stage:
         self.folder.mkdir(parents=True, exist_ok=True)
         prepare_stdlib(self.corpus, vocab_size=VOCABULARY, workers=RANKS, progress=False)
         tree = {**RECIPE, "run": {"seed": self.seed}, "data": {"corpora": [{"path": str(self.corpus)}]}}
-        tree["train"] = {**tree["train"], "steps": self.steps}
+        # With 1,024 samples, runs that differ in a few dozen innocent samples differ by 0.003 nat (deviation of 6).
+        samples = 1024 if self.steps == STEPS else 256
+        tree["train"] = {**tree["train"], "steps": self.steps, "eval_samples": samples}
         self.recipe.write_text(yaml.safe_dump(tree))
 
     def corpus_of(self, scenario: Scenario) -> tuple[Path, Range | None]:

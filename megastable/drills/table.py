@@ -15,7 +15,7 @@ COLUMNS = (
     "val\nloss", "minus\nclean", "steps\nlost", "batches\ndiscarded", "samples\nskipped", "seconds to\nrecover",
     "false\nalarms", "class", "cause",
 )  # fmt: skip
-WIDTH = 140  # columns of a terminal that show it without a wrapped line
+WIDTH = 156  # columns of a terminal that show it without a wrapped line
 
 
 def console() -> Console:
@@ -27,10 +27,10 @@ def console() -> Console:
 def table(scores: Sequence[Score]) -> Table:
     """A row per run, scenarios apart; ours in bold, and in red where it misses a target."""
     shown = Table(header_style="bold")
-    shown.add_column("scenario")
+    shown.add_column("scenario", no_wrap=True)
     shown.add_column("policy")
     for column in COLUMNS:
-        shown.add_column(column, justify="left" if column in ("class", "cause") else "right")
+        shown.add_column(column, justify="left" if column in ("class", "cause") else "right", no_wrap=True)
     last = None
     for s in scores:
         if last not in (None, s.scenario):

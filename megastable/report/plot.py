@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from megastable.errors import DataError
+from megastable.report.scale import drawable
 from megastable.stability.backtest import Judged, Recorded
 from megastable.stability.policy import Action
 from megastable.stability.signals import Verdict
@@ -16,7 +17,6 @@ COLOURS = {
     Action.DISCARD: "tab:orange", Action.REWIND: "tab:red", Action.CUT_LR: "tab:purple",
     Action.SWAP_CORPUS: "tab:brown", Action.HANDOVER: "black", Action.STOP: "black",
 }  # fmt: skip
-LARGEST = 1e30  # what is beyond is as good as infinite, and breaks the scales of a picture
 
 
 def backtest_plot(rows: Sequence[Recorded], judged: Sequence[Judged], title: str, path: Path) -> None:
@@ -31,10 +31,10 @@ def backtest_plot(rows: Sequence[Recorded], judged: Sequence[Judged], title: str
 
     steps = [row.step for row in rows]
     figure, (loss, norm) = pyplot.subplots(2, 1, sharex=True, figsize=(14, 7), layout="constrained")
-    loss.plot(steps, [_shown(row.loss) for row in rows], linewidth=0.6)
-    norm.plot(steps, [_shown(row.grad_norm, 0.0) for row in rows], linewidth=0.6)
+    loss.plot(steps, [drawable(row.loss) for row in rows], linewidth=0.6)
+    norm.plot(steps, [drawable(row.grad_norm, positive=True) for row in rows], linewidth=0.6)
     norm.set_yscale("log")
-    ordinary = sorted(row.loss for row in rows if math.isfinite(_shown(row.loss)))
+    ordinary = sorted(row.loss for row in rows if math.isfinite(drawable(row.loss)))
     if ordinary:
         # The start of a run is far above the rest: cut off, so that a spike can be seen.
         low, high = ordinary[0], ordinary[int(0.99 * (len(ordinary) - 1))]
@@ -61,7 +61,3 @@ def backtest_plot(rows: Sequence[Recorded], judged: Sequence[Judged], title: str
         raise DataError(f"{path} could not be written: {error}") from None
     finally:
         pyplot.close(figure)
-
-
-def _shown(value: float | None, above: float = -LARGEST) -> float:
-    return value if value is not None and above < value < LARGEST else math.nan

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,13 @@ from megastable.data.plant import read_planted
 from megastable.data.tokenizer import load_tokenizer
 from megastable.errors import DataError, user_errors
 from megastable.recipe import find, load
+from megastable.report.postmortem import words
+from megastable.report.postmortem.facts import IncidentFacts
+from megastable.report.told import ranges, visible
 from megastable.rundir import RunDirectory
 
-DONE = {
-    "discard": "the updates were refused; the weights never saw them",
-    "rewind": "went back in memory to before it, skipped those samples and went on, without a restart",
-    "cut_lr": "went back in memory to before it and went on with a smaller learning rate",
-    "swap_corpus": "went back in memory to before it and went on without the corpus",
-    "handover": "stopped, to be started again from a checkpoint of before",
-    "stop": "stopped: a person is needed",
-}
 CLEAN = Path("data/stdlib")
+NAMED = 5  # documents
 
 
 def text_at(path: Path, position: int, config: RunConfig) -> str:
@@ -37,45 +33,45 @@ def text_at(path: Path, position: int, config: RunConfig) -> str:
     info = corpora.manifests[0].tokenizer
     tokens = corpora.train.sample(position)[1:25]
     text = " ".join(load_tokenizer(find(path) / info.file, info.eod).decode(tokens).split())
-    return "".join(c if c.isprintable() else "?" for c in text)[:36]
-
-
-def numbers(values: Sequence[Any], shown: int) -> str:
-    return ", ".join(map(str, values[:shown])) + (
-        f" and {len(values) - shown} more" if len(values) > shown else ""
-    )
+    return visible(text)[:36]
 
 
 def story(incident: dict[str, Any], config: RunConfig) -> Iterator[str]:
-    """An incident in five lines: seen, guilty, an example, done, cost."""
-    losses = ""
-    if incident["loss_before"] is not None and incident["loss_peak"] is not None:
-        losses = f"the loss went from {incident['loss_before']:.2f} to {incident['loss_peak']:.2f}; "
-    yield f"step {incident['step']:<7} {losses}{incident['class']}, cause: {incident['cause']}"
-    if incident["positions"]:
+    """An incident of summary.json in a few lines: seen, guilty, an example, done, cost."""
+    i = IncidentFacts.model_validate({"number": 0, "kind": incident["class"], **incident})
+    yield f"step {i.step:<7} {visible(words.symptom(i), 300)}; {visible(i.kind)}, cause: {visible(i.cause)}"
+    if i.guilty:
         found, planted = (
             {(d["corpus"], d["shard"], d["document"]) for d in incident[key] or ()}
             for key in ("documents", "planted_documents")
         )
-        ranges = [f"{first}-{end - 1}" for first, end in incident["positions"]]
-        line = (
-            f"guilty       samples {numbers(ranges, 4)}: documents {numbers(sorted(d[2] for d in found), 5)}"
-        )
+        named = sorted(d[2] for d in found)
+        more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
+        line = f"guilty       samples {ranges(i.guilty, 4)}: documents {', '.join(map(str, named[:NAMED]))}{more}"
         if planted:
             same, others = len(found & planted), len(found - planted)
             line += (
                 ", exactly the planted ones"
                 if found == planted
-                else (f"; {same} of the {len(planted)} planted ones, {others} others")
+                else f"; {same} of the {len(planted)} planted ones, {others} others"
             )
         yield line
-        path, position = config.data.corpora[0].path, incident["positions"][0][0]
+        path, position = config.data.corpora[0].path, i.guilty[0][0]
         if read_planted(find(path)) and CLEAN.exists():
             yield f"for example  {text_at(path, position, config)!r} instead of {text_at(CLEAN, position, config)!r}"
-    yield f"done         {DONE.get(incident['action'], incident['action'] or 'nothing')}: {incident['outcome']}"
+    action = str(incident["action"])
+    skipped = (
+        "; skipped those samples"
+        if i.guilty
+        else f"; skipped {ranges(i.positions, 4)}"
+        if i.positions
+        else ""
+    )
+    done = f"{words.ACTIONS.get(action, visible(action))}{skipped}" if incident["action"] else "nothing"
+    yield f"done         {done}: {visible(i.outcome)}"
     yield (
-        f"cost         steps done again: {incident['steps_lost']}, batches refused: {incident['batches_discarded']}, "
-        f"seconds: {incident['seconds']:.1f}"
+        f"cost         steps done again: {i.steps_lost}, batches refused: {i.batches_discarded}, "
+        f"seconds: {i.seconds:.1f}"
     )
 
 

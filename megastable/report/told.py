@@ -6,7 +6,7 @@ Imports nothing of the package: the supervisor, the status and the reports of in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Event = dict[str, Any]
@@ -22,7 +22,9 @@ def visible(text: object, most: int | None = None, keep: str = "") -> str:
     """
     whole = str(text)
     cut = whole if most is None else whole[: most + 1]
-    shown = cut if cut.isprintable() else "".join(c if c.isprintable() or c in keep else escaped(c) for c in cut)
+    shown = (
+        cut if cut.isprintable() else "".join(c if c.isprintable() or c in keep else escaped(c) for c in cut)
+    )
     return shown if most is None or len(shown) <= most else shown[: most - 1] + "…"
 
 
@@ -34,6 +36,12 @@ def escaped(character: str) -> str:
 def plural(n: int, noun: str) -> str:
     """A count and its noun."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def ranges(given: Sequence[tuple[int, int]], most: int = 12) -> str:
+    """Ranges [first, end) for people: both ends included."""
+    shown = ", ".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in given[:most])
+    return shown + (f" and {plural(len(given) - most, 'more range')}" if len(given) > most else "")
 
 
 def duration(seconds: float) -> str:
@@ -79,6 +87,11 @@ def sentence(event: Event) -> str:
 
 def _because(e: Event, key: str = "reason") -> str:
     return f": {e[key]}" if e.get(key) else ""
+
+
+def _changed(e: Event) -> str:
+    changes = e.get("changes")
+    return f"recipe changed: {'; '.join(map(str, changes)) if isinstance(changes, list) else changes}"
 
 
 def _incident(e: Event) -> str:
@@ -143,7 +156,7 @@ TOLD: dict[str, Callable[[Event], str]] = {
     "resumed": lambda e: f"resumed from {e.get('checkpoint')}",
     "reshaped": lambda e: "the checkpoint was written by another layout: reshaped",
     "order_changed": lambda e: "the order of the data changed: positions mean other samples from here on",
-    "config_changed": lambda e: f"recipe changed{_because(e, 'changes')}",
+    "config_changed": _changed,
     "evaluated": lambda e: f"validation loss {number(e.get('loss'))}",
     "checkpoint": lambda e: (
         f"checkpoint {e.get('name')} saved: {size(e.get('bytes'))} in {number(e.get('seconds'), '.1f')} s"
@@ -151,7 +164,9 @@ TOLD: dict[str, Callable[[Event], str]] = {
     "checkpoint_failed": lambda e: f"no checkpoint could be written{_because(e, 'problem')}",
     "checkpoint_rejected": lambda e: f"checkpoint {e.get('name')} is damaged{_because(e, 'problem')}",
     "checkpoint_suspect": lambda e: f"checkpoint {e.get('name')} set aside{_because(e)}",
-    "records_lost": lambda e: f"the records of the last {e.get('steps')} steps could not be written, and are lost",
+    "records_lost": lambda e: (
+        f"the records of the last {e.get('steps')} steps could not be written, and are lost"
+    ),
     "no_snapshots": lambda e: f"no room for a rewind point: one takes {size(e.get('bytes'))}",
     "snapshot_rejected": lambda e: f"rewind point passed over: it {e.get('reason')}",
     "stability_state_dropped": lambda e: f"what was remembered of stability is lost{_because(e, 'problem')}",

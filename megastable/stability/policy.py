@@ -144,15 +144,15 @@ class Policy:
         return True
 
     def escalate(self, finding: Finding, reason: str, oldest: int | None) -> Decision:
-        """A discarded update that turned out to be worse: the state itself is damaged."""
-        return self._climb(finding, reason, oldest)
+        """A discarded update that turned out to be worse: the state itself is damaged, and no rate is to blame."""
+        return self._climb(finding, reason, oldest, cut=False)
 
     def leave(self, decision: Decision, reason: str) -> Decision:
         """A rewind that cannot be carried out after all."""
         action, more = self._last_resort(decision.finding.step)
         return replace(decision, action=action, reason=f"{decision.reason}; {reason}{more}")
 
-    def _climb(self, finding: Finding, reason: str, oldest: int | None) -> Decision:
+    def _climb(self, finding: Finding, reason: str, oldest: int | None, cut: bool = True) -> Decision:
         """The lowest rung that may be taken. A rewind's further remedy follows when its cause is known."""
         s = self.state
         if s.watching:
@@ -167,7 +167,7 @@ class Policy:
         s.refused, s.good = [], 0
         s.watching, s.tripped, s.watch_until = True, finding.step, finding.step + self.config.verify_steps
         if action is Action.HANDOVER:
-            action, more = self._last_resort(finding.step)
+            action, more = self._last_resort(finding.step, cut)
             reason += more
         else:
             self._take(action, finding.step)
@@ -191,6 +191,12 @@ class Policy:
             s.cuts.append(s.clock)  # `resumed` learns of which update
         self._take(Action.HANDOVER, step)
         return Action.HANDOVER, f"; the learning rate is multiplied by {c.cut_factor}, too" if again else ""
+
+    def cannot_hand_over(self) -> None:
+        """There is no checkpoint to go back to: what a hand-over would have changed stays as it was."""
+        s = self.state
+        s.taken[-1].action = Action.STOP
+        s.cuts = [cut for cut in s.cuts if cut != s.clock]
 
     def _count(self, action: Action, *causes: Cause, within: int | None = None) -> int:
         """How often `action` was taken, for one of `causes` if given, in the window of new ground."""
@@ -308,6 +314,10 @@ def after_failure(failures: Sequence[Failure], hosts: int, config: PolicyConfig)
     """What to do after the last of `failures`, those of one run in order; hosts: how many it runs on."""
     c, last = config, failures[-1]
     recent = [f for f in failures if last.clock - f.clock < c.budget_window]
+    there = sum(f.host == last.host and f.host is not None for f in recent)
+    if hosts > 1 and there >= c.same_host:
+        reason = f"{there} failures of {last.host} within {c.budget_window} steps: it is that host"
+        return Remedy(Action.STOP, Cause.HARDWARE, reason)
     here = _trailing(recent, lambda f: (f.what, f.step) == (last.what, last.step) and f.step is not None)
     if len(here) >= c.same_place:
         often = f"{last.what} at step {last.step}, {len(here)} times in a row"
@@ -320,10 +330,6 @@ def after_failure(failures: Sequence[Failure], hosts: int, config: PolicyConfig)
     if len(barren) >= c.barren:
         reason = f"{len(barren)} failures in a row without a step of new ground (stability.policy.barren)"
         return Remedy(Action.STOP, Cause.PROCESS, reason)
-    there = sum(f.host == last.host and f.host is not None for f in recent)
-    if hosts > 1 and there >= c.same_host:
-        reason = f"{there} failures of {last.host} within {c.budget_window} steps: it is that host"
-        return Remedy(Action.STOP, Cause.HARDWARE, reason)
     if len(recent) > c.restarts:
         reason = f"the {c.restarts} restarts per {c.budget_window} steps (stability.policy) are spent"
         return Remedy(Action.STOP, Cause.PROCESS, reason)

@@ -16,12 +16,12 @@ from rich.live import Live
 
 from megastable.config import RunConfig
 from megastable.errors import MegastableError
+from megastable.report.told import visible
 from megastable.rundir import RunDirectory
 from megastable.supervise import hooks
 from megastable.supervise.metrics import Metrics
 from megastable.supervise.status import Status, Watch
 from megastable.supervise.view import panel
-from megastable.supervise.words import visible
 
 REFRESH = 1.0  # seconds between two looks of the panel and the metrics
 REPORT_SECONDS = 300.0  # that the files of the incidents may take
@@ -61,8 +61,9 @@ class Reports:
                 with self._log.open("ab") as log:
                     self._child = subprocess.Popen(
                         command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                        start_new_session=True, preexec_fn=lambda: os.nice(10),
+                        start_new_session=True,
                     )  # fmt: skip
+                    os.setpriority(os.PRIO_PROCESS, self._child.pid, 10)
             return self._child is None
         return True
 
@@ -93,7 +94,7 @@ class Audience:
 
     def event(self, event: dict[str, Any]) -> None:
         """Something was written into the journal."""
-        kind, what = event["event"], event.get("what")
+        kind, what = str(event.get("event")), event.get("what")
         if kind == "ended" or (kind == "incident" and what in NEWS):
             self.reports.due()  # once more at the end: by then the steps after it are known
         if text := _news(event):
@@ -107,7 +108,8 @@ class Audience:
 
     def say(self, text: str) -> None:
         """A line of the supervisor's own."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
+        with suppress(OSError):  # a terminal that is gone, or a file on a full disk
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
 
     def tick(self) -> None:
         """Called at every look."""
@@ -118,7 +120,7 @@ class Audience:
         ) or time.monotonic() - self._looked < REFRESH:
             return
         self._looked = time.monotonic()
-        with suppress(MegastableError):
+        with suppress(MegastableError, OSError):
             self._watch = self._watch or Watch(self.run.root)
             status = self._watch.status()
             if self.metrics is not None:
@@ -136,7 +138,8 @@ class Audience:
         """The last words."""
         self.reports.finish()
         if self.live is not None:
-            self.live.stop()
+            with suppress(OSError):
+                self.live.stop()
         self.hooks.close(GOODBYE)
         if self.metrics is not None:
             self.metrics.close()
@@ -144,20 +147,24 @@ class Audience:
 
 def _news(event: dict[str, Any]) -> str:
     """What people want to be told of an event; "" = nothing."""
-    summary = event.get("summary") or {}
-    if event["event"] == "incident" and event.get("what") in ("opened", "handed over", "closed"):
+    summary = event["summary"] if isinstance(event.get("summary"), dict) else {}
+    if event.get("event") == "incident" and event.get("what") in ("opened", "handed over", "closed"):
         text = f"incident {event.get('number')} {event['what']} at step {summary.get('step')}"
         more = summary.get("failure") or "; ".join(summary.get("reasons") or []) or event.get("reason") or ""
         return f"{text}: {more}" if more else text
-    if event["event"] == "supervisor" and event.get("what") == "ended" and event.get("code") not in (None, 0):
+    if (
+        event.get("event") == "supervisor"
+        and event.get("what") == "ended"
+        and event.get("code") not in (None, 0)
+    ):
         return f"the run ended with code {event.get('code')}: {event.get('reason')}"
-    if event["event"] == "supervisor" and event.get("what") == "ended":
+    if event.get("event") == "supervisor" and event.get("what") == "ended":
         return "the run is complete"
     return ""
 
 
 def _facts(event: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
-    summary = event.get("summary") or {}
+    summary = event["summary"] if isinstance(event.get("summary"), dict) else {}
     names = ("step", "cause", "kind", "verdict", "outcome", "steps_lost", "batches_discarded")
     rest: dict[str, Any] = {key: event[key] for key in ("number", "code", "reason") if key in event}
     return {"run": str(run.root), **{n: summary[n] for n in names if n in summary}, **rest}

@@ -1,4 +1,4 @@
-"""Reads what is appended to a file of JSON lines, as it comes: the journal may have grown to 100 MB."""
+"""Reads what is appended to a journal, as it comes: it may have grown to 100 MB."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ ANCHOR = 4096  # bytes before the offset by which a file is known again
 
 
 class Follower:
-    """Gives every object of a file once, in order, whatever pieces the file grows in.
+    """Gives every event of a file once, in order, whatever pieces the file grows in: JSON objects with a text "event".
 
-    A last line that is not whole yet is waited for. A file that was shortened or replaced by another is read from its
-    beginning again; `starts` counts how often that began. A line that is no JSON object is left out and counted in
-    `damaged`. problem: why the file could not be read the last time; a file that is not there is empty.
+    A last line that is not whole yet is waited for. Any other line is left out and counted in `damaged`. problem: why
+    the file could not be read the last time; a file that is not there is empty.
+
+    A file that was shortened or replaced, as when a person mended it, is read from its beginning again. `starts` counts
+    the beginnings, from 1 on: where it is another after a reading than before, all that this reading gave may have been
+    given before. Learn from it anew, but do not act on it: nobody wants to be told of all incidents twice.
     """
 
     def __init__(self, path: Path) -> None:
@@ -25,10 +28,11 @@ class Follower:
         self.problem = ""
         self._offset = 0  # where the next unread line begins
         self._anchor = b""
+        self._again = False  # begins anew with the next line: a file that was emptied is about to be written
         self._seen: tuple[int, ...] | None = None
 
     def new(self) -> list[dict[str, Any]]:
-        """The objects since the last call. Never raises."""
+        """The events since the last call. Never raises."""
         return list(self.stream())
 
     def stream(self) -> Iterator[dict[str, Any]]:
@@ -41,8 +45,7 @@ class Follower:
                 return
             with self.path.open("rb") as file:
                 if not self._known(file):
-                    self._offset, self._anchor, self.damaged = 0, b"", 0
-                    self.starts += 1
+                    self._offset, self._anchor, self._again = 0, b"", True
                 yield from self._rest(file)
             self._seen = seen
         except FileNotFoundError:
@@ -58,10 +61,13 @@ class Follower:
     def _rest(self, file: IO[bytes]) -> Iterator[dict[str, Any]]:
         file.seek(self._offset)
         for line in file:
-            entry = _object(line)
+            entry = _event(line)
             # An object that is closed is whole, also without its newline; anything else may still grow.
             if entry is None and not line.endswith(b"\n"):
                 return
+            if self._again:
+                self._again, self.damaged = False, 0
+                self.starts += 1
             self._offset += len(line)
             self._anchor = (self._anchor + line)[-ANCHOR:]
             if entry is not None:
@@ -70,11 +76,11 @@ class Follower:
                 self.damaged += 1
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
+def _event(line: bytes) -> dict[str, Any] | None:
     if not line.rstrip().endswith(b"}"):
         return None
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return entry if isinstance(entry, dict) else None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("event"), str) else None

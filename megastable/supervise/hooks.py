@@ -2,12 +2,15 @@
 
 A command gets the notification as JSON on standard input, and event, text and the plain facts in the environment
 (MEGASTABLE_EVENT, MEGASTABLE_TEXT, MEGASTABLE_RUN, ...); no shell reads it. A webhook gets the same JSON by POST; its
-"text" is what Slack and its relatives show. $VARIABLES in both come from the environment when they are used, so that no
-secret stands in a recipe; $$ is a dollar.
+"text" is what Slack and its relatives show, with &, < and > escaped as they want it. $VARIABLES in both come from the
+environment when they are used, so that no secret stands in a recipe; $$ is a dollar. A command should still read its
+secrets from the environment itself: arguments are visible to other users, and what a failing command prints last is
+reported.
 """
 
 from __future__ import annotations
 
+import html
 import json
 import logging
 import os
@@ -25,9 +28,9 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from megastable.errors import ConfigError
+from megastable.report.told import visible
 from megastable.rundir import as_json
 from megastable.supervise.child import Child
-from megastable.supervise.words import visible
 
 log = logging.getLogger(__name__)
 
@@ -205,15 +208,16 @@ class Sender:
 
     def _deliver(self, content: dict[str, Any]) -> str:
         """Why it failed, or ""."""
-        body = as_json(content)
         try:
             if self.kind == "webhook":
                 url = _webhook(self.text)
+                # Else <!channel>, or <https://...|text>, of whoever wrote the data would act on the receivers.
+                body = as_json(content | {"text": html.escape(content["text"], quote=False)})
                 script = Path(__file__).with_name("webhook.py")
                 words = [sys.executable, "-I", str(script), f"{self.timeout:.3f}"]
                 given, environment = f"{url}\n{body}".encode(), dict(os.environ)
             else:
-                words, given = _command(self.text), body.encode()
+                words, given = _command(self.text), as_json(content).encode()
                 environment = {**os.environ, **_variables(content)}
             child = Child(words, given, environment)
         except ConfigError as error:

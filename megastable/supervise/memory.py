@@ -10,15 +10,18 @@ from pydantic import ValidationError
 from megastable.stability.incident import Breakdown, Incident
 from megastable.stability.policy import Failure
 
+END = ("code", "signal", "hung", "what", "step", "cursor", "rank", "host", "failure", "certain", "trained")
+
 
 class Memory:
     """Told of every event in order.
 
     attempt: the newest, 0 = none; under_way: it was launched, and nobody noted its end. clock: the farthest step done.
     began: the step that the processes of now went on from; rejected: of the newest checkpoint that they passed over.
-    failures: since a person started the run; failed: time of the last one, until training goes on. predecessor:
-    (process, host) of a supervisor that ended without a word. number: of the newest incident. open: those of ours that
-    nothing has proven to be over. since: what the training said of its end, in this attempt.
+    failures: since a person started the run; failed: time of the last one, until training goes on; unmended: an `End`
+    that nothing was done about yet. predecessor: (process, host) of a supervisor that ended without a word. number: of
+    the newest incident. open: those of ours that nothing has proven to be over. since: what the training said of its
+    end, in this attempt.
     """
 
     def __init__(self) -> None:
@@ -29,6 +32,7 @@ class Memory:
         self.rejected = 0
         self.failures: list[Failure] = []
         self.failed: float | None = None
+        self.unmended: dict[str, Any] | None = None
         self.predecessor: tuple[int, str] | None = None
         self.number = 0
         self.open: dict[int, Incident] = {}
@@ -46,12 +50,18 @@ class Memory:
     def _supervisor(self, event: Mapping[str, Any]) -> None:
         if event["what"] == "started":
             self.failures.clear()
+        if event["what"] == "ended":
+            self.unmended = None
         self.predecessor = None if event["what"] == "ended" else (int(event["pid"]), str(event["host"]))
 
     def _launched(self, event: Mapping[str, Any]) -> None:
         self.attempt, self.under_way = int(event["attempt"]), True
         self.rejected = 0
         self.since.clear()
+        self.unmended = None
+
+    def _restart(self, event: Mapping[str, Any]) -> None:
+        self.unmended = None
 
     def _training(self, event: Mapping[str, Any]) -> None:
         self.began = int(event["step"])
@@ -73,6 +83,7 @@ class Memory:
         self.clock = max(self.clock, int(event["clock"]))
         if event.get("what"):
             self.failed = float(event["time"])
+            self.unmended = {key: event[key] for key in END if key in event}
             self.failures.append(
                 Failure(
                     what=str(event["what"]), step=event["step"], host=event["host"], clock=self.clock,

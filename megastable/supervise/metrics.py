@@ -114,8 +114,8 @@ def families(s: Status) -> Iterator[Metric]:
     yield _counter("starts", "Starts of the training processes.", s, [], [((), s.starts)])
     restarts = [((reason,), count) for reason, count in s.restarts.items()]
     yield _counter("restarts", "Restarts by the supervisor.", s, ["reason"], restarts)
-    # What is open may still change its class and cause, and a counter never falls.
-    over = Counter((case.kind, case.cause, case.verdict) for case in s.incidents if case.outcome != "open")
+    # What is open, or was handed over and opens again, may still change its class and cause; a counter never falls.
+    over = Counter((i.kind, i.cause, i.verdict) for i in s.incidents if i.outcome in ("healed", "stopped"))
     labels = ["class", "cause", "verdict"]
     yield _counter(
         "incidents", "Incidents that are over, by class, cause and symptom.", s, labels, over.items()

@@ -19,8 +19,8 @@ from megastable.supervise.processes import Fate
 
 # What a rank says when another one is gone: it is not the one to blame.
 BEREFT = re.compile(
-    r"connection (closed|reset)|broken pipe|closed by peer|remote process exited|DistBackendError|"
-    r"NCCL|socket (closed|timeout)|timed out waiting|unhandled system error",
+    r"connection (closed|reset|refused)|broken pipe|closed by peer|remote process exited|DistBackendError|"
+    r"socket (closed|timeout)|timed out|timeout",
     re.IGNORECASE,
 )
 # From pdsh with the host before it; without, all ranks are on this one, and local ones are the ranks.
@@ -53,6 +53,8 @@ class End(BaseModel):
     rank: int | None = None
     host: str | None = None
     failure: str = ""
+    certain: bool = False  # somebody said it, or it was seen
+    trained: bool = False  # a step was done
 
 
 def end_of(
@@ -68,7 +70,7 @@ def end_of(
     the launcher's, None = unknown. log: the end of its output. progress: its last."""
     said = [SAID[event["event"]] for event in events if event["event"] in SAID]
     if said:
-        return End(code=said[-1])
+        return End(code=said[-1], certain=True)
     step = cursor = None
     if progress is not None and progress.step is not None:
         step, cursor = progress.step + 1, progress.cursor
@@ -76,15 +78,20 @@ def end_of(
         # Written at the very moment, where progress is up to a quarter of a second old.
         if word.step is not None and (step is None or word.step + 1 > step):
             step, cursor = word.step + 1, word.cursor
-    place: dict[str, Any] = {"step": step, "cursor": cursor}
+    trained = progress is not None and progress.seconds is not None
+    place: dict[str, Any] = {"step": step, "cursor": cursor, "trained": trained}
     # In the order in which they were seen. SIGTERM is how the launcher ends the others.
     killed = [(rank, fate.signal) for rank, fate in fates.items() if fate.signal is not None]
     killed.sort(key=lambda of: of[1] == signal.SIGTERM)
+    if any(fate.code for fate in fates.values()):
+        killed = [(rank, number) for rank, number in killed if number != signal.SIGTERM]
     to_blame = [w for w in sorted(words, key=lambda w: w.time) if not BEREFT.search(w.error)]
     if to_blame:
         w = to_blame[0]
         text = f"rank {w.rank} on {w.host} ended with: {w.error}" + (f" ({w.where})" if w.where else "")
-        return End(code=w.code, what=w.error[:200], rank=w.rank, host=w.host, failure=text, **place)
+        return End(
+            code=w.code, what=w.error[:200], rank=w.rank, host=w.host, failure=text, certain=True, **place
+        )
     rank, number = killed[0] if killed else (None, None)
     host: str | None = here if rank is not None else None
     if number in (None, signal.SIGTERM) and (told := LAUNCHER.search(log)):
@@ -96,15 +103,19 @@ def end_of(
         name = _name(number)
         who = f"rank {rank}" if rank is not None else "a rank"
         text = f"{who} on {host or 'a host'} was killed by signal {number} ({name})"
-        return End(signal=number, what=name, rank=rank, host=host, failure=text, **place)
-    vanished = sorted(set(fates) - {w.rank for w in words})
-    if code is None and not words and not vanished:
-        return End(what="vanished", failure="its processes are gone, and nobody saw them end", **place)
+        return End(signal=number, what=name, rank=rank, host=host, failure=text, certain=True, **place)
+    if code is None:
+        code = next((fate.code for fate in fates.values() if fate.code), None)
+    if words:  # all of them lost another, which left no word; NCCL says so of its own failures, too
+        w = min(words, key=lambda w: w.time)
+        text = f"{len(words)} ranks lost another; rank {w.rank} on {w.host} first: {w.error}"
+        return End(what="connection lost", host=host, failure=text, **place)
     if code:
-        text = f"the launcher ended with code {code}"
-        return End(code=code, what=f"code {code}", host=host or here, failure=text, **place)
-    text = f"{len(words)} ranks lost the connection to another" if words else "a rank ended without a word"
-    return End(what="connection lost" if words else "no word", host=host, failure=text, **place)
+        text = f"the training ended with code {code}"
+        return End(code=code, what=f"code {code}", host=host, failure=text, certain=True, **place)
+    if code is None and not fates:
+        return End(what="vanished", failure="its processes are gone, and nobody saw them end", **place)
+    return End(what="no word", host=host, failure="a rank ended without a word", **place)
 
 
 def _name(number: int) -> str:

@@ -52,7 +52,6 @@ class Patience:
         """Seconds that the present phase may take."""
         c = self.config
         if self.phase == "step":
-            usual = median(self._steps) if self._steps else None
-        else:
-            usual = self._longest.get(self.phase)
-        return c.hang_unknown if usual is None else max(c.hang_floor, c.hang_factor * usual)
+            return max(c.hang_floor, c.hang_factor * median(self._steps)) if self._steps else c.hang_unknown
+        # How long these take depends on more than the run: a disk, a cache, how much there is to look for.
+        return max(c.hang_unknown, c.hang_factor * self._longest.get(self.phase, 0.0))

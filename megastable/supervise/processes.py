@@ -94,19 +94,19 @@ class Attempt:
 
     def end(self) -> None:
         """Kill all of it: there is nothing to be saved, and ranks that wait for a dead one listen to nothing."""
+        if self._launcher is not None:
+            self.code = self._launcher.poll()  # later it says only that it was killed
         for _ in range(100):
-            if self._launcher is not None and self._launcher.poll() is None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self._launcher.pid, signal.SIGKILL)
             processes = self._processes()
+            if self._launcher is not None and self._launcher.poll() is None:
+                _kill_group(self._launcher.pid)
             for process in processes:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
+                _kill_group(process.pid)
             if not processes:
                 break
             time.sleep(0.1)
         if self._launcher is not None:
-            self.code = self._launcher.wait()
+            self._launcher.wait()
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The ranks that run here, by number."""
@@ -135,6 +135,15 @@ def _ranks(processes: Sequence[psutil.Process]) -> Iterator[tuple[psutil.Process
             if any(argument.startswith("--local_rank") for argument in process.cmdline()):
                 found[process.pid] = process, int(process.environ()["RANK"]), process.ppid()
     return ((process, rank) for process, rank, parent in found.values() if parent not in found)
+
+
+def _kill_group(pid: int) -> None:
+    """With what it started that carries no mark: ssh to other hosts, for one."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if (group := os.getpgid(pid)) != os.getpgrp():
+            os.killpg(group, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
 
 
 def describe(process: psutil.Process) -> str:

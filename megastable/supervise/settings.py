@@ -10,8 +10,8 @@ from megastable.part import Part
 class SuperviseConfig(Part):
     """Budgets of restarts are in stability.policy, like all others.
 
-    Hangs: a step may take hang_factor times the median of the last ones, an evaluation or a checkpoint so many times
-    the longest of its kind, never less than hang_floor; what has not been seen yet, like the start, hang_unknown. Ten
+    Hangs: a step may take hang_factor times the median of the last ones, never less than hang_floor; all else (the
+    start, a checkpoint, a rewind) hang_unknown, or hang_factor times the longest of its kind where that is more. Ten
     times is far beyond a slow file system and far below a night. grace_seconds: from a rank's death to the end of the
     others, for their last words. stop_seconds: for the checkpoint after SIGTERM. backoff_seconds: at most, between
     restarts that lead nowhere.

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megastable import errors
+from megastable.report.told import duration, visible
 from megastable.rundir import RunDirectory
+from megastable.supervise.chronicle import WORKS, Chronicle, whole
 from megastable.supervise.settings import SuperviseConfig
-from megastable.supervise.story import Story, whole
-from megastable.supervise.words import duration, visible
+
+MODULE = "megastable.train"  # what launch/supervise.py starts where it is not told otherwise
 
 
 class State(StrEnum):
@@ -25,6 +27,7 @@ class State(StrEnum):
     STOPPED = "stopped"  # as asked: it can go on
     FAILED = "needs a person"
     INTERRUPTED = "interrupted"  # nobody is there, and nobody said that it was over
+    UNKNOWN = "cannot be told"  # whether anybody is there: the locks cannot be seen from here
     NEW = "not started"
 
 
@@ -37,8 +40,14 @@ class Stands:
     reason: str = ""
 
 
+def patience(phase: str, rate: float | None, limits: SuperviseConfig) -> float:
+    """Seconds without a sign of progress that mean nothing yet, in a phase of rank 0. rate: seconds a step."""
+    usual = rate if phase == "step" else None
+    return limits.hang_unknown if usual is None else max(limits.hang_floor, limits.hang_factor * usual)
+
+
 def state_of(
-    story: Story,
+    told: Chronicle,
     supervised: bool | None,
     training: bool | None,
     phase: str,
@@ -48,35 +57,44 @@ def state_of(
 ) -> Stands:
     """supervised, training: whether the supervisor and rank 0 are there, None = cannot be told. phase: of rank 0, "" =
     unknown. age: seconds since the last sign of progress. rate: seconds a step."""
-    if training:
-        starts = phase == "starting" or (not phase and story.word not in ("training", "resumed"))
-        usual = rate if phase == "step" else None
-        patience = (
-            limits.hang_unknown if usual is None else max(limits.hang_floor, limits.hang_factor * usual)
-        )
-        if story.word == "hang" or (age is not None and age > patience):
-            since = f"nothing has moved for {duration(age or 0.0)}"
-            return Stands(
-                State.HUNG, reason=since + (f"; a step takes {duration(rate)}" if rate is not None else "")
-            )
-        return Stands(State.STARTING if starts else State.RUNNING)
-    if supervised and story.word in ("launched", "supervisor", "training", "resumed", ""):
+    still = age is not None and age > patience(phase, rate, limits)
+    at_work = told.word in (*WORKS, "supervisor") and not told.over
+    if training or (training is None and at_work and (supervised or (age is not None and not still))):
+        if told.word == "hang" or still:
+            pace = f"; a step takes {duration(rate)}" if rate is not None else ""
+            return Stands(State.HUNG, reason=f"nothing has moved for {duration(age or 0.0)}{pace}")
+        starts = phase == "starting" or (not phase and told.word not in ("training", "resumed"))
+        doubts = _doubts(told, supervised, training, age)
+        return Stands(State.STARTING if starts else State.RUNNING, reason=doubts)
+    if supervised and told.word in ("launched", "supervisor", ""):
         return Stands(State.STARTING)
-    goodbye = (story.goodbye or {}).get("event")
-    if supervised and (story.word == "restart" or goodbye not in ("stopped", "finished")):
-        return Stands(State.WAITING, reason=visible((story.restart or {}).get("reason") or "", 300))
-    if training is None and goodbye is None and story.word:
-        return Stands(
-            State.RUNNING, reason="the lock cannot be read here: whether anybody trains cannot be told"
-        )
-    return _ended(story)
+    goodbye = told.goodbye or {}
+    if supervised and (told.word == "restart" or goodbye.get("event") not in ("stopped", "finished")):
+        why = (told.restart or goodbye).get("reason") or "its processes have ended: why is being looked into"
+        return Stands(State.WAITING, reason=visible(why, 300))
+    if None in (supervised, training) and told.word and not told.over:
+        return Stands(State.UNKNOWN, reason=_doubts(told, supervised, training, age))
+    return _ended(told)
 
 
-def _ended(story: Story) -> Stands:
+def _doubts(told: Chronicle, supervised: bool | None, training: bool | None, age: float | None) -> str:
+    """What is not as it looks."""
+    if training is None:
+        sign = f"; the last sign of them is {duration(age)} old" if age is not None else ""
+        return f"whether its processes are there cannot be told: their locks cannot be seen from here{sign}"
+    return "its supervisor is gone: the ranks train on alone" if _orphaned(told, supervised) else ""
+
+
+def _orphaned(told: Chronicle, supervised: bool | None) -> bool:
+    """Whether there was a supervisor, and is none, though it did not take leave."""
+    return supervised is False and (told.supervisor or {}).get("what") in ("started", "took over")
+
+
+def _ended(told: Chronicle) -> Stands:
     """After the supervisor's last word or, where it had none, the training process's."""
-    told, goodbye = story.supervisor or {}, story.goodbye or {}
-    reason = visible(told.get("reason") or goodbye.get("reason") or "", 500)
-    if told.get("what") == "ended" and (code := whole(told.get("code"))) is not None:
+    last, goodbye = told.supervisor or {}, told.goodbye or {}
+    reason = visible(last.get("reason") or goodbye.get("reason") or "", 500)
+    if last.get("what") == "ended" and (code := whole(last.get("code"))) is not None:
         known = {errors.OK: State.FINISHED, errors.STOPPED: State.STOPPED}
         return Stands(known.get(code, State.FAILED), code, reason)
     match goodbye.get("event"):
@@ -88,17 +106,18 @@ def _ended(story: Story) -> Stands:
             return Stands(State.FAILED, errors.UNSTABLE, reason)
         case "handover":
             return Stands(State.INTERRUPTED, errors.HANDOVER, reason)
-    if story.word:
-        failure = next((a.failure for a in reversed(story.attempts.values()) if a.failure), "")
+    if told.word:
+        failure = next((a.failure for a in reversed(told.attempts.values()) if a.failure), "")
         return Stands(State.INTERRUPTED, None, failure or "its processes are gone, and none said why")
     return Stands(State.NEW)
 
 
-def advice(stands: Stands, run: RunDirectory, story: Story) -> str:
+def advice(stands: Stands, run: RunDirectory, told: Chronicle, supervised: bool | None) -> str:
     """What a person does next, a sentence."""
-    words = ["python", "launch/supervise.py", str(run.recipe), f"run.dir={run.root}"]
-    again = visible(shlex.join(words))
+    again = visible(shlex.join(command(run, told)))
     match stands.state:
+        case State.RUNNING | State.STARTING if _orphaned(told, supervised):
+            return f"the same command takes it over, and mends what happens: {again}"
         case State.RUNNING:
             return "nothing to do"
         case State.STARTING:
@@ -107,14 +126,32 @@ def advice(stands: Stands, run: RunDirectory, story: Story) -> str:
             return "nothing to do: the supervisor starts it again by itself"
         case State.FINISHED:
             return f"nothing to do: {visible(run.summary)} has its figures"
+        case State.HUNG if supervised:
+            return f"nothing to do: the supervisor ends it and starts it again; the logs are in {visible(run.logs)}"
         case State.HUNG:
-            return f"a supervisor ends it and starts it again; the logs are in {visible(run.logs)}"
+            return f"a supervisor ends it and starts it again: {again}"
+        case State.UNKNOWN:
+            host = visible((told.supervisor or {}).get("host") or "the host that it was started on", 80)
+            return f"look on {host}; if nobody is at work there, to go on: {again}"
         case State.STOPPED | State.INTERRUPTED:
             return f"to go on: {again}"
         case State.NEW:
             return f"to start it: {again}"
     if stands.code == errors.NO_SPACE:
         return f"make room, then: {again}"
-    newest = max(story.incidents, default=None)
+    newest = max(told.incidents, default=None)
     where = run.logs if newest is None or stands.code == errors.BAD_INPUT else run.incidents / f"{newest:04d}"
     return f"read {visible(where)} and mend the cause, then: {again}"
+
+
+def command(run: RunDirectory, told: Chronicle) -> list[str]:
+    """What starts the run again as it was started last; by its own recipe where no supervisor told how."""
+    recipe, overrides, given = (told.started.get(key) for key in ("recipe", "overrides", "given"))
+    if not isinstance(recipe, str) or not isinstance(overrides, list):
+        recipe, overrides, given = str(run.recipe), [], []
+    words = ["python", "launch/supervise.py", recipe, *map(str, overrides)]
+    if not any(word.startswith("run.dir=") for word in words):
+        words.append(f"run.dir={run.root}")  # else it would be a new run
+    if (module := told.started.get("module", MODULE)) != MODULE:
+        words += ["--module", str(module)]
+    return [*words, "--", *map(str, given)] if isinstance(given, list) and given else words

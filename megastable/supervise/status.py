@@ -10,12 +10,13 @@ import fcntl
 import json
 import math
 import os
+import socket
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,12 @@ from pydantic import ValidationError
 
 from megastable import errors, rundir
 from megastable.errors import DataError
+from megastable.report.told import visible
 from megastable.rundir import RunDirectory
+from megastable.supervise.chronicle import Attempt, Case, Chronicle, Said, real, whole
 from megastable.supervise.follow import Follower
 from megastable.supervise.settings import SuperviseConfig
-from megastable.supervise.state import State, advice, state_of
-from megastable.supervise.story import Attempt, Case, Said, Story, real, whole
-from megastable.supervise.words import visible
+from megastable.supervise.state import State, advice, patience, state_of
 
 RECENT = 240  # steps whose losses are kept
 FILES = 6  # newest files of step records that are looked at
@@ -65,7 +66,7 @@ class Status:
     code: the exit code that the run ended with, None while it has not. phase: of the training process. recent: (step,
     loss) of the last steps, oldest first; of refused ones, too. age: since the last sign of progress. rate: seconds a
     step, the median of the last ones. eta: until the last step at that rate. restarts: counted by how the attempt
-    before ended (words.kind_of_end). starts: of training processes. problems: what could not be read.
+    before ended (chronicle.kind_of_end). starts: of training processes. problems: what could not be read.
     """
 
     run: str
@@ -113,10 +114,10 @@ class Status:
 def exit_code(status: Status) -> int:
     """What `status RUN` ends with: 0 while it goes on by itself (also while it waits to start again) or is complete; 75
     where it was stopped or never started, and starting it is all that is needed; else the code that the run ended with,
-    1 where its processes vanished without one. Bad input, 2, is what `read_status` raises."""
+    1 where its processes vanished without one, or nobody can tell. Bad input, 2, is what `read_status` raises."""
     if status.state in (State.STOPPED, State.NEW):
         return errors.STOPPED
-    if status.state in (State.FAILED, State.INTERRUPTED):
+    if status.state in (State.FAILED, State.INTERRUPTED, State.UNKNOWN):
         return status.code or errors.FAILED
     return errors.OK
 
@@ -148,7 +149,7 @@ class Watch:
         self.run, self.clock = RunDirectory(run), clock
         _check(run)
         self._journal = Follower(self.run.journal)
-        self._story, self._starts = Story(), self._journal.starts
+        self._told, self._starts = Chronicle(), self._journal.starts
         self._recipe = _Recipe()
         self._records: list[tuple[int, float, float]] = []  # step, loss, seconds
         self._listed = -1  # when the folder of the records had changed
@@ -161,7 +162,7 @@ class Watch:
         self._read_journal(problems)
         self._read_recipe(problems)
         self._read_records()
-        s, progress = self._story, _read_object(self.run.progress)
+        s, progress = self._told, _read_object(self.run.progress)
         attempt = next(reversed(s.attempts), whole(progress.get("attempt")))
         # What an earlier attempt wrote says nothing about the processes of this one.
         stale = bool(s.attempts) and whole(progress.get("attempt")) not in (attempt, None)
@@ -173,7 +174,10 @@ class Watch:
         last, rate = self._last_progress(progress), self._rate()
         age = max(0.0, now - last) if last is not None else None  # a clock may have jumped
         slowest = max((x for x in (rate, _finite(progress.get("seconds"))) if x is not None), default=None)
-        stands = state_of(s, supervisor.alive, trainer.alive, phase, age, slowest, self._recipe.limits)
+        limits = self._recipe.limits
+        if not s.over and age is not None and age <= patience(phase, slowest, limits):
+            supervisor, trainer = _believed(supervisor, trainer)
+        stands = state_of(s, supervisor.alive, trainer.alive, phase, age, slowest, limits)
         goes_on = stands.state in (State.RUNNING, State.HUNG) and steps is not None and rate is not None
         recent = self._recent(step)
         applied, loss = progress.get("applied"), real(progress.get("loss"))
@@ -184,7 +188,7 @@ class Watch:
             state=stands.state,
             code=stands.code,
             reason=stands.reason,
-            advice=advice(stands, self.run, s),
+            advice=advice(stands, self.run, s, supervisor.alive),
             supervisor=supervisor,
             trainer=trainer,
             phase=phase,
@@ -221,7 +225,7 @@ class Watch:
         journal = self._journal
         for event in journal.stream():
             self._begin_again()
-            self._story.add(event)
+            self._told.add(event)
         self._begin_again()
         if journal.problem:
             problems.append(journal.problem)
@@ -231,7 +235,7 @@ class Watch:
     def _begin_again(self) -> None:
         """Forget what another journal told, or one that was mended since."""
         if self._journal.starts != self._starts:
-            self._story, self._starts = Story(), self._journal.starts
+            self._told, self._starts = Chronicle(), self._journal.starts
 
     def _read_recipe(self, problems: list[str]) -> None:
         try:
@@ -286,7 +290,7 @@ class Watch:
                     written = (path / "manifest.json").stat().st_mtime
                 except OSError:
                     continue
-                found.append(Checkpoint(path.name, int(number), written, self._story.sizes.get(path.name)))
+                found.append(Checkpoint(path.name, int(number), written, self._told.sizes.get(path.name)))
         return tuple(sorted(found, key=lambda c: -c.step)[:SHOWN])
 
     # What follows from it
@@ -294,14 +298,14 @@ class Watch:
     def _step(self, progress: dict[str, Any]) -> int:
         step = whole(progress.get("step"))
         if step is None:
-            step = self._story.step
-            if step is None or self._story.word in ("training", "resumed", "launched"):
+            step = self._told.step
+            if step is None or self._told.word in ("training", "resumed", "launched"):
                 return max(step or 0, self._records[-1][0] if self._records else 0)
         return step
 
     def _last_progress(self, progress: dict[str, Any]) -> float | None:
         """The newest sign of life. The writer's clock may be another than ours; the file's time is the server's."""
-        signs = [_finite(progress.get("time")), _finite(self._story.last)]
+        signs = [_finite(progress.get("time")), _finite(self._told.last)]
         with suppress(OSError):
             signs.append(self.run.progress.stat().st_mtime)
         return max((sign for sign in signs if sign is not None), default=None)
@@ -357,6 +361,18 @@ def _held(path: Path) -> bool | None:
     except OSError:
         return None
     return False
+
+
+def _believed(*processes: Process) -> tuple[Process, ...]:
+    """While something moves, a lock of another host that looks free may be one that is not shared between hosts, unless
+    one is seen that is held there."""
+    elsewhere = [p.host not in ("", socket.gethostname()) for p in processes]
+    if any(p.alive and other for p, other in zip(processes, elsewhere, strict=True)):
+        return processes
+    return tuple(
+        replace(p, alive=None) if p.alive is False and other else p
+        for p, other in zip(processes, elsewhere, strict=True)
+    )
 
 
 def _finite(value: object) -> float | None:

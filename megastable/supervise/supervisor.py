@@ -13,17 +13,18 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from pydantic import ValidationError
 
 from megastable import durable, errors
 from megastable.config import RunConfig
-from megastable.data.skips import SkipEntry, Skips, append, read_ledger
-from megastable.errors import ConfigError, DataError, MegastableError, SpaceError
+from megastable.data.corpora import open_corpora
+from megastable.data.skips import Selection, SkipEntry, append, read_ledger
+from megastable.errors import ConfigError, DataError, MegastableError, SpaceError, UnstableError
 from megastable.messages import Control, LastWords, Progress, folder_of, log_of
 from megastable.rundir import RunDirectory
 from megastable.stability.incident import Breakdown, Incident, Outcome
@@ -39,9 +40,9 @@ ORDERLY = (
     30.0  # seconds from the first rank's end to the last one's, where they end for a reason they all know
 )
 STACKS = 6.0  # seconds that the ranks have for their stacks; see heartbeat.OTHERS
-RELEASE = 120.0  # ... and those of the attempt before, wherever they run, to notice that they are superseded
 NO_ROOM = 60.0  # seconds between two tries on a full disk
 LOG_TAIL = 64_000
+FINAL = (errors.OK, errors.STOPPED, errors.UNSTABLE, errors.HANDOVER, errors.SUPERSEDED)
 
 
 class Audience(Protocol):
@@ -93,20 +94,21 @@ class Supervisor:
     def _supervise(self) -> int:
         for event in self._journal.new():
             self.memory.hear(event)
-        if self._complete():
+        memory = self.memory
+        predecessor = memory.predecessor
+        if self._complete() and predecessor is None and not memory.under_way and not memory.open:
             self.say(
                 f"nothing to do: {self.run.summary} is there, all {self.config.train.steps} steps are done"
             )
             return errors.OK
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._asked)
-        predecessor = self.memory.predecessor
+            if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:  # nohup
+                signal.signal(number, self._asked)
+        self._refuse_another_host(predecessor)
         self.note(
-            "supervisor",
-            what="started" if predecessor is None else "took over",
-            pid=os.getpid(),
-            host=self.here,
-        )
+            "supervisor", what="started" if predecessor is None else "took over", pid=os.getpid(), host=self.here,
+            recipe=self.recipe, overrides=self.overrides, given=self.given, module=self.module,
+        )  # fmt: skip
         code, reason = errors.FAILED, "an unforeseen error"
         try:
             code, reason = self._until_the_end(predecessor)
@@ -120,28 +122,42 @@ class Supervisor:
 
     def _until_the_end(self, predecessor: tuple[int, str] | None) -> tuple[int, str]:
         attempt = self._take_over(predecessor)
-        end = None
+        done: tuple[int, str] | None = None
         if attempt is None and self.memory.under_way:
-            self._failed = time.monotonic()
-            end = self._end(Attempt(self.run, self.memory.attempt), hung=False)
-        while True:
-            if end is None:
-                if attempt is None:
-                    attempt = self._launch()
-                end = self._watch(attempt)
-            done = self._settle(end)
-            if done is not None:
-                return done
-            attempt, end = None, None
+            gone = Attempt(self.run, self.memory.attempt)
+            done = self._settle(gone, self._end(gone, hung=False))
+        elif attempt is None and self.memory.unmended is not None:
+            # Its end was noted, and nobody came to do something about it.
+            end = End.model_validate(self.memory.unmended)
+            done = self._mend(
+                end, after_failure(self.memory.failures, self._hosts(), self.config.stability.policy)
+            )
+        while done is None:
             if self.signals:
                 return errors.STOPPED, "stopped between two attempts"
+            attempt = attempt or self._launch()
+            done = self._settle(attempt, self._watch(attempt))
+            attempt = None
+        return done
+
+    def _refuse_another_host(self, predecessor: tuple[int, str] | None) -> None:
+        """What a supervisor on another host left running cannot be seen, nor ended, from this one."""
+        if predecessor is None or predecessor[1] == self.here:
+            return
+        free = self._lock(self.run.root / ".lock")
+        if free is None and Attempt.found(self.run) is None:
+            raise ConfigError(
+                f"run.dir={self.run.root}: the supervisor of before ran on {predecessor[1]}, and its processes still "
+                "train: start this one there"
+            )
+        if free is not None:
+            free.close()
 
     def _take_over(self, predecessor: tuple[int, str] | None) -> Attempt | None:
         attempt = Attempt.found(self.run)
-        if predecessor is None and attempt is None:
-            return None
         if attempt is None:
-            self.say(f"the supervisor of before (process {predecessor[0]}) and its processes are gone")  # type: ignore[index]
+            if predecessor is not None:
+                self.say(f"the supervisor of before (process {predecessor[0]}) and its processes are gone")
             return None
         self.say(f"attempt {attempt.number} runs already, and is watched from here on")
         if not self.memory.under_way:
@@ -159,7 +175,7 @@ class Supervisor:
 
     def _launch(self) -> Attempt:
         number = self.memory.attempt + 1
-        self._write_control(Control(attempt=number))
+        self._insist(lambda: self._write_control(Control(attempt=number)))
         self._wait_for_release()
         log = log_of(self.run, number)
         arguments = command(self.run, number, self.module, self.recipe, self.overrides, self.given)
@@ -179,27 +195,40 @@ class Supervisor:
             time.sleep(LOOK)
             now = time.monotonic()
             elapsed, seen = now - seen, now
+            if self.signals and asked is None:
+                asked = now
+                self._want(stop=True)
+                self.say("stopping: the ranks finish their step and save; once more ends them at once")
             self._listen()
             progress = self._progress(attempt.number)
             self._proven(progress)
-            if self.signals and asked is None:
-                asked = now
-                self.say("stopping: the ranks finish their step and save; once more ends them at once")
-                assert self._control is not None
-                self._write_control(self._control.model_copy(update={"stop": True}))
             if asked is not None and (self.signals > 1 or now - asked > self.config.supervise.stop_seconds):
                 break
-            if first_death is None and any(f.signal or f.code for f in attempt.fates.values()):
+            if first_death is None and self._somebody_died(attempt):
                 first_death = now
             if first_death is not None and now - first_death > self._grace(attempt):
                 break
-            if self.patience.look(progress, elapsed) and asked is None:
+            if self.patience.look(progress, elapsed) and asked is None and first_death is None:
                 hung = True
-                self._stacks(attempt, progress)
                 break
+        stacks = self._stacks(attempt) if hung else []
         attempt.end()
+        # Wherever else ranks of it still run: from now on they belong to the past.
+        self._insist(lambda: self._write_control(Control(attempt=attempt.number + 1)))
         self._failed = time.monotonic()
+        if hung:
+            self.note(
+                "hang", attempt=attempt.number, phase=self.patience.phase, waited=round(self.patience.waited, 1),
+                limit=round(self.patience.limit, 1), step=progress.step if progress is not None else None,
+                silent=attempt.stuck, stacks=stacks,
+            )  # fmt: skip
         return self._end(attempt, hung)
+
+    def _somebody_died(self, attempt: Attempt) -> bool:
+        """A rank has ended by an error or a signal, here or on another host; or the training has said its last word."""
+        if self.memory.since or any(f.signal or f.code for f in attempt.fates.values()):
+            return True
+        return any(folder_of(self.run, attempt.number).glob("rank-*.json"))
 
     def _grace(self, attempt: Attempt) -> float:
         """Seconds that the other ranks have, when one has ended."""
@@ -222,38 +251,32 @@ class Supervisor:
             self.memory.since, self._last_words(attempt.number), attempt.fates, attempt.code, tail, progress,
             self.here,
         )  # fmt: skip
-        if hung and end.code not in (errors.OK, errors.STOPPED):
-            phase = self.patience.phase
-            text = (
-                f"no progress in {phase!r} for {self.patience.waited:.0f} s, where {self.patience.limit:.0f} s is the "
-                "limit"
-            )
-            if attempt.stuck:
-                text += "; " + "; ".join(attempt.stuck)
-            end = end.model_copy(
-                update={
-                    "hung": True,
-                    "what": f"hang in {phase}",
-                    "failure": text,
-                    "code": None,
-                    "signal": None,
-                }
-            )
+        if hung and (not end.certain):
+            phase, p = self.patience.phase, self.patience
+            text = f"no progress in {phase!r} for {p.waited:.0f} s, where {p.limit:.0f} s is the limit"
+            text = "; ".join([text, *attempt.stuck])
+            host = self.here if len(attempt.stuck) == 1 else None
+            return End(
+                hung=True, what=f"hang in {phase}", failure=text, host=host, step=end.step, cursor=end.cursor,
+                trained=end.trained,
+            )  # fmt: skip
         return end
 
-    def _settle(self, end: End) -> tuple[int, str] | None:
+    def _settle(self, attempt: Attempt, end: End) -> tuple[int, str] | None:
         """What follows: exit code and reason, or None: another attempt."""
-        number, memory, policy = self.memory.attempt, self.memory, self.config.stability.policy
+        number, memory, policy = attempt.number, self.memory, self.config.stability.policy
         progress = self._progress(number)
         clock = max(memory.clock, progress.step or 0 if progress is not None else 0)
-        final = end.code in (errors.OK, errors.STOPPED, errors.BAD_INPUT, errors.UNSTABLE, errors.HANDOVER)
+        final = end.code in FINAL or (end.code == errors.BAD_INPUT and not end.trained)
         failure, remedy = None, None
         if not final and not self.signals:
-            failure = Failure(end.what, end.step, end.host, clock)
+            failure = Failure(end.what, end.step if end.cursor is not None else None, end.host, clock)
             remedy = after_failure([*memory.failures, failure], self._hosts(), policy)
-        # The end and what is thought of it in one event: there is no moment in between to die in.
+            if remedy.skip:
+                self._skip(end)  # before it is noted that it was done; twice does no harm
+        silent = None if progress is None else round(max(0.0, time.time() - progress.time), 1)
         self.note(
-            "ended", attempt=number, clock=clock, skipped=remedy is not None and remedy.skip,
+            "ended", attempt=number, clock=clock, silent=silent, skipped=remedy is not None and remedy.skip,
             **end.model_dump() | ({} if failure else {"what": ""}),
         )  # fmt: skip
         self._listen()
@@ -265,12 +288,13 @@ class Supervisor:
         if end.code == errors.HANDOVER:
             self.note("restart", attempt=number, reason="handed over: from a checkpoint of before", delay=0)
             return None
+        if end.code == errors.SUPERSEDED:
+            return errors.SUPERSEDED, "another supervisor has started the run again"
         if final:
             self._close_all("stopped")
             return end.code or errors.FAILED, self._advice(number, end)
-        if self.signals:
+        if remedy is None:
             return errors.FAILED, f"ended without a checkpoint: {end.failure}"
-        assert remedy is not None
         return self._mend(end, remedy)
 
     def _mend(self, end: End, remedy: Remedy) -> tuple[int, str] | None:
@@ -289,8 +313,9 @@ class Supervisor:
         )
         incident.cause, incident.evidence = remedy.cause, list(dict.fromkeys([*incident.evidence, *paths]))
         incident.kind = "lingering" if len(incident.actions) > 1 else "recoverable"
-        if remedy.skip:
-            self._skip(end, incident)
+        if remedy.skip and end.cursor is not None:
+            mine = [e for e in read_ledger(self.run.skips) if e.incident is None and e.step == end.step]
+            incident.positions = sorted({*incident.positions, *((e.first, e.end) for e in mine)})
         if remedy.action is Action.STOP:
             incident.kind = "divergent"
             self._close(incident, "stopped")
@@ -314,24 +339,23 @@ class Supervisor:
             return f"the training gave up: read {self.run.incidents}/index.html and {log}"
         return f"read {log}"
 
-    def _skip(self, end: End, incident: Incident) -> None:
-        """The samples of the step that failed: from its first position on, what the ledger has left of them."""
+    def _skip(self, end: End) -> None:
+        """Put the samples of the step that failed on the ledger: a batch from its first position on."""
+        c = self.config
         if end.cursor is None:
             return
-        entries = read_ledger(self.run.skips)
-        known = Skips.of([*self.config.data.skip, *((e.first, e.end) for e in entries if e.corpus is None)])
-        _, after = known.next_kept(end.cursor, self.config.train.global_batch)
+        corpora = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed)
+        left = Selection(corpora.train.order, read_ledger(self.run.skips), c.data.skip)
+        _, after = left.next_kept(end.cursor, c.train.global_batch)
         reason = f"{end.what} at step {end.step}, again and again"
-        append(
-            self.run.skips,
-            SkipEntry(first=end.cursor, end=after, reason=reason, incident=incident.number, step=end.step),
-        )
-        incident.positions = sorted({*incident.positions, (end.cursor, after)})
+        entry = SkipEntry(first=end.cursor, end=after, reason=reason, step=end.step)
+        self._insist(lambda: append(self.run.skips, entry))
         self.say(f"  skipped from now on: positions {end.cursor}-{after - 1}")
 
     # Incidents of processes
 
     def _open(self, verdict: Breakdown, cause: Cause, failure: str, evidence: list[str]) -> Incident:
+        self._listen()  # the training numbers its own
         memory = self.memory
         incident = Incident(
             number=memory.number + 1, step=memory.clock, onset=memory.clock, verdict=verdict,
@@ -390,23 +414,27 @@ class Supervisor:
                 continue  # torn: the log has it, too
         return found
 
-    def _stacks(self, attempt: Attempt, progress: Progress | None) -> None:
-        """Ask all ranks where they are; of those on this host that do not answer, say what the kernel says."""
-        assert self._control is not None
-        self._write_control(self._control.model_copy(update={"dump": self._control.dump + 1}))
-        folder, world = folder_of(self.run, attempt.number), progress.world if progress is not None else None
+    def _stacks(self, attempt: Attempt) -> list[str]:
+        """Ask all ranks where they are; of those on this host that do not answer, note what the kernel says. Paths."""
+        progress, folder = self._progress(attempt.number), folder_of(self.run, attempt.number)
+        world = progress.world if progress is not None else None
+        if self._control is not None:
+            self._want(dump=self._control.dump + 1)
         until = time.monotonic() + STACKS
         while time.monotonic() < until and len(list(folder.glob("*.stacks"))) != world:
             time.sleep(LOOK)
         for rank, process in sorted(attempt.ranks().items()):
             if not (folder / f"rank-{rank}.stacks").exists():
                 attempt.stuck.append(f"rank {rank} does not answer ({describe(process)})")
-        stacks = [str(path.relative_to(self.run.root)) for path in sorted(folder.glob("*.stacks"))]
-        self.note(
-            "hang", attempt=attempt.number, phase=self.patience.phase, waited=round(self.patience.waited, 1),
-            limit=round(self.patience.limit, 1), step=progress.step if progress is not None else None,
-            silent=attempt.stuck, stacks=stacks,
-        )  # fmt: skip
+        return [str(path.relative_to(self.run.root)) for path in sorted(folder.glob("*.stacks"))]
+
+    def _want(self, **wishes: Any) -> None:
+        """Tell the ranks. On a full disk they cannot hear of it: what follows from that comes by itself."""
+        assert self._control is not None
+        try:
+            self._write_control(self._control.model_copy(update=wishes))
+        except OSError as error:
+            self.say(f"WARNING: {self.run.control} could not be written: {error}")
 
     def _read_control(self, attempt: int) -> Control:
         try:
@@ -417,10 +445,21 @@ class Supervisor:
 
     def _write_control(self, control: Control) -> None:
         self._control = control
-        try:
-            durable.write_file(self.run.control, control.model_dump_json().encode())
-        except OSError as error:
-            raise DataError(f"{self.run.control} could not be written: {error}: make room") from None
+        durable.write_file(self.run.control, control.model_dump_json().encode())
+
+    def _insist(self, action: Callable[[], None]) -> None:
+        """Do what the rest depends on, as soon as the disk allows. Raises SpaceError when told to stop."""
+        told = False
+        while True:
+            try:
+                return action()
+            except (OSError, DataError) as error:
+                if not told:
+                    self.say(f"WARNING: {error}: make room; waiting for it")
+                told = True
+                if self.signals:
+                    raise SpaceError(f"{error}: make room, and start again") from None
+            time.sleep(LOOK)
 
     # The journal and the lock
 
@@ -460,16 +499,8 @@ class Supervisor:
     def note(self, event: str, **fields: Any) -> None:
         """Journal. What this process does depends on it: a full disk is waited for. SpaceError when told to stop."""
         self.run.note(event, **fields)
-        begin = len(self.run.waiting)
-        while self.run.waiting:
-            if len(self.run.waiting) == begin:
-                self.say(f"WARNING: {self.run.journal} cannot be written to: make room; waiting for it")
-                begin = 0
-            if self.signals:
-                raise SpaceError(f"{self.run.journal} could not be written: make room, and start again")
-            time.sleep(LOOK)
-            with contextlib.suppress(DataError):
-                self.run.flush()
+        if self.run.waiting:
+            self._insist(self.run.flush)
 
     def say(self, text: str) -> None:
         self.audience.say(text)
@@ -500,8 +531,8 @@ class Supervisor:
     def _alone(self) -> Iterator[None]:
         """Keep every other supervisor out."""
         path = self.run.root / ".supervisor.lock"
+        held = self._lock(path)
         try:
-            held = durable.hold(path)
             if held is None:
                 raise ConfigError(
                     f"run.dir={self.run.root}: another supervisor watches this run ({path.read_text()[:200]}): look "
@@ -511,19 +542,24 @@ class Supervisor:
             held.write(json.dumps({"pid": os.getpid(), "host": self.here}))
             held.flush()
         except OSError as error:
-            raise ConfigError(f"{path} cannot be locked: {error}") from None
+            raise ConfigError(f"{path} cannot be written to: {error}") from None
         with held:
             yield
 
     def _wait_for_release(self) -> None:
         """Until no process of an attempt of before trains here: on other hosts they notice by themselves."""
-        path = self.run.root / ".lock"
+        path, until = self.run.root / ".lock", time.monotonic() + self.config.supervise.hang_unknown
+        while (free := self._lock(path)) is None:
+            if self.signals:
+                return
+            if time.monotonic() > until:
+                raise UnstableError(
+                    f"run.dir={self.run.root}: a process that this supervisor cannot reach still holds {path}: end it"
+                )
+        free.close()
+
+    def _lock(self, path: Path) -> IO[str] | None:
         try:
-            free = durable.hold(path, RELEASE)
+            return durable.hold(path)
         except OSError as error:
             raise ConfigError(f"{path} cannot be locked: {error}") from None
-        if free is None:
-            raise ConfigError(
-                f"run.dir={self.run.root}: a process that this supervisor did not start trains here: end it"
-            )
-        free.close()

@@ -1,6 +1,6 @@
 """How a run stands, for eyes: a panel that fits 80 columns, for a single look or a live one.
 
-All text of a run goes through `words.visible` before it comes here, and into rich's Text, which reads no markup.
+All text of a run goes through `told.visible` before it comes here, and into rich's Text, which reads no markup.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from megastable.report.told import duration, plural, size
+from megastable.supervise.chronicle import Case
 from megastable.supervise.state import State
 from megastable.supervise.status import Process, Status, Watch
-from megastable.supervise.story import Case
-from megastable.supervise.words import duration, size
 
 BARS = "▁▂▃▄▅▆▇█"
 LARGEST = 1e30  # what is beyond would break the scale
 WIDE = 120  # columns from which the events stand beside the numbers
 FEWEST, MOST = 3, 8  # events that are shown
-LONG = 120  # characters of a failure; the events have all of it
+LONG = (500, 120, 60)  # characters of a reason: the most with which the panel is not taller than the terminal
+TALL = 10_000  # lines of what is none
 COLOURS = {
     State.RUNNING: "green", State.STARTING: "cyan", State.HUNG: "yellow", State.WAITING: "yellow", State.NEW: "cyan",
     State.FINISHED: "green", State.STOPPED: "cyan", State.FAILED: "red", State.INTERRUPTED: "red",
+    State.UNKNOWN: "yellow",
 }  # fmt: skip
+PRESENT = (State.RUNNING, State.STARTING, State.HUNG, State.WAITING, State.UNKNOWN)  # somebody may be at work
 EVENT_COLOURS = {
     "incident": "yellow", "discarded": "yellow", "hang": "yellow", "restart": "yellow", "warning": "yellow",
     "ended": "red", "unstable": "red", "checkpoint_failed": "red", "checkpoint_rejected": "red", "hook_failed": "red",
@@ -70,7 +73,7 @@ def live(
     watch: Watch, console: Console, seconds: float = 1.0, until: Callable[[Status], bool] | None = None
 ) -> Status:
     """Show a run until `until` says so (else until nobody is at work any more) or Ctrl-C. The last status."""
-    over = until or (lambda s: s.state not in (State.RUNNING, State.STARTING, State.HUNG, State.WAITING))
+    over = until or (lambda s: s.state not in PRESENT)
     status = watch.status()
     with Live(panel(status), console=console, auto_refresh=False, vertical_overflow="crop") as shown:
         try:
@@ -90,19 +93,24 @@ class _View:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         s, wide = self.status, options.max_width >= WIDE
         inner = options.update(width=options.max_width - 4)
-        numbers = _labelled(_rows(s, (inner.max_width // 2 if wide else inner.max_width) - 24))
+        side = inner.update(width=(inner.max_width - 2) // 2) if wide and s.tail else inner
         bar, following = _bar(s), _labelled([("next", Text(s.advice))])
-        lines = len(console.render_lines(Group(bar, numbers, following), inner))
+        height = console.height if console.is_terminal else TALL
+        for most in LONG:
+            numbers = _labelled(_rows(s, side.max_width - 24, most))
+            lines = len(console.render_lines(numbers, side))
+            # Beside the frame, the bar, and the line on which a shell waits.
+            room = height - lines - len(console.render_lines(following, inner)) - 4
+            if room > FEWEST:
+                break
         body: RenderableType = numbers
         if s.tail and wide:
             body = Table.grid(padding=(0, 2), expand=True)
             body.add_column(ratio=1)
             body.add_column(ratio=1)
-            body.add_row(numbers, _events(s, max(FEWEST, lines - 2)))
-        elif s.tail:
-            # What moves on a terminal must not be taller than it.
-            room = console.height - lines - 4 if console.is_terminal else MOST
-            body = Group(numbers, Rule(style="dim"), _events(s, max(FEWEST, min(MOST, room))))
+            body.add_row(numbers, _events(s, lines))
+        elif s.tail and room > 1:
+            body = Group(numbers, Rule(style="dim"), _events(s, min(MOST, room - 1)))
         colour = COLOURS[s.state]
         title = Text.assemble((s.name, "bold"), " ", (str(s.state), f"bold {colour}"))
         yield Panel(Group(bar, body, following), title=title, title_align="left", border_style=colour)
@@ -111,7 +119,7 @@ class _View:
 def _labelled(rows: Iterable[tuple[str, Text]]) -> Table:
     grid = Table.grid(padding=(0, 1))
     grid.add_column(style="dim", no_wrap=True, min_width=10)
-    grid.add_column()
+    grid.add_column(overflow="fold")  # a command is of no use without its middle
     for name, value in rows:
         grid.add_row(name, value)
     return grid
@@ -131,9 +139,11 @@ def _bar(s: Status) -> RenderableType:
     return grid
 
 
-def _rows(s: Status, width: int) -> Iterator[tuple[str, Text]]:
+def _rows(s: Status, width: int, most: int) -> Iterator[tuple[str, Text]]:
+    """width: of a line of the losses. most: characters of a reason; `as_json` has all of it."""
     if s.reason:
-        yield "why", Text(s.reason + (f" (exit code {s.code})" if s.code else ""), style=COLOURS[s.state])
+        code = f" (exit code {s.code})" if s.code else ""
+        yield "why", Text(_cut(s.reason, most) + code, style=COLOURS[s.state])
     yield "loss", _loss(s, width)
     if speed := _joined(
         s.grad_norm is not None and f"gradient norm {s.grad_norm:.3g}",
@@ -144,7 +154,7 @@ def _rows(s: Status, width: int) -> Iterator[tuple[str, Text]]:
     if speed := _joined(
         s.tokens_per_second is not None and f"{s.tokens_per_second:,.0f} tokens/s",
         s.rate is not None and f"{s.rate:.3g} s a step",
-        s.world is not None and _count(s.world, "rank"),
+        s.world is not None and plural(s.world, "rank"),
     ):
         yield "speed", Text(speed)
     if s.validation:
@@ -164,31 +174,30 @@ def _rows(s: Status, width: int) -> Iterator[tuple[str, Text]]:
         yield "checkpoint", Text("none yet")
     yield "incidents", _incidents(s)
     if s.restarts or len(s.attempts) > 1:
-        total = sum(s.restarts.values())
-        how = ", ".join(f"{name} {count}" for name, count in sorted(s.restarts.items()))
-        failure = next((a.failure for a in reversed(s.attempts) if a.failure), "")
-        yield (
-            "restarts",
-            Text(f"{total}" + (f" ({how})" if how else "") + (f"; last: {_cut(failure)}" if failure else "")),
-        )
+        told = f"{sum(s.restarts.values())}"
+        if how := ", ".join(f"{name} {count}" for name, count in sorted(s.restarts.items())):
+            told += f" ({how})"
+        if failure := next((a.failure for a in reversed(s.attempts) if a.failure), ""):
+            told += f"; last: {_cut(failure, most)}"
+        yield "restarts", Text(told)
     yield "processes", _processes(s)
     for problem in s.problems:
-        yield "unread", Text(problem, style="yellow")
+        yield "unread", Text(_cut(problem, most), style="yellow")
 
 
 def _loss(s: Status, width: int) -> Text:
     if s.loss is None:
         return Text("not yet")
     line = sparkline([loss for _, loss in s.recent], max(8, width - 12))
-    return Text.assemble(f"{s.loss:.4f}", "  ", (line, "cyan"), (f" {len(s.recent)} steps", "dim"))
+    return Text.assemble(f"{s.loss:.4f}", "  ", (line, "cyan"), (f" {plural(len(s.recent), 'step')}", "dim"))
 
 
 def _incidents(s: Status) -> Text:
     if not s.incidents:
-        return Text("none" + (f"; {_count(s.refused, 'update')} refused" if s.refused else ""))
+        return Text("none" + (f"; {plural(s.refused, 'update')} refused" if s.refused else ""))
     is_open = sum(case.outcome == "open" for case in s.incidents)
     told = Text(f"{len(s.incidents)}" + (f", {is_open} open" if is_open else ""))
-    told.append(f"; {_count(s.steps_lost, 'step')} lost, {_count(s.refused, 'update')} refused")
+    told.append(f"; {plural(s.steps_lost, 'step')} lost, {plural(s.refused, 'update')} refused")
     for case in s.incidents[-2:]:
         told.append("\n")
         told.append(_case(case), style="yellow" if case.outcome == "open" else "")
@@ -253,9 +262,5 @@ def _joined(*parts: str | bool | None, by: str = " · ") -> str:
     return by.join(str(part) for part in parts if part)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= LONG else text[: LONG - 1] + "…"
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -1,7 +1,8 @@
 """One HTTP POST, in a process of its own that hooks.py can end: python -I webhook.py SECONDS < "URL, newline, JSON".
 
 No answer within SECONDS, a redirect or a status of 400 and more is a failure: code 1, and why on standard output. Only
-the standard library, so that it starts at once.
+the standard library, so that it starts at once. Nothing that the receiver wrote is told on: it may quote the address,
+and the address is a password.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import signal
 import sys
 import urllib.error
 import urllib.request
-from http.client import HTTPException
+from http.client import HTTPException, responses
 
 
 class Straight(urllib.request.HTTPRedirectHandler):
@@ -21,7 +22,7 @@ class Straight(urllib.request.HTTPRedirectHandler):
 
 
 def post(url: str, body: bytes) -> str:
-    """Why it failed, or "". The answer's text is read only as far as it helps a person."""
+    """Why it failed, or ""."""
     request = urllib.request.Request(url, body, {"Content-Type": "application/json; charset=utf-8"})
     try:
         with urllib.request.build_opener(Straight).open(request):
@@ -30,11 +31,13 @@ def post(url: str, body: bytes) -> str:
         with error:
             if 300 <= error.code < 400:
                 return f"answered {error.code}: it has moved; give the address it moved to"
-            return f"answered {error.code} {error.reason}: {error.read(200).decode(errors='replace').strip()}"
+            return f"answered {error.code} {responses.get(error.code, '')}".strip()
     except urllib.error.URLError as error:
         return f"could not be reached: {error.reason}"
-    except (OSError, HTTPException, ValueError) as error:
+    except OSError as error:
         return f"{type(error).__name__}: {error}"
+    except (HTTPException, ValueError) as error:
+        return f"no answer in HTTP ({type(error).__name__})"
 
 
 if __name__ == "__main__":

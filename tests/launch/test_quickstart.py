@@ -132,8 +132,8 @@ def test_other_incidents_and_none(folder: tuple[Path, Planted]) -> None:
     count = len(planted.documents)
     guilty = [line for line in lines if line.startswith("guilty")]
     assert guilty[0].endswith(f"; {count - 1} of the {count} planted ones, 1 others")
-    assert "samples 1-1, 3-3, 5-5, 7-7 and 6 more: " in guilty[1] and "planted" not in guilty[1]
+    assert "samples 1, 3, 5, 7 and 6 more ranges: " in guilty[1] and "planted" not in guilty[1]
     assert len(guilty) == 2
-    assert "step 11      recoverable, cause: state" in lines
+    assert "step 11      something stood out; recoverable, cause: state" in lines
     assert "done         the updates were refused; the weights never saw them: healed" in lines
     assert "done         nothing: open" in lines

@@ -6,132 +6,29 @@ import csv
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
-from megastable.data.corpora import open_corpora
-from megastable.data.documents import Document, documents_at
-from megastable.data.prepare import prepare_shards
+from megastable.data.documents import Document
+from megastable.data.skips import Skips
 from megastable.errors import DataError
-from megastable.records import LAYER_SCHEMA, LayerRecord, Recorder, StepRecord
 from megastable.report.postmortem import incidents_of, pages, passes, pictures, texts, words, write_incidents
 from megastable.report.postmortem.__main__ import app
-from megastable.report.postmortem.facts import Evidence, Log, Row
+from megastable.report.postmortem.facts import Evidence, Row
+from megastable.report.postmortem.logs import Log
 from megastable.rundir import RunDirectory
-from megastable.stability.incident import Incident
-from megastable.stability.policy import Action, Cause
-from megastable.stability.signals import Verdict
 from tests.conftest import LENGTH, tiny
-from tests.data.texts import documents, sentencepiece_file
 from tests.full_disk import files_no_larger_than
+from tests.report.runs import NASTY, SPIKE, Make, breakdown, data_incident, make_run, note, tell
 from tests.report.test_safe import HOSTILE
-
-NASTY = "\x1b[31m<script>alert(1)</script>\u202e</pre> ``` | **x** <img src=http://x.y/z>\x07"
-SPIKE: dict[str, Any] = {
-    "step": 31, "onset": 30, "verdict": Verdict.SPIKE, "kind": "recoverable", "loss_before": 4.0, "loss_peak": 9.0,
-    "norm_peak": 7.5, "batches_discarded": 2, "steps_lost": 2, "seconds": 1.5,
-}  # fmt: skip
-Make = Callable[..., Path]
-
-
-def step_record(
-    step: int, time: float, loss: float, applied: bool = True, first: int | None = None
-) -> StepRecord:
-    first = 8 * (step - 1) if first is None else first
-    return StepRecord(
-        step=step, time=time, first_position=first, next_position=first + 8, applied=applied, finite=True,
-        clipped=False, loss=loss, z_loss=0.0, z=1.0, grad_norm=loss / 4, lr=1e-3, worst_position=first,
-        worst_loss=loss, worst_micro_batch=0, worst_rank=0, worst_positions=[first], worst_losses=[loss], seconds=0.5,
-        data_seconds=0.0, tokens_per_second=100.0, mfu_full=0.1, mfu_causal=0.1, memory=1.0, loss_scale=1.0,
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def hostile_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus with a real tokenizer; every third document is hostile."""
-    folder = tmp_path_factory.mktemp("hostile")
-    (folder / "in").mkdir()
-    for number, text in enumerate(documents(60, 200)):
-        (folder / "in" / f"{number:03d}.txt").write_text(text if number % 3 else f"{number}{NASTY * 3}")
-    prepare_shards([folder / "in"], folder / "corpus", sentencepiece_file(folder), progress=False)
-    return folder / "corpus"
-
-
-def make_run(corpus: Path, root: Path, *incidents: Incident, **parts: Any) -> Path:
-    """A run directory in which the steps 30 and 31 went wrong, and were done again after a rewind."""
-    run = RunDirectory(root)
-    root.mkdir()
-    config = tiny(corpus, root, **({"train": {"steps": 60, "global_batch": 8}} | parts))
-    run.recipe.write_text(yaml.safe_dump({"config": config.model_dump(mode="json"), "manifests": []}))
-    run.steps.mkdir()
-    run.layers.mkdir()
-    recorder, layers = Recorder(run.steps, 20), Recorder(run.layers, 1, LAYER_SCHEMA)
-    for number, step in enumerate([*range(1, 32), *range(30, 51)]):
-        bad = number in (29, 30)
-        recorder.add(step_record(step, 1000.0 + number, 9.0 if bad else 4.0, not bad))
-    recorder.flush()
-    layers.add(LayerRecord(20, 1019.0, "blocks.0", activation_rms=1.0))
-    layers.add(LayerRecord(40, 1041.0, "blocks.0", activation_rms=3.0))
-    note(run, 1000.0, "training", step=0, cursor=0, world=2)
-    for incident in incidents:
-        tell(run, incident)
-    return root
-
-
-@pytest.fixture
-def make(hostile_corpus: Path, tmp_path: Path) -> Make:
-    """`make_run` on a corpus that is hostile."""
-    return partial(make_run, hostile_corpus, tmp_path / "run")
-
-
-def note(run: RunDirectory, time: float, event: str, **fields: Any) -> None:
-    with run.journal.open("a") as journal:
-        journal.write(json.dumps({"time": time, "event": event, **fields}) + "\n")
-
-
-def tell(run: RunDirectory, incident: Incident, time: float = 1030.5, **fields: Any) -> None:
-    """The journal of an incident that was opened, undone and closed, with all that is known of it at the end."""
-    summary = incident.model_dump(mode="json")
-    number = {"number": incident.number, "summary": summary, "policy": {"clock": incident.step + 9}}
-    note(run, time, "incident", what="opened", step=incident.step, reason="up", action="rewind", **number)
-    suspects = [{"position": 236, "loss": 9.5, "z": "inf", "gradient_norm": None}]
-    more = {
-        "cause": "data",
-        "reason": "bad",
-        "action": "rewind",
-        "remedy": "skipped",
-        "suspects": suspects,
-    } | fields
-    note(run, time, "incident", what="attributed", **more, **number)
-    note(run, time, "incident", what="rewound", to_step=29, cursor=232, **number)
-    note(run, time + 10, "incident", what="closed", **number)
-
-
-def data_incident(corpus: Path, ranges: list[tuple[int, int]], **change: Any) -> Incident:
-    config = tiny(corpus, Path("unused"))
-    source = open_corpora(config.data.corpora, LENGTH, config.run.seed).train
-    found = documents_at(source, np.array(texts.take(ranges, 1000)))
-    known = SPIKE | {
-        "cause": Cause.DATA, "actions": [Action.REWIND], "reasons": ["they are bad"], "positions": ranges,
-        "documents": [d.model_dump() for d in found], "loss_after": 4.1, "outcome": "healed",
-    }  # fmt: skip
-    return Incident(number=1, **(known | change))
-
-
-@pytest.fixture
-def spike(make: Make, hostile_corpus: Path) -> Path:
-    return make(data_incident(hostile_corpus, [(236, 248)]))
-
 
 # What is there
 
@@ -174,14 +71,15 @@ def test_the_evidence_for_machines_is_read_back_as_it_was(spike: Path) -> None:
     assert (first[-1].step, first[-1].applied, second[0].step, second[0].loss) == (31, False, 30, 4.0)
     assert [s.position for s in evidence.samples] == list(range(236, 248))
     assert evidence.suspects[0].loss == 9.5 == evidence.samples[0].loss
-    assert evidence.layers is not None and evidence.layers.values[0].ratio == 3.0
+    assert evidence.layers is not None and evidence.layers.values[0].ratio == 8.0
     (row,) = csv.DictReader((folder / "layers.csv").open())
     assert row == {
         "name": "blocks.0",
         "statistic": "activation_rms",
         "before (step 20)": "1.0",
-        "after (step 40)": "3.0",
-        "ratio": "3.0",
+        "during (step 31)": "8.0",
+        "after (step 60)": "3.0",
+        "ratio": "8.0",
     }
 
 
@@ -230,6 +128,30 @@ def test_an_event_more_writes_it_again_and_leaves_the_others_alone(make: Make, h
     closed = one.model_copy(update={"number": 2}).model_dump(mode="json")
     note(journal, 1080.0, "incident", what="closed", number=2, summary=closed)
     assert [p.name for p in write_incidents(run)] == ["0002"]
+
+
+def test_a_look_into_the_layers_that_comes_later_writes_it_again(spike: Path) -> None:
+    late = next((spike / "layers").glob("00000060-*"))
+    content = late.read_bytes()
+    late.unlink()
+    (folder,) = write_incidents(spike)
+    assert "after (step 80)" in (folder / "layers.csv").read_text()
+    late.write_bytes(content)
+    assert write_incidents(spike) == [folder]
+    assert "after (step 60)" in (folder / "layers.csv").read_text()
+
+
+def test_before_it_is_over_there_is_no_look_after_it(make: Make, hostile_corpus: Path) -> None:
+    run = make()
+    opened = data_incident(hostile_corpus, [(236, 248)], outcome="open").model_dump(mode="json")
+    note(RunDirectory(run), 1030.5, "incident", what="opened", number=1, summary=opened)
+    (evidence,) = incidents_of(run)
+    layers = evidence.layers
+    assert layers is not None and (layers.before_step, layers.during_step, layers.after_step) == (
+        20,
+        31,
+        None,
+    )
 
 
 def test_killed_in_between_it_is_written_whole_the_next_time(
@@ -316,7 +238,7 @@ def saying(evidence: Evidence, text: str) -> Evidence:
         "incident": incident, "problems": [text],
         "samples": [sample.model_copy(update={"corpus": text, "pieces": pieces})],
         "timeline": [entry.model_copy(update={"text": text}) for entry in evidence.timeline],
-        "logs": [Log(source=text, file="attempt.log", bytes=3, text=f"log {text}")],
+        "logs": [Log(source=text, ranks=f"r{text}", file="attempt.log", bytes=3, tail=f"log {text}")],
         "layers": layers.model_copy(update={"values": [v.model_copy(update={"name": text}) for v in layers.values]}),
         "tokens": tokens.model_copy(update={"top": [s.model_copy(update={"text": text}) for s in tokens.top]}),
     })  # fmt: skip
@@ -365,7 +287,8 @@ def test_no_markup_of_the_post_mortem_comes_from_a_text(evidence: Evidence, text
 @given(text=HOSTILE)
 def test_plain_files_hold_nothing_that_does_not_show(evidence: Evidence, text: str) -> None:
     bad = saying(evidence, text)
-    for content in (pages.samples(bad), pages.documents(bad), pages.layers(bad)):
+    assert bad.layers is not None
+    for content in (pages.samples(bad), pages.documents(bad), pages.layers(bad.layers)):
         assert all(c.isprintable() or c in "\n\t" for c in content)
     forged = [
         line for line in pages.samples(saying(evidence, f"\n== {text}")).split("\n") if line.startswith("==")
@@ -400,19 +323,6 @@ def test_what_the_font_has_not_is_escaped(evidence: Evidence, recwarn: pytest.Wa
 # Other incidents
 
 
-def breakdown(**change: Any) -> Incident:
-    failure = "rank 1 on node-3 was killed by signal 9 (SIGKILL)"
-    known = {
-        "step": 45,
-        "onset": 45,
-        "verdict": "crash",
-        "kind": "recoverable",
-        "cause": "process",
-        "failure": failure,
-    }
-    return Incident.model_validate({"number": 1, "actions": ["restart"], "steps_lost": 5} | known | change)
-
-
 def test_of_a_crash_failure_log_and_stacks_are_shown(make: Make) -> None:
     root = make()
     run, crash = (
@@ -429,6 +339,7 @@ def test_of_a_crash_failure_log_and_stacks_are_shown(make: Make) -> None:
     note(run, 1101.0, "launched", attempt=2)
     note(run, 1107.0, "resumed", step=40, checkpoint="step-40", cursor=320)
     note(run, 1108.0, "training", step=40, cursor=320, world=2)
+    note(run, 1108.5, "incident", what="restarted", step=40, **number)
     (folder,) = write_incidents(root)
     (evidence,) = incidents_of(root)
     text = (folder / "postmortem.md").read_text()
@@ -437,7 +348,7 @@ def test_of_a_crash_failure_log_and_stacks_are_shown(make: Make) -> None:
     )
     assert "\nError: <b>\\x07\n```" in text
     assert (folder / "log-a.log").stat().st_size < 1.1 * 2**20 and (folder / "log-a-rank-1.stacks").exists()
-    assert [p.split()[0] for p in evidence.problems] == ["../../secret", "logs/no"]
+    assert [p.split()[0] for p in evidence.problems] == ["../../secret:", "logs/no:"]
     assert not evidence.samples and evidence.tokens is None and not (folder / "tokens.png").exists()
     # 8 s without training, and 5 steps of half a second, on 2 ranks.
     assert evidence.cost.seconds == pytest.approx(8 + 2.5)
@@ -454,7 +365,10 @@ def test_of_a_crash_failure_log_and_stacks_are_shown(make: Make) -> None:
         (SPIKE | {"cause": "state", "actions": ["rewind"], "positions": [(232, 248)]}, "skipped the window"),
         (SPIKE | {"verdict": "drift", "actions": []}, "the loss drifted away, from 4.00 to 9.00. It is still open"),
         (SPIKE | {"verdict": "non_finite", "loss_peak": None, "actions": []}, "were not finite."),
-        (SPIKE | {"loss_peak": 4.0, "actions": ["stop"], "outcome": "stopped"}, "the gradient norm went up to 7.5."),
+        (SPIKE | {"loss_peak": 4.0, "actions": ["stop"], "outcome": "stopped"}, "norm jumped to 7.50, the loss"),
+        (SPIKE | {"loss_before": None, "actions": []}, "At step 30 the loss or the gradient norm jumped."),
+        (SPIKE | {"verdict": "plateau", "loss_peak": 4.05, "actions": []}, "old level: it went from 4.00 to 4.05."),
+        (SPIKE | {"verdict": "plateau", "loss_peak": None, "actions": []}, "the loss stayed above its old level."),
         (SPIKE | {"cause": "data", "actions": ["rewind", "swap_corpus"]}, "without their corpus."),
         (SPIKE | {"cause": "code", "actions": ["handover"], "outcome": "handed over"}, "It was handed over"),
     ],
@@ -466,6 +380,26 @@ def test_every_kind_of_incident_has_its_words(make: Make, change: dict[str, Any]
     assert words.follow_ups(evidence)
     Structure(pages.report(evidence, {}, FILES))
     MarkdownIt().parse(pages.postmortem(evidence, FILES))
+
+
+def test_a_peak_that_is_not_finite_is_called_so(make: Make) -> None:
+    run = make(
+        breakdown(**SPIKE | {"failure": "", "verdict": "non_finite", "loss_peak": None, "norm_peak": None})
+    )
+    (evidence,) = incidents_of(run)
+    assert [value for _, value, _ in words.figures(evidence)[:2]] == ["not finite", "not finite"]
+    assert "| 4.00 | not finite | – |" in pages.postmortem(evidence, FILES)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "goes_on"), [("healed", "; this run goes on with 0.00075"), ("stopped", "")]
+)
+def test_the_rate_after_two_cuts_is_told_of_a_run_that_goes_on(
+    make: Make, outcome: str, goes_on: str
+) -> None:
+    cuts = {"cause": "learning_rate", "actions": ["cut_lr", "cut_lr"], "outcome": outcome, "failure": ""}
+    (evidence,) = incidents_of(make(breakdown(**SPIKE | cuts)))
+    assert any(f"(optimizer.lr, now 0.003{goes_on})" in todo.text for todo in words.follow_ups(evidence))
 
 
 def test_ten_thousand_guilty_samples_stay_readable(make: Make, hostile_corpus: Path) -> None:
@@ -606,3 +540,14 @@ def test_readings_of_token_statistics(evidence: Evidence) -> None:
     assert "random" in reading(guilty_entropy=6.8)
     assert "order" in reading()
     assert "another kind" in reading(distance=0.8)
+    assert "random" not in reading(guilty_entropy=4.7, guilty_tokens=128)  # 110 of them are different
+    assert "no ordinary samples" in reading(usual_distance=None)
+
+
+def test_ordinary_samples_are_none_that_were_skipped(hostile_corpus: Path) -> None:
+    library = texts.Library(tiny(hostile_corpus, Path("unused")))
+    usual = library.tokens([(200, 210)], Skips.of([])).usual_distance
+    # Of the ten before them, none counts: those before these do.
+    skipped = library.tokens([(200, 210)], Skips.of([(190, 200)])).usual_distance
+    assert skipped == library.tokens([(190, 200)], Skips.of([])).usual_distance != usual
+    assert library.tokens([(4, 10)], Skips.of([])).usual_distance is None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from megastable.report.postmortem import safe
+from megastable.report.told import visible
 
 # What does harm somewhere, more often than chance would make it.
 PIECES = st.sampled_from([
@@ -31,14 +33,14 @@ def inline(text: str) -> list[Token]:
 
 @given(HOSTILE)
 def test_what_is_visible_has_nothing_that_is_not(text: str) -> None:
-    assert all(c.isprintable() or c in "\n\t" for c in safe.visible(text))
-    assert safe.line(text).isprintable()
-    safe.visible(text).encode()  # a lone surrogate could not be written
+    assert all(c.isprintable() or c in "\n\t" for c in safe.block(text))
+    assert visible(text).isprintable()
+    safe.block(text).encode()  # a lone surrogate could not be written
 
 
 def test_escapes_are_as_python_writes_them() -> None:
-    assert safe.line("a\x1b[1m\u202e\U000e0041\r\n\té") == "a\\x1b[1m\\u202e\\U000e0041\\r\\n\\té"
-    assert safe.visible("a\n\tb\x07") == "a\n\tb\\x07"
+    assert visible("a\x1b[1m\u202e\U000e0041\r\n\té") == "a\\x1b[1m\\u202e\\U000e0041\\r\\n\\té"
+    assert safe.block("a\n\tb\x07") == "a\n\tb\\x07"
     assert safe.split_escapes("a\\x1b[b\\n") == [("a", False), ("\\x1b", True), ("[b", False), ("\\n", True)]
 
 
@@ -49,7 +51,7 @@ def test_markdown_shows_the_text_and_nothing_else(text: str) -> None:
     assert {t.type for t in parts} <= {"text", "html_inline"}
     assert {t.content for t in parts if t.type == "html_inline"} <= {"<!-- -->"}
     shown = "".join(t.content for t in parts if t.type == "text")
-    assert shown == "x " + safe.line(text) + " x"
+    assert shown == "x " + visible(text) + " x"
 
 
 @given(HOSTILE)
@@ -64,15 +66,21 @@ def test_an_item_or_a_cell_begins_no_block(text: str) -> None:
 @given(HOSTILE)
 def test_a_fence_ends_where_it_should(text: str) -> None:
     (block,) = MARKDOWN.parse(safe.fenced(text))
-    assert block.type == "fence" and block.content == safe.visible(text) + "\n"
+    assert block.type == "fence" and block.content == safe.block(text) + "\n"
 
 
 @given(HOSTILE)
 def test_code_is_code(text: str) -> None:
     kinds = [t.type for t in inline("- x " + safe.code(text) + " x")]
-    assert kinds == ["text", "code_inline", "text"] or not safe.line(text)
+    assert kinds == ["text", "code_inline", "text"] or not visible(text)
 
 
 def test_of_a_log_colours_go_and_progress_lines_stand_below_each_other() -> None:
     content = b"\x1b[31mred\x1b[0m\r10%\r20%\r\nend\x07\xff"
     assert safe.log_text(content) == "red\n10%\n20%\nend\\x07\ufffd"
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(1)", "\t=1", "\r=1"])
+def test_a_cell_is_no_formula(text: str) -> None:
+    assert safe.cell(text) == "'" + visible(text)
+    assert (safe.cell("a=1"), safe.cell(-1), safe.cell(None)) == ("a=1", -1, None)

@@ -1,4 +1,4 @@
-"""Following a file of JSON lines while it grows, is torn, mended, shortened and replaced."""
+"""Following a journal while it grows, is torn, mended, shortened and replaced."""
 
 from __future__ import annotations
 
@@ -15,9 +15,19 @@ from megastable import jsonl
 from megastable.supervise.follow import ANCHOR, Follower
 
 ENTRIES = st.lists(
-    st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=6) | st.none(), max_size=3), max_size=8
-)  # fmt: skip
-RUBBISH = st.sampled_from([b"", b"{", b"\0\0\0", b"\xff}", b"[1, 2]", b'{"a": }', b"12"])
+    st.builds(
+        lambda rest, kind: {**rest, "event": kind},
+        st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=6) | st.none(), max_size=3),
+        st.text(max_size=4),
+    ),
+    max_size=8,
+)
+NO_EVENTS = [b'{"a": 1}', b'{"time": 1, "event": null}', b'{"event": ["a"]}', b'{"event": {"a": 1}}']
+RUBBISH = st.sampled_from([b"", b"{", b"\0\0\0", b"\xff}", b"[1, 2]", b'{"a": }', b"12", *NO_EVENTS])
+
+
+def event(n: int, **more: Any) -> dict[str, Any]:
+    return {"event": "x", "n": n, **more}
 
 
 def lines(entries: list[dict[str, Any]]) -> bytes:
@@ -76,63 +86,75 @@ def test_a_torn_line_that_is_set_aside_costs_nothing(
 
 def test_an_object_without_its_newline_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    append(path, b'{"n": 1}\n{"n": 2}')
+    append(path, lines([event(1), event(2)])[:-1])
     follower = Follower(path)
-    assert follower.new() == [{"n": 1}, {"n": 2}]
-    append(path, b'\n{"n": 3}\n')
-    assert follower.new() == [{"n": 3}]
+    assert follower.new() == [event(1), event(2)]
+    append(path, b"\n" + lines([event(3)]))
+    assert follower.new() == [event(3)]
 
 
 @pytest.mark.parametrize("longer", [False, True])
 def test_another_file_is_read_from_its_beginning(longer: bool, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    append(path, lines([{"n": n} for n in range(5)]))
+    append(path, lines([event(n) for n in range(5)]))
     follower = Follower(path)
     assert len(follower.new()) == 5
-    other = [{"m": m} for m in range(9 if longer else 2)]
+    other = [event(m, other=True) for m in range(9 if longer else 2)]
     (tmp_path / "b").write_bytes(lines(other))
     (tmp_path / "b").replace(path)
     assert follower.new() == other
     assert follower.starts == 2
-    append(path, lines([{"m": -1}]))
-    assert follower.new() == [{"m": -1}]
+    append(path, lines([event(-1)]))
+    assert follower.new() == [event(-1)]
 
 
 def test_a_shortened_file_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    append(path, lines([{"n": 1}, {"n": 2}]))
+    append(path, lines([event(1), event(2)]))
     follower = Follower(path)
     follower.new()
-    path.write_bytes(lines([{"n": 1}]))
-    assert follower.new() == [{"n": 1}] and follower.starts == 2
+    path.write_bytes(lines([event(1)]))
+    assert follower.new() == [event(1)] and follower.starts == 2
+    append(path, lines([event(3)]))
+    assert follower.new() == [event(3)] and follower.starts == 2
+
+
+def test_what_comes_again_is_known_by_the_starts_also_when_seen_in_the_middle(tmp_path: Path) -> None:
+    """An editor empties the file, then writes it: whoever looked in between must not take it for news."""
+    path = tmp_path / "a.jsonl"
+    append(path, lines([event(1), event(2), event(3)]))
+    follower = Follower(path)
+    follower.new()
     path.write_bytes(b"")
-    assert follower.new() == []
-    append(path, lines([{"n": 7}]))
-    assert follower.new() == [{"n": 7}]
+    assert follower.new() == [] and follower.starts == 1
+    append(path, lines([event(1), event(3)]))
+    assert follower.new() == [event(1), event(3)] and follower.starts == 2
+    append(path, lines([event(4)]))
+    assert follower.new() == [event(4)] and follower.starts == 2
 
 
 def test_the_same_content_under_a_new_inode_is_not_told_twice(tmp_path: Path) -> None:
     """As after a copy back from a backup, or an editor that saved what it had loaded."""
     path = tmp_path / "a.jsonl"
-    content = lines([{"n": n, "text": "x" * 100} for n in range(2 * ANCHOR // 100)])
+    content = lines([event(n, text=chr(120) * 100) for n in range(2 * ANCHOR // 100)])
     append(path, content)
     follower = Follower(path)
     follower.new()
-    (tmp_path / "b").write_bytes(content + lines([{"n": -1}]))
+    (tmp_path / "b").write_bytes(content + lines([event(-1)]))
     (tmp_path / "b").replace(path)
-    assert follower.new() == [{"n": -1}] and follower.starts == 1
+    assert follower.new() == [event(-1)] and follower.starts == 1
 
 
 def test_a_file_that_comes_late_or_goes(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     follower = Follower(path)
     assert follower.new() == [] and follower.problem == ""
-    append(path, lines([{"n": 1}]))
-    assert follower.new() == [{"n": 1}]
+    append(path, lines([event(1)]))
+    assert follower.new() == [event(1)]
     path.unlink()
     assert follower.new() == []
-    append(path, lines([{"n": 1}, {"n": 2}]))
-    assert follower.new() == [{"n": 2}]
+    append(path, lines([event(1), event(2)]))
+    assert follower.new() == [event(2)]
 
 
 def test_a_folder_in_its_place_is_said(tmp_path: Path) -> None:
@@ -143,14 +165,14 @@ def test_a_folder_in_its_place_is_said(tmp_path: Path) -> None:
 
 def test_brackets_without_end_are_a_damaged_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    append(path, b'{"a": ' + b"[" * 200_000 + b"}\n" + lines([{"n": 1}]))
+    append(path, b'{"a": ' + b"[" * 200_000 + b"}\n" + lines([event(1)]))
     follower = Follower(path)
-    assert follower.new() == [{"n": 1}] and follower.damaged == 1
+    assert follower.new() == [event(1)] and follower.damaged == 1
 
 
 def test_reading_stopped_in_the_middle_goes_on_there(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    append(path, lines([{"n": n} for n in range(4)]))
+    append(path, lines([event(n) for n in range(4)]))
     follower = Follower(path)
-    assert next(follower.stream()) == {"n": 0}
-    assert follower.new() == [{"n": 1}, {"n": 2}, {"n": 3}]
+    assert next(follower.stream()) == event(0)
+    assert follower.new() == [event(1), event(2), event(3)]

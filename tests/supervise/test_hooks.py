@@ -103,25 +103,26 @@ def test_a_webhook_gets_the_whole_story() -> None:
     with serving(handler) as url:
         failures: Failures = []
         hooks = Hooks(settings(webhook=f"{url}/T0/secret"), lambda *f: failures.append(f))
-        facts: dict[str, Any] = {"run": "r", "loss": float("nan"), "incident": {"number": 1}}
-        hooks.notify("incident", "step 7: \x1b[31mred\nsecond <b>line</b>", facts)
+        facts: dict[str, Any] = {"run": "<r>", "loss": float("nan"), "incident": {"number": 1}}
+        hooks.notify("incident", "step 7: \x1b[31mred\nsecond <b>line</b> & <!channel>", facts)
         facts["incident"]["number"] = 2  # what is told is what was so
         hooks.close(30)
     assert failures == []
     (message,) = got
-    assert message["text"] == "step 7: \\x1b[31mred\nsecond <b>line</b>"
+    # Slack and its relatives act on what stands between < and >.
+    assert message["text"] == "step 7: \\x1b[31mred\nsecond &lt;b&gt;line&lt;/b&gt; &amp; &lt;!channel&gt;"
     assert message["event"] == "incident" and message["path"] == "/T0/secret"
-    assert message["facts"] == {"run": "r", "loss": "nan", "incident": {"number": 1}}
+    assert message["facts"] == {"run": "<r>", "loss": "nan", "incident": {"number": 1}}
 
 
 def test_a_command_gets_it_on_standard_input_and_in_the_environment(tmp_path: Path) -> None:
     command = script(tmp_path, 'cat > "$1/in.json"; env > "$1/env"')
-    assert told(settings(command=f"{command} '{tmp_path}'"), "it's; $(touch /tmp/no) `x`") == []
+    assert told(settings(command=f"{command} '{tmp_path}'"), "it's; $(touch /tmp/no) `x` <b>&") == []
     assert json.loads((tmp_path / "in.json").read_text())["facts"] == {"run": "runs/x", "step": 7}
     environment = dict(
         line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line
     )
-    assert environment["MEGASTABLE_TEXT"] == "it's; $(touch /tmp/no) `x`"
+    assert environment["MEGASTABLE_TEXT"] == "it's; $(touch /tmp/no) `x` <b>&"
     assert environment["MEGASTABLE_EVENT"] == "incident"
     assert environment["MEGASTABLE_RUN"] == "runs/x" and environment["MEGASTABLE_STEP"] == "7"
     assert environment["PATH"] == os.environ["PATH"]
@@ -207,8 +208,40 @@ def test_a_refusal_is_reported_once_without_the_secret(monkeypatch: pytest.Monke
         got[-1]["text"] == "two\nand 1 more: one"
     )  # the third try may have been under way: it is tried once more
     ((kind, problem),) = failures
-    assert kind == "webhook" and problem.startswith("127.0.0.1: answered 500 so \\x1b[2J: not ")
-    assert "secret" not in problem and "T123" not in problem and len(problem) <= 500
+    assert (kind, problem) == ("webhook", "127.0.0.1: answered 500 Internal Server Error")
+
+
+def _quote(request: BaseHTTPRequestHandler) -> None:
+    """Without what comes after the question mark, in the reason and in the body."""
+    path = request.path.partition("?")[0]
+    request.send_response(404, f"no {path}")
+    request.end_headers()
+    request.wfile.write(f"no such hook: {path}".encode())
+
+
+def _cut_short(request: BaseHTTPRequestHandler) -> None:
+    request.send_response(404)
+    request.end_headers()
+    request.wfile.write(f"{'x' * 150} {request.path}".encode())
+
+
+def _escape(request: BaseHTTPRequestHandler) -> None:
+    request.send_response(404)
+    request.end_headers()
+    request.wfile.write(json.dumps({"path": request.path}).replace("/", "\\/").encode())
+
+
+def _echo(request: BaseHTTPRequestHandler) -> None:
+    """Not HTTP at all."""
+    request.wfile.write(f"got {request.path.partition('?')[0]}\r\n".encode())
+
+
+@pytest.mark.parametrize("answer", [_quote, _cut_short, _escape, _echo])
+def test_no_part_of_the_address_comes_back(answer: Callable[[BaseHTTPRequestHandler], None]) -> None:
+    handler, _ = receiver(answer)
+    with serving(handler) as url:
+        ((_, problem),) = told(settings(webhook=f"{url}/services/T0/{'verysecret' * 8}?thread=1"), "x")
+    assert problem in ("127.0.0.1: answered 404 Not Found", "127.0.0.1: no answer in HTTP (BadStatusLine)")
 
 
 def test_a_redirect_is_not_followed() -> None:

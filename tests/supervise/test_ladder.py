@@ -5,9 +5,11 @@ With real training: test_supervisor.py and the drills.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +20,10 @@ import pytest
 
 from megastable import errors, jsonl
 from megastable.data.skips import read_ledger
-from megastable.errors import DataError, SpaceError
+from megastable.errors import ConfigError, DataError, SpaceError
 from megastable.rundir import RunDirectory
 from megastable.supervise import supervisor as module
+from megastable.supervise.audience import Audience
 from megastable.supervise.processes import FLAG
 from megastable.supervise.supervisor import Supervisor
 from tests.conftest import tiny
@@ -76,10 +79,10 @@ class Quiet:
 
 
 class Ladder:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, corpus: Path, folder: Path) -> None:
         self.run, self.quiet = RunDirectory(folder), Quiet()
         self.config = tiny(
-            folder, folder, supervise={"hang_floor": 1.0, "hang_unknown": 30.0, "backoff_seconds": 0.1}
+            corpus, folder, supervise={"hang_floor": 1.0, "hang_unknown": 30.0, "backoff_seconds": 0.1}
         )
 
     def supervisor(self, *given: str) -> Supervisor:
@@ -99,13 +102,13 @@ class Ladder:
 
 
 @pytest.fixture
-def ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ladder]:
+def ladder(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ladder]:
     def command(run: RunDirectory, number: int, *rest: Any) -> list[str]:
         return [sys.executable, "-c", PROGRAM, f"{FLAG}={number}@{run.root}"]
 
     monkeypatch.setattr(module, "command", command)
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    yield Ladder(tmp_path)
+    yield Ladder(corpus, tmp_path)
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -251,3 +254,70 @@ def test_a_full_disk_is_waited_for_and_nothing_is_lost(
     supervisor.signals = 1
     with pytest.raises(SpaceError, match="make room"):
         supervisor.note("ended", attempt=2)
+
+
+def test_what_was_said_counts_more_than_a_hang_after_it(
+    ladder: Ladder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ORDERLY", 1.0)
+    code, ends = ladder({"begin": 0, "until": 9, "event": "unstable", "hang": True})
+    assert code == errors.UNSTABLE and not ends[0]["hung"] and not list(ladder.run.events("hang"))
+
+
+def test_an_error_in_mid_run_is_no_bad_input(ladder: Ladder) -> None:
+    stale = {"begin": 0, "until": 7, "code": 2, "words": "DataError: Stale file handle"}
+    code, ends = ladder(stale, FINISHED)
+    assert code == errors.OK and [e["code"] for e in ends] == [2, 0]
+
+
+def test_a_run_that_finished_while_nobody_watched_is_adopted(ladder: Ladder) -> None:
+    ladder.run.note("supervisor", what="started", pid=1, host=socket.gethostname())
+    ladder.run.note("launched", attempt=1, command=[], log="x")
+    ladder.run.note("finished", steps=99)
+    ladder.run.summary.write_text(json.dumps({"steps": ladder.config.train.steps}))
+    code, ends = ladder({"code": 1})
+    assert code == errors.OK and [e["code"] for e in ends] == [0]
+    assert len(list(ladder.run.events("launched"))) == 1
+    assert ladder({"code": 1}) == (errors.OK, ends)  # and now there is nothing to do
+
+
+def test_a_failure_that_nobody_came_to_mend_is_mended(ladder: Ladder) -> None:
+    """The supervisor was killed after it had noted the end, and before it did anything about it."""
+    crash = {"begin": 0, "until": 7, "code": 1, "words": "RuntimeError: boom"}
+    note = Supervisor.note
+
+    def dies(self: Supervisor, *rest: Any) -> None:
+        raise ConnectionError("killed")
+
+    def silent(self: Supervisor, event: str, **fields: Any) -> None:
+        if fields.get("what") != "ended":
+            note(self, event, **fields)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Supervisor, "_mend", dies)
+        patch.setattr(Supervisor, "note", silent)
+        with pytest.raises(ConnectionError):
+            ladder(crash, FINISHED)
+    assert ladder.incidents() == []
+    assert ladder(crash, FINISHED)[0] == errors.OK
+    assert ladder.incidents() == [("crash", "process", "recoverable", "healed")]
+
+
+def test_processes_that_train_on_another_host_are_left_alone(ladder: Ladder) -> None:
+    ladder.run.note("supervisor", what="started", pid=1, host="login-7")
+    ladder.run.lock()
+    with pytest.raises(ConfigError, match="ran on login-7, and its processes still train"):
+        ladder({"code": 1})
+
+
+def test_nohup_is_respected_and_a_dead_terminal_survived(ladder: Ladder) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    ladder(FINISHED)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    signal.signal(signal.SIGHUP, before)
+    full = Path("/dev/full").open("w")  # noqa: SIM115 (its end fails, too)
+    audience = Audience(ladder.config, ladder.run, ladder.run.note)
+    audience.console.file = full
+    audience.say("nobody hears it")
+    with contextlib.suppress(OSError):
+        full.close()

@@ -78,6 +78,28 @@ def test_a_status_is_served(status: Status) -> None:
     metrics.close()
 
 
+def test_a_counter_never_falls(status: Status) -> None:
+    metrics = Metrics(0)
+    (case, _), last = status.incidents, 0.0
+    try:
+        # Handed over, opened again by the next process with another cause, and over at last.
+        for outcome, cause in (
+            ("open", "data"),
+            ("handed over", "data"),
+            ("open", "unknown"),
+            ("healed", "state"),
+        ):
+            metrics.update(replace(status, incidents=(replace(case, outcome=outcome, cause=cause),)))
+            found = sum(
+                v for name, v in scrape(metrics).items() if name.startswith("megastable_incidents_total")
+            )
+            assert found >= last
+            last = found
+        assert last == 1
+    finally:
+        metrics.close()
+
+
 def test_two_runs_in_one_process_share_nothing(status: Status) -> None:
     before = {family.name for family in REGISTRY.collect()}
     first, second = Metrics(0), Metrics(0)

@@ -47,7 +47,7 @@ SAID = {
 def test_what_the_training_said_counts_before_any_exit_code(
     said: str, code: int, launcher: int | None
 ) -> None:
-    assert end(said, code=launcher, fates={0: Fate(signal=6)}) == End(code=code)
+    assert end(said, code=launcher, fates={0: Fate(signal=6)}) == End(code=code, certain=True)
 
 
 def test_a_killed_rank_is_named_not_those_that_lost_it() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import shlex
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,12 +22,13 @@ from hypothesis import strategies as st
 
 from megastable.config import RunConfig
 from megastable.errors import DataError
+from megastable.supervise.chronicle import KEPT, TAIL, Chronicle
 from megastable.supervise.state import State
 from megastable.supervise.status import Status, Watch, as_json, exit_code, read_status
-from megastable.supervise.story import KEPT, TAIL, Story
 from tests.supervise.runs import held, incident, journal
 
-STARTED = {"event": "supervisor", "what": "started", "pid": 11, "host": "node-1"}
+HERE = socket.gethostname()
+STARTED = {"event": "supervisor", "what": "started", "pid": 11, "host": HERE}
 TRAINING = {"event": "training", "step": 0, "cursor": 0, "world": 2}
 NOW = 2000.0
 
@@ -46,7 +51,7 @@ def run(tmp_path: Path) -> Path:
 
 def progress(run: Path, **values: Any) -> None:
     told = {
-        "attempt": None, "pid": 22, "host": "node-2", "time": NOW - 1, "phase": "step", "step": 10, "steps": 50,
+        "attempt": None, "pid": 22, "host": HERE, "time": NOW - 1, "phase": "step", "step": 10, "steps": 50,
         "cursor": 640, "loss": 3.5, "grad_norm": 0.7, "lr": 1e-3, "tokens_per_second": 1e4, "seconds": 2.0,
         "applied": True, "world": 2,
     }  # fmt: skip
@@ -79,6 +84,10 @@ def alive(run: Path, *who: str) -> Iterator[None]:
         ([STARTED, TRAINING], "supervisor trainer", "evaluate", State.RUNNING, 0),
         ([STARTED, TRAINING, {"event": "hang", "waited": 99}], "supervisor trainer", "step", State.HUNG, 0),
         ([TRAINING, {"event": "ended", "attempt": 1, "code": 1}], "supervisor", "step", State.WAITING, 0),
+        # Rank 0 was killed a moment ago: nothing is loaded.
+        ([STARTED, {"event": "launched", "attempt": 1}, TRAINING], "supervisor", "step", State.WAITING, 0),
+        ([STARTED, TRAINING, {"event": "resumed"}], "supervisor", "starting", State.WAITING, 0),
+        ([STARTED, TRAINING, STARTED | {"what": "took over"}], "supervisor", "", State.STARTING, 0),
         ([TRAINING, {"event": "restart", "delay": 60}], "supervisor", "", State.WAITING, 0),
         ([TRAINING, {"event": "handover", "step": 9}], "supervisor", "ended", State.WAITING, 0),
         ([TRAINING, {"event": "handover", "step": 9}], "", "ended", State.INTERRUPTED, 78),
@@ -111,10 +120,80 @@ def test_the_state_and_its_exit_code(
     json.loads(as_json(status))
 
 
+@pytest.mark.parametrize(
+    ("age", "who", "state"),
+    [(1.0, "", State.RUNNING), (1e5, "", State.INTERRUPTED), (1.0, "supervisor", State.WAITING)],
+)
+def test_locks_that_are_not_shared_between_hosts(age: float, who: str, state: State, run: Path) -> None:
+    """A free lock of another host proves nothing while something moves; a held one proves that they are shared."""
+    journal(run, STARTED | {"host": "node-1"}, TRAINING, begin=NOW - age - 1)
+    progress(run, time=NOW - age, host="node-2")
+    os.utime(run / "progress.json", (NOW - age, NOW - age))
+    with alive(run, *who.split()):
+        s = look(run)
+    assert s.state is state
+    if state is State.RUNNING:
+        assert s.trainer.alive is None and "cannot be told" in s.reason and s.advice == "nothing to do"
+    journal(run, ended(2, "no such corpus"))
+    assert look(run).state is State.FAILED
+
+
+@pytest.mark.parametrize(("age", "state", "code"), [(1.0, State.RUNNING, 0), (3 * 86400.0, State.UNKNOWN, 1)])
+def test_a_file_system_without_locks(
+    age: float, state: State, code: int, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    journal(run, STARTED | {"host": "node-1"}, TRAINING, begin=NOW - age - 1)
+    progress(run, time=NOW - age)
+    os.utime(run / "progress.json", (NOW - age, NOW - age))
+    for name in (".lock", ".supervisor.lock"):
+        (run / name).touch()
+    monkeypatch.setattr(fcntl, "flock", none)
+    s = look(run)
+    assert (s.state, exit_code(s)) == (state, code) and "cannot be told" in s.reason
+    if state is State.UNKNOWN:
+        assert s.advice.startswith("look on node-1") and "launch/supervise.py" in s.advice
+    journal(run, {"event": "finished", "steps": 50}, begin=NOW)
+    assert look(run).state is State.FINISHED
+
+
+def test_a_supervisor_that_is_gone_can_be_replaced(run: Path) -> None:
+    journal(run, TRAINING, begin=NOW - 50)
+    progress(run)
+    with alive(run, "trainer"):
+        assert look(run).advice == "nothing to do"  # it never had one
+        journal(run, STARTED, TRAINING, begin=NOW - 40)
+        s = look(run)
+        assert s.state is State.RUNNING and "supervisor is gone" in s.reason
+        assert "the same command takes it over" in s.advice and "launch/supervise.py" in s.advice
+        journal(run, {"event": "hang", "waited": 99}, begin=NOW - 40)
+        assert "a supervisor ends it and starts it again: python launch/supervise.py" in look(run).advice
+
+
+def test_the_command_to_go_on_is_the_one_it_was_started_with(run: Path) -> None:
+    how: dict[str, Any] = {
+        "recipe": "launch/recipes/7b.yaml", "overrides": ["train.steps=9", f"run.dir={run}", "data.note=a b"],
+        "given": ["--hostfile", "my hosts", "--exclude", "node-3"], "module": "megastable.train",
+    }  # fmt: skip
+    journal(run, STARTED | how, TRAINING, {"event": "stopped", "step": 3}, ended(75))
+    command = ["python", "launch/supervise.py", how["recipe"], *how["overrides"], "--", *how["given"]]
+    assert look(run).advice == f"to go on: {shlex.join(command)}"
+    # One in whose directory it was made, and another program for the ranks.
+    journal(run, STARTED | how | {"overrides": [], "given": [], "module": "tests.it"}, ended(76))
+    assert look(run).advice.endswith(
+        f"python launch/supervise.py launch/recipes/7b.yaml {shlex.quote(f'run.dir={run}')} --module tests.it"
+    )
+    # Of an older version, or damaged: the recipe of the run itself.
+    journal(run, STARTED | {"recipe": 7, "overrides": "x", "given": {}}, ended(76))
+    assert look(run).advice.endswith(shlex.join([str(run / "recipe.yaml"), f"run.dir={run}"]))
+
+
 def test_the_numbers_of_a_running_run(run: Path) -> None:
     journal(
         run,
-        STARTED,
+        STARTED | {"host": "node-1"},
         {"event": "launched", "attempt": 1},
         TRAINING,
         {"event": "evaluated", "step": 5, "loss": 3.9},
@@ -138,7 +217,7 @@ def test_the_numbers_of_a_running_run(run: Path) -> None:
         (run / "checkpoints" / f"step-{step}" / "manifest.json").write_text("{}")
     (run / "checkpoints" / "step-9").mkdir()  # not complete
     (run / "checkpoints" / "suspect-step-8").mkdir()
-    progress(run, attempt=2, applied=False)
+    progress(run, attempt=2, applied=False, host="node-2")
     with alive(run, "supervisor", "trainer"):
         s = look(run)
     assert (s.state, s.step, s.steps, s.loss, s.lr, s.applied) == (State.RUNNING, 10, 50, 3.5, 1e-3, False)
@@ -274,6 +353,8 @@ def test_a_watch_reads_only_what_is_new_and_a_mended_journal_again(run: Path) ->
     (run / "journal.jsonl").write_text("".join(lines[:2]))
     assert watch.status().refused == 1
     (run / "journal.jsonl").write_text("")
+    assert watch.status().refused == 1  # about to be written
+    journal(run, TRAINING)
     assert watch.status().refused == 0
 
 
@@ -352,7 +433,7 @@ launched ended hang restart hook_failed warning would""".split()
     st.lists(st.tuples(st.sampled_from(EVENTS), st.dictionaries(st.sampled_from(KEYS), VALUES)), max_size=6)
 )
 def test_no_event_is_too_strange(events: list[tuple[str, dict[str, Any]]]) -> None:
-    story = Story()
+    story = Chronicle()
     for kind, values in events:
         story.add({"event": kind, **values})
     assert [said.event for said in story.tail] == [kind for kind, _ in events]
@@ -360,7 +441,7 @@ def test_no_event_is_too_strange(events: list[tuple[str, dict[str, Any]]]) -> No
 
 
 def test_a_long_story_stays_short() -> None:
-    story = Story()
+    story = Chronicle()
     for n in range(5000):
         for kind in ("launched", "training", "evaluated", "checkpoint", "ended", "restart"):
             story.add(

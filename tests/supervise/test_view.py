@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from megastable.report.told import duration, size, visible
 from megastable.supervise.state import State
 from megastable.supervise.status import Status, Watch, read_status
 from megastable.supervise.view import BARS, live, panel, sparkline
-from megastable.supervise.words import duration, size, visible
 from tests.supervise.runs import incident, journal
 
 
@@ -89,6 +89,49 @@ def test_a_terminal_is_not_overrun(status: Status) -> None:
     with console.capture() as capture:
         console.print(panel(status))
     assert len(capture.get().splitlines()) <= 24
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (140, 40)])
+@pytest.mark.parametrize("over", [False, True])
+def test_a_large_run_with_many_incidents_stays_one_screen(
+    over: bool, width: int, height: int, tmp_path: Path
+) -> None:
+    silent = [f"rank {rank} does not answer (asleep in futex_wait_queue)" for rank in range(128)]
+    failure, stacks = "; ".join(silent), [f"logs/attempt-0001/rank-{rank}.stacks" for rank in range(128)]
+    exclude = "@".join(f"node-{n:03d}" for n in range(16))
+    journal(
+        tmp_path,
+        {
+            "event": "supervisor", "what": "started", "recipe": "launch/recipes/7b.yaml",
+            "overrides": ["run.dir=runs/7b", "parallel.tensor=8", "parallel.pipeline=4"],
+            "given": ["--hostfile", "hostfile", "--exclude", exclude],
+        },
+    )  # fmt: skip
+    for n in range(1, 1001):
+        journal(
+            tmp_path,
+            {"event": "launched", "attempt": n},
+            {"event": "training", "step": n, "world": 128},
+            {"event": "hang", "attempt": n, "step": n, "silent": silent, "stacks": stacks},
+            {"event": "ended", "attempt": n, "hung": True, "failure": failure},
+            incident(
+                n, verdict="hang", failure=failure, evidence=stacks, outcome="healed" if n % 3 else "open"
+            ),
+            {"event": "restart", "attempt": n, "reason": failure},
+            begin=time.time() - 7000,
+        )
+    if over:
+        journal(tmp_path, {"event": "supervisor", "what": "ended", "code": 76, "reason": failure})
+    told = {"attempt": 1000, "step": 1000, "steps": 9000, "loss": 2.0, "lr": 1e-4, "grad_norm": 0.5, "world": 128,
+            "seconds": 3.0, "applied": False, "tokens_per_second": 1e6, "phase": "step"}  # fmt: skip
+    (tmp_path / "progress.json").write_text(json.dumps(told))
+    console = Console(width=width, height=height, force_terminal=True, color_system=None)
+    with console.capture() as capture:
+        console.print(panel(read_status(tmp_path)))
+    lines = capture.get().splitlines()
+    assert len(lines) < height and all(len(line) <= width for line in lines)
+    # No part of the command is lost.
+    assert exclude in "".join(line.strip("│ ") for line in lines)
 
 
 def test_a_run_of_nothing(tmp_path: Path) -> None:

@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from megastable.config import RunConfig
 from megastable.durable import write_file
-from megastable.errors import ConfigError, DataError
-from megastable.recipe import load
-from megastable.report.postmortem import pages, pictures
-from megastable.report.postmortem.evidence import Case
+from megastable.errors import DataError
+from megastable.report.postmortem import logs, pages, pictures
+from megastable.report.postmortem.evidence import Case, Run
 from megastable.report.postmortem.facts import Evidence
-from megastable.report.postmortem.texts import Library
-from megastable.report.summary import latest
 from megastable.rundir import RunDirectory, as_json
 
 log = logging.getLogger(__name__)
@@ -37,30 +32,30 @@ def write_incidents(run: Path, again: int | None = None) -> list[Path]:
     """Write incidents/NNNN/ of every incident whose facts changed, of number `again` in any case, and the index.
 
     Returns the folders that were written. Raises DataError for a journal that cannot be read, a number that there is
-    not, and a disk that refuses, after everything else was written.
+    not, a disk that refuses, and an incident that cannot be told, after everything else was written.
     """
-    cases, written, refused = list[Evidence](), list[Path](), list[str]()
-    for case in _cases(run):
-        folder = run / "incidents" / f"{case.incident.number:04d}"
-        known = None if case.incident.number == again else _known(folder, case.inputs)
-        evidence = known or case.gather()
-        cases.append(evidence)
-        if known is None:
-            try:
-                _write(folder, evidence)
-                written.append(folder)
-            except OSError as error:
-                refused.append(f"{folder} could not be written: {error.strerror or error}")
-    if again is not None and again not in [e.incident.number for e in cases]:
-        raise DataError(f"{run / 'journal.jsonl'} has no incident {again}, but {len(cases)} others")
-    try:
-        if cases:
-            _put(run / "incidents" / "index.html", pages.index(cases).encode())
-    except OSError as error:
-        refused.append(f"{run / 'incidents' / 'index.html'} could not be written: {error.strerror or error}")
+    given, told, written, refused = _open(run), list[Evidence](), list[Path](), list[str]()
+    if again is not None and again not in given.incidents:
+        raise DataError(f"{run / 'journal.jsonl'} has no incident {again}, but {len(given.incidents)} others")
+    for number in given.incidents:
+        folder = run / "incidents" / f"{number:04d}"
+        try:
+            case = Case(given, number)
+            known = None if number == again else _known(folder, case.inputs)
+            evidence = known or case.gather()
+            content = {} if known else _render(evidence, run)
+        except Exception as error:  # whatever is odd about it: the others are told
+            log.exception("incident %d", number)
+            refused.append(f"incident {number} could not be told: {type(error).__name__}: {error}")
+            continue
+        told.append(evidence.brief)
+        if content and _kept(folder, content, refused):
+            written.append(folder)
+    if told:
+        _kept(run / "incidents", {"index.html": pages.index(told).encode()}, refused)
     if refused:
         raise DataError(
-            f"{refused[0]}. Nothing is lost, the facts are in the run directory: make room, then run "
+            f"{'; '.join(refused[:5])}. Nothing is lost, the facts are in the run directory; once that is mended, run "
             f"python -m megastable.report.postmortem {run}"
         )
     return written
@@ -68,30 +63,15 @@ def write_incidents(run: Path, again: int | None = None) -> list[Path]:
 
 def incidents_of(run: Path) -> Iterator[Evidence]:
     """The facts of every incident, in order. Raises DataError for a journal that cannot be read."""
-    return (case.gather() for case in _cases(run))
+    given = _open(run)
+    return (Case(given, number).gather() for number in given.incidents)
 
 
-def _cases(run: Path) -> list[Case]:
-    directory, problems = RunDirectory(run), list[str]()
-    if not directory.journal.is_file():
-        raise DataError(
-            f"{directory.journal} does not exist: give the directory of a run, such as runs/quickstart"
-        )
-    # A line without a time was written by another hand.
-    events = [e for e in directory.events() if isinstance(e.get("time"), int | float)]
-    config: RunConfig | None = None
-    try:
-        config = load(directory.recipe)
-    except ConfigError as error:
-        problems.append(f"the recipe: {error}")
-
-    @cache
-    def library() -> Library:
-        if config is None:
-            raise DataError("without a recipe nobody knows the corpora")
-        return Library(config)
-
-    return [Case(directory, config, events, number, library, problems) for number in latest(events)]
+def _open(run: Path) -> Run:
+    journal = RunDirectory(run).journal
+    if not journal.is_file():
+        raise DataError(f"{journal} does not exist: give the directory of a run, such as runs/quickstart")
+    return Run(run)
 
 
 def _known(folder: Path, inputs: str) -> Evidence | None:
@@ -103,8 +83,8 @@ def _known(folder: Path, inputs: str) -> Evidence | None:
     return evidence if evidence.inputs == inputs else None
 
 
-def _write(folder: Path, e: Evidence) -> None:
-    """The files of one incident. Raises OSError."""
+def _render(e: Evidence, run: Path) -> dict[str, bytes]:
+    """The files of one incident, evidence.json last."""
     drawn = _pictures(e)
     content = dict(drawn)
     if e.samples:
@@ -112,17 +92,28 @@ def _write(folder: Path, e: Evidence) -> None:
     if e.incident.documents:
         content["documents.csv"] = pages.documents(e).encode()
     if e.layers is not None:
-        content["layers.csv"] = pages.layers(e).encode()
-    content |= {entry.file: entry.text.encode() for entry in e.logs}
+        content["layers.csv"] = pages.layers(e.layers).encode()
+    content |= {entry.file: logs.copy(run, entry) for entry in e.logs}
     names = ["report.html", "postmortem.md", *content, EVIDENCE]
     content["postmortem.md"] = pages.postmortem(e, names).encode()
     content["report.html"] = pages.report(e, drawn, names).encode()
     content[EVIDENCE] = (as_json(e.model_dump(mode="json"), indent=1) + "\n").encode()
-    folder.mkdir(parents=True, exist_ok=True)
-    # As long as it stands there, the others are taken for whole.
-    (folder / EVIDENCE).unlink(missing_ok=True)
-    for name, data in content.items():
-        _put(folder / name, data)
+    return content
+
+
+def _kept(folder: Path, content: dict[str, bytes], refused: list[str]) -> bool:
+    """Write the files of a folder; a disk that refuses is added to `refused`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if EVIDENCE in content:
+            # As long as it stands there, the others are taken for whole.
+            (folder / EVIDENCE).unlink(missing_ok=True)
+        for name, data in content.items():
+            _put(folder / name, data)
+    except OSError as error:
+        refused.append(f"{folder} could not be written: {error.strerror or error}: make room")
+        return False
+    return True
 
 
 def _pictures(e: Evidence) -> dict[str, bytes]:
@@ -143,5 +134,4 @@ def _put(path: Path, content: bytes) -> None:
             return
     except OSError:
         pass
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, content)

@@ -6,10 +6,10 @@ A report of trouble must not be trouble: what cannot be read is named, and the r
 from __future__ import annotations
 
 import hashlib
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,8 +17,10 @@ from pydantic import BaseModel, ValidationError
 
 from megastable.config import RunConfig
 from megastable.data.plant import read_planted
-from megastable.data.skips import SkipEntry, read_ledger
-from megastable.recipe import find
+from megastable.data.skips import SkipEntry, Skips, read_ledger
+from megastable.errors import ConfigError, DataError
+from megastable.recipe import find, load
+from megastable.records import LAYER_SCHEMA, SCHEMA
 from megastable.report.postmortem import passes
 from megastable.report.postmortem.facts import (
     VERSION,
@@ -27,51 +29,79 @@ from megastable.report.postmortem.facts import (
     IncidentFacts,
     Layers,
     LayerValue,
-    Log,
     Row,
     RunFacts,
     Suspect,
 )
-from megastable.report.postmortem.safe import log_text
+from megastable.report.postmortem.journal import Journal, summary_of
+from megastable.report.postmortem.logs import logs
 from megastable.report.postmortem.texts import Library, Sample, Tokens
-from megastable.report.postmortem.timeline import nearby, timeline
-from megastable.rundir import RunDirectory, as_json
+from megastable.report.postmortem.timeline import timeline
+from megastable.report.told import visible
+from megastable.rundir import RunDirectory
 
 BEFORE, AFTER = 60, 40  # steps that are shown around an incident
 LONGEST = 20_000  # steps of one that are read at most
-COPIED = 1 << 20  # bytes of a log, its end, that are copied
 COLUMNS = (
-    "step", "time", "first_position", "next_position", "applied", "finite", "loss", "grad_norm", "lr",
-    "worst_position", "worst_loss", "seconds",
+    "step", "time", "first_position", "next_position", "applied", "finite", "loss", "grad_norm", "lr", "seconds",
 )  # fmt: skip
 NO_STATISTICS = ("step", "time", "name")
-_UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
 
 T = TypeVar("T")
 Known = TypeVar("Known", bound=BaseModel)
 
 
-class Case:
-    """Gathers one incident. events: the whole journal; library: opens the corpora, once for all incidents."""
+class Run:
+    """What all incidents of a run share, each read once. Raises DataError where the journal cannot be read."""
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        config: RunConfig | None,
-        events: Sequence[dict[str, Any]],
-        number: int,
-        library: Callable[[], Library],
-        problems: Sequence[str] = (),
-    ) -> None:
-        self.run, self.config, self.events, self.library = run, config, events, library
-        self.problems = list(problems)
-        own = [
-            index for index, event in enumerate(events)
-            if event["event"] == "incident" and _summary(event).get("number") == number
-        ]  # fmt: skip
-        self.begin, self.end = own[0], own[-1]
-        self.own = [events[index] for index in own]
-        self.incident = self._lenient(IncidentFacts, _summary(self.own[-1]), "the incident")
+    def __init__(self, root: Path) -> None:
+        self.directory = RunDirectory(root)
+        self.journal = Journal(self.directory)
+        self.problems = list(self.journal.problems)
+        self.config: RunConfig | None = None
+        self.recipe, self.ledger = b"", list[SkipEntry]()
+        try:
+            self.config, self.recipe = load(self.directory.recipe), self.directory.recipe.read_bytes()
+        except (ConfigError, OSError) as error:
+            self.problems.append(f"the recipe: {error}")
+        try:
+            self.ledger = read_ledger(self.directory.skips)
+        except DataError as error:
+            self.problems.append(f"the skip ledger: {error}")
+        slack = self.config.logging.flush_steps if self.config else 0
+        self.steps = passes.Folder(self.directory.steps, SCHEMA, slack)
+        self.layers = passes.Folder(self.directory.layers, LAYER_SCHEMA, slack=0)
+
+    @property
+    def incidents(self) -> list[int]:
+        """Their numbers, in order."""
+        return list(self.journal.own)
+
+    @cached_property
+    def library(self) -> Library:
+        """Raises MegastableError where the corpora cannot be opened."""
+        if self.config is None:
+            raise DataError("without a recipe nobody knows the corpora")
+        return Library(self.config)
+
+    @property
+    def skipped(self) -> Skips:
+        """Every position that is not trained on, whatever its corpus."""
+        more = self.config.data.skip if self.config else []
+        return Skips.of([*more, *((e.first, e.end) for e in self.ledger if e.corpus is None)])
+
+
+class Case:
+    """Gathers one incident."""
+
+    def __init__(self, run: Run, number: int) -> None:
+        self.run, self.config, self.journal = run, run.config, run.journal
+        self.problems = list(run.problems)
+        indexes = self.journal.own[number]
+        self.begin, self.end = indexes[0], indexes[-1]
+        self.own = [self.journal.events[index] for index in indexes]
+        self.incident = self._lenient(IncidentFacts, summary_of(self.own[-1]), "the incident")
+        self.skipped = [entry for entry in run.ledger if entry.incident == number]
 
     @property
     def inputs(self) -> str:
@@ -79,88 +109,82 @@ class Case:
 
         The corpora are not among them: when they are gone, what was written of them is worth keeping.
         """
-        window, folders = self._window(), (self.run.steps, self.run.layers)
-        found = [path for folder in folders for path in passes.files(folder, *window, slack=0)]
-        logs = [self.run.root / path for path in self.incident.evidence]
-        sizes = [f"{path}:{_size(path)}" for path in (*found, *logs, self.run.recipe, self.run.skips)]
-        near = nearby(self.events, self.begin, self.end)
-        return hashlib.sha256(
-            as_json([VERSION, near, self._back_to(), self._downtime(), sizes]).encode()
-        ).hexdigest()
+        found = [*self.run.steps.files(*self._window()), *self.run.layers.files(*self._looks())]
+        given = [self.run.directory.root / path for path in self.incident.evidence]
+        sizes = [f"{path.name}:{_size(path)}" for path in (*found, *given)]
+        made = hashlib.sha256(self.run.recipe)
+        for line in self.journal.lines[self.journal.nearby(self.begin, self.end)]:
+            made.update(line)
+        made.update(repr((VERSION, self._outage(), self.skipped, sizes, self.run.problems)).encode())
+        return made.hexdigest()
 
     def gather(self) -> Evidence:
         """All of it. Raises nothing but what a broken program would."""
-        i = self.incident
+        i, run = self.incident, self.run
         rows = self._try("the step records", self._rows, list[Row]())
         suspects = self._suspects()
         losses = {s.position: s.loss for s in suspects if s.loss is not None}
         samples: list[Sample] = []
         tokens: Tokens | None = None
         if i.positions:
-            samples = self._try("the texts", lambda: self.library().samples(i.positions, losses), [])
+            samples = self._try("the texts", lambda: run.library.samples(i.positions, losses), [])
         if i.guilty and samples:
-            tokens = self._try("the tokens", lambda: self.library().tokens(i.guilty), None)
-        if samples and self.library().problem:
-            self.problems.append(self.library().problem)
-        ledger = self._try("the skip ledger", lambda: read_ledger(self.run.skips), list[SkipEntry]())
-        world = next(
-            (e.get("world") for e in reversed(self.events[: self.begin]) if e["event"] == "training"), None
-        )
-        facts = self._run_facts(world if isinstance(world, int) else None)
+            tokens = self._try("the tokens", lambda: run.library.tokens(i.guilty, run.skipped), None)
+        if samples and run.library.problem:
+            self.problems.append(run.library.problem)
+        found, problems = logs(run.directory.root, run.directory.logs.name, i.evidence)
+        self.problems += problems
+        facts = self._facts()
         return Evidence(
             inputs=self.inputs, run=facts, incident=i, cost=self._cost(facts, rows), back_to=self._back_to(),
-            healed_at=self._healed_at(rows), timeline=timeline(self.events, self.begin, self.end, i.number),
-            suspects=suspects, skipped=[entry for entry in ledger if entry.incident == i.number],
-            passes=passes.passes(rows),
+            healed_at=self._closed_at() if i.outcome == "healed" else None,
+            timeline=timeline(self.journal.events[self.journal.nearby(self.begin, self.end)], i.number),
+            suspects=suspects, skipped=self.skipped, passes=passes.passes(rows),
             layers=self._try("the layers", lambda: self._layers(rows), None), samples=samples, tokens=tokens,
-            logs=[log for path in i.evidence if (log := self._log(path)) is not None],
-            problems=list(dict.fromkeys(self.problems)),
+            logs=found, problems=list(dict.fromkeys(self.problems)),
         )  # fmt: skip
 
     # From the journal
 
     def _suspects(self) -> list[Suspect]:
-        given = [s for event in self.own for s in event.get("suspects") or () if isinstance(s, dict)]
-        found = [self._lenient(Suspect, s, "a suspect") for s in given if isinstance(s.get("position"), int)]
+        told = [event["suspects"] for event in self.own if isinstance(event.get("suspects"), list)]
+        given = [s for some in told for s in some if isinstance(s, dict) and type(s.get("position")) is int]
+        found = [self._lenient(Suspect, s, "a suspect") for s in given]
         return list({s.position: s for s in found}.values())
 
     def _back_to(self) -> list[int]:
-        steps = [
-            e.get("to_step", e.get("step")) for e in self.own if e.get("what") in ("rewound", "restarted")
-        ]
-        if self.incident.breakdown:
-            after = self.events[self.begin :]
-            steps += [e.get("step") for e in after if e["event"] == "resumed"][:1]
-        return [step for step in steps if isinstance(step, int)]
+        keys = {"rewound": "to_step", "restarted": "step"}
+        if self.incident.verdict == "damaged_checkpoint":
+            keys["closed"] = "step"  # all of it in one event: what could be used instead
+        steps = [event.get(keys.get(str(event.get("what")), "")) for event in self.own]
+        return [step for step in steps if type(step) is int]
 
-    def _healed_at(self, rows: Sequence[Row]) -> int | None:
-        """The last step before the proof. The journal's event has no step; the policy's clock in it is close."""
-        last = self.own[-1]
-        if last.get("what") != "closed" or self.incident.outcome != "healed":
-            return None
-        done = [row.step for row in rows if row.time <= last["time"] + 0.01]
-        told = [*done[-1:], *_clocks([last])]
-        return next((step for step in told if step > self.incident.step), None)
+    def _closed_at(self) -> int | None:
+        """The last step before the proof that it was over, or before it was given up."""
+        step = self.own[-1].get("step") if self.own[-1].get("what") == "closed" else None
+        return step if type(step) is int and self.incident.verdict != "damaged_checkpoint" else None
 
-    def _downtime(self) -> float:
-        """From the end of each process that this incident ended to the first step, or the end, of the next."""
+    def _outage(self) -> tuple[float, float]:
+        """Of the processes that this incident ended, in seconds: from the last progress of each until it was noticed,
+        and from then to the first step, or the end, of the next."""
         ends = ("ended", "hang") if self.incident.breakdown else ("handover",)
-        start = max(
-            (n for n in range(self.begin) if self.events[n]["event"] in ("training", "launched")), default=-1
-        )
-        total, since, again = 0.0, 0.0, False
-        for number in range(start + 1, len(self.events)):
-            event = self.events[number]
+        events = self.journal.events
+        silent, down, since, again = 0.0, 0.0, 0.0, False
+        for number in self.journal.turns(self.begin):
+            event = events[number]
             kind = event["event"]
-            again = again or (since > 0 and kind == "launched")
-            if since and (kind == "training" or (again and kind == "ended")):
-                total, since, again = total + max(0.0, event["time"] - since), 0.0, False
+            again = again or kind == "launched"
+            over = kind == "training" or (again and kind == "ended")
+            if since and (over or (kind == "supervisor" and event.get("what") == "ended")):
+                down, since = down + max(0.0, event["time"] - since), 0.0
             if number > self.end and not since:
                 break
-            if kind in ends and not since:
-                waited = event.get("waited") if kind == "hang" else None
-                since = event["time"] - (waited if isinstance(waited, int | float) else 0.0)
-        return total
+            # A supervisor says of an end that was none of failure that it was "".
+            if kind in ends and not since and event.get("what") != "":
+                quiet = event.get("waited" if kind == "hang" else "silent")
+                silent += quiet if isinstance(quiet, int | float) and 0 < quiet < event["time"] else 0.0
+                since, again = event["time"], False
+        return silent, down
 
     # From other files
 
@@ -168,73 +192,66 @@ class Case:
         """The steps that are shown."""
         i = self.incident
         first = max(1, min(i.onset, i.step) - BEFORE)
-        return first, min(max(i.step, i.onset, *_clocks(self.own)) + AFTER, first + LONGEST)
+        return first, min(max(i.step, i.onset, self._closed_at() or 0) + AFTER, first + LONGEST)
+
+    def _looks(self) -> tuple[int, int]:
+        """The steps around it whose layers were looked at."""
+        every = self.config.logging.layers_interval if self.config else 0
+        return self.incident.onset - every, max(self.incident.step, self._closed_at() or 0) + every
 
     def _rows(self) -> list[Row]:
         first, last = self._window()
-        rows, problems = passes.rows(self.run.steps, first, last, COLUMNS)
+        rows, problems = self.run.steps.rows(first, last, COLUMNS)
         self.problems += problems
         known = {(row["step"], row["first_position"]) for row in rows}
-        for event in self.events:
-            place = event.get("step"), event.get("first_position")
-            if event["event"] == "discarded" and place not in known:
-                rows.append(event | {"applied": False})
+        for step in range(first, last + 1):
+            refused = self.journal.refused.get(step, ())
+            rows += [e | {"applied": False} for e in refused if (step, e.get("first_position")) not in known]
         found: list[Row] = []
         for row in rows:
             with suppress(ValidationError):  # an event of another version
                 found.append(Row.model_validate(row))
-        return sorted((row for row in found if first <= row.step <= last), key=lambda row: row.time)
+        return sorted(found, key=lambda row: row.time)
 
     def _layers(self, rows: Sequence[Row]) -> Layers | None:
-        onset = self.incident.onset
-        begin = min((row.time for row in rows if row.step >= onset), default=self.own[0]["time"])
-        every = self.config.logging.layers_interval if self.config else 0
-        before, after, problems = passes.around(
-            self.run.layers, begin, max(0, onset - 3 * every), self.incident.step + 3 * every
-        )
+        columns = [field.name for field in LAYER_SCHEMA]
+        found, problems = self.run.layers.rows(*self._looks(), columns)
         self.problems += problems
-        if not before and not after:
+        opened = self.own[0]["time"]
+        met = [row.time for row in rows if row.step == self.incident.onset and row.time <= opened]
+        onset = max(met, default=opened)
+        ends = [
+            e["time"] for e in self.own if e.get("what") in ("rewound", "restarted", "handed over", "closed")
+        ]
+        closed = self.own[-1]["time"] if self.incident.outcome == "healed" else float("inf")
+        before = [row for row in found if row["time"] < onset]
+        during = [row for row in found if onset <= row["time"] <= min(ends, default=float("inf"))]
+        after = [row for row in found if row["time"] > closed]
+        looks = [
+            {row["name"]: row for row in some if row["time"] == some[which]["time"]} if some else {}
+            for some, which in ((before, -1), (during, 0), (after, 0))
+        ]
+        if not any(looks):
             return None
-        old, new = ({row["name"]: row for row in look} for look in (before, after))
-        values = [
-            LayerValue(name=name, statistic=key, before=old.get(name, {}).get(key), after=new.get(name, {}).get(key))
-            for name in dict.fromkeys((*old, *new))
-            for key in {**old.get(name, {}), **new.get(name, {})} if key not in NO_STATISTICS
-        ]  # fmt: skip
+        values = []
+        for name in dict.fromkeys(name for look in looks for name in look):
+            of = [look.get(name, {}) for look in looks]
+            for key in dict.fromkeys(key for row in of for key in row if key not in NO_STATISTICS):
+                old, mid, new = (row.get(key) for row in of)
+                values.append(LayerValue(name=name, statistic=key, before=old, during=mid, after=new))
+        steps = [next((row["step"] for row in look.values()), None) for look in looks]
         return Layers(
-            before_step=before[0]["step"] if before else None, after_step=after[0]["step"] if after else None,
-            after_recovery=bool(after) and self.own[-1].get("what") == "closed"
-            and after[0]["time"] > self.own[-1]["time"],
-            values=[v for v in values if v.before is not None or v.after is not None],
+            before_step=steps[0], during_step=steps[1], after_step=steps[2],
+            values=[v for v in values if (v.before, v.during, v.after) != (None, None, None)],
         )  # fmt: skip
 
-    def _log(self, path: str) -> Log | None:
-        """The end of a file that the incident names, if it lies inside the run directory."""
-        root = self.run.root.resolve()
-        try:
-            file = (root / path).resolve()
-            if not file.is_relative_to(root):
-                self.problems.append(f"{path} is not in the run directory: it was not copied")
-                return None
-            with file.open("rb") as stream:
-                size = stream.seek(0, 2)
-                stream.seek(max(0, size - COPIED))
-                content = stream.read(COPIED)
-        except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            self.problems.append(f"{path} could not be read: {why}")
-            return None
-        inside = file.relative_to(root)
-        parts = inside.parts[1:] if inside.parts[0] == self.run.logs.name else inside.parts
-        name = _UNUSUAL.sub("_", "-".join(("log", *parts)))
-        return Log(source=str(inside), file=name, bytes=size, text=log_text(content))
-
-    def _run_facts(self, world: int | None) -> RunFacts:
-        c, name = self.config, self.run.root.resolve().name
+    def _facts(self) -> RunFacts:
+        c, root = self.config, self.run.directory.root
+        name, world = root.resolve().name, self.journal.world(self.begin)
         if c is None:
-            return RunFacts(name=name, directory=str(self.run.root), world=world)
+            return RunFacts(name=name, directory=str(root), world=world)
         return RunFacts(
-            name=name, directory=str(self.run.root), world=world, steps=c.train.steps,
+            name=name, directory=str(root), world=world, steps=c.train.steps,
             global_batch=c.train.global_batch, sequence_length=c.model.sequence_length, lr=c.optimizer.lr,
             cut_factor=c.stability.policy.cut_factor, corpora=tuple(str(corpus.path) for corpus in c.data.corpora),
             planted=tuple(self._try("planted.json", self._planted, list[str]())), price=c.supervise.gpu_hour_price,
@@ -257,16 +274,18 @@ class Case:
         i = self.incident
         known = [row.seconds for row in rows if row.seconds]
         usual = statistics.median(known) if known else None
-        redone = i.steps_lost * (usual or 0.0)
-        down = self._downtime()
+        redone, spent = i.steps_lost * (usual or 0.0), i.seconds
+        silent, down = self._outage()
+        if i.breakdown:  # the supervisor counts the same time, up to the end of the first step
+            down, spent = max(down, spent), 0.0
         tokens = None
         if run.global_batch is not None and run.sequence_length is not None:
             tokens = i.steps_lost * run.global_batch * run.sequence_length
-        hours = None if run.world is None else run.world * (redone + i.seconds + down) / 3600
+        hours = None if run.world is None else run.world * (redone + spent + down + silent) / 3600
         return Cost(
             steps=i.steps_lost, batches_refused=i.batches_discarded, tokens=tokens, step_seconds=usual,
-            redone_seconds=redone, recovery_seconds=i.seconds, downtime_seconds=down, gpu_hours=hours,
-            money=None if hours is None or run.price is None else hours * run.price,
+            redone_seconds=redone, recovery_seconds=spent, downtime_seconds=down, silent_seconds=silent,
+            gpu_hours=hours, money=None if hours is None or run.price is None else hours * run.price,
         )  # fmt: skip
 
     # Going on without
@@ -287,22 +306,12 @@ class Case:
                 return kind.model_validate(rest)
             except ValidationError as error:
                 for key in {str(detail["loc"][0]) for detail in error.errors()}:
-                    self.problems.append(f"{what}: {key}={rest.pop(key, None)!r} is not understood")
+                    told = f"{what}: {key}={rest.pop(key, None)!r}"
+                    self.problems.append(f"{visible(told, 200)} is not understood")
 
 
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:
+    except (OSError, ValueError):
         return -1
-
-
-def _summary(event: dict[str, Any]) -> dict[str, Any]:
-    summary = event.get("summary")
-    return summary if isinstance(summary, dict) else {}
-
-
-def _clocks(events: Sequence[dict[str, Any]]) -> list[int]:
-    """The farthest step that had been reached at each event, as the policy's memory in it tells."""
-    memories = [m for event in events if isinstance(m := event.get("policy"), dict)]
-    return [clock for memory in memories if isinstance(clock := memory.get("clock"), int)]

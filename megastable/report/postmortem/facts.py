@@ -6,15 +6,18 @@ before clipping, positions ranges [first, end). Whatever could not be had is nam
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from megastable.data.documents import Document
+from megastable.data.order import LAST_POSITION
 from megastable.data.skips import SkipEntry
+from megastable.report.postmortem.logs import Log
 from megastable.report.postmortem.texts import Facts, Sample, Tokens
 from megastable.report.postmortem.timeline import Entry
 
-VERSION = 1  # of what is made of the facts: another one writes all incidents again
-TAIL = 60  # lines of a log that are shown
+VERSION = 2  # of what is made of the facts: another one writes all incidents again
 
 
 class RunFacts(Facts):
@@ -60,6 +63,13 @@ class IncidentFacts(BaseModel):
     failure: str = ""
     evidence: list[str] = []
 
+    @field_validator("positions")
+    @classmethod
+    def _forward(cls, ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        if not all(0 <= first < end <= LAST_POSITION for first, end in ranges):
+            raise ValueError("no ranges of positions")
+        return ranges
+
     @property
     def breakdown(self) -> bool:
         """Whether processes or files failed, rather than numbers."""
@@ -67,8 +77,8 @@ class IncidentFacts(BaseModel):
 
     @property
     def guilty(self) -> list[tuple[int, int]]:
-        """Positions that were found guilty by themselves; what was only skipped along with a window is not."""
-        return self.positions if self.cause == "data" else []
+        """Positions that were measured, and found guilty; what was only skipped along with a step is not."""
+        return self.positions if self.cause == "data" and not self.breakdown else []
 
 
 class Suspect(BaseModel):
@@ -96,47 +106,39 @@ class Row(BaseModel):
     applied: bool = True
     finite: bool = True
     lr: float | None = None
-    worst_position: int | None = None
-    worst_loss: float | None = None
     seconds: float | None = None
 
 
 class LayerValue(Facts):
-    """A statistic of a parameter or block, at the last look before the onset and the first one after it."""
+    """A statistic of a parameter or block at the looks of `Layers`; None where it was not looked at."""
 
     name: str
     statistic: str
     before: float | None
+    during: float | None
     after: float | None
 
     @property
     def ratio(self) -> float | None:
-        return self.after / self.before if self.before and self.after is not None else None
+        """How much it had changed at the next look after that before it."""
+        then = self.during if self.during is not None else self.after
+        return then / self.before if self.before and then is not None else None
 
 
 class Layers(Facts):
+    """The looks into every layer: the last before the onset, the first one before it was undone, the first one after
+    the proof that it was over. *_step: of the look, None where there was none."""
+
     before_step: int | None
+    during_step: int | None
     after_step: int | None
-    after_recovery: bool  # the look after the onset is of the healed run
     values: list[LayerValue]
 
 
-class Log(Facts):
-    """A log or a rank's stacks. file: the copy of its end, control characters escaped, beside the report."""
-
-    source: str
-    file: str
-    bytes: int
-    text: str
-
-    @property
-    def tail(self) -> str:
-        return "\n".join(self.text.rstrip("\n").splitlines()[-TAIL:])
-
-
 class Cost(Facts):
-    """What it took. step_seconds: median of the steps around; downtime: from the end of a process to the next one's
-    first step."""
+    """What it took. step_seconds: median of the steps around; recovery: searching and undoing; downtime: from the end
+    of a process, as it was noticed, to the next one's first step; silent: from the last progress until it was noticed.
+    """
 
     steps: int
     batches_refused: int
@@ -145,12 +147,13 @@ class Cost(Facts):
     redone_seconds: float
     recovery_seconds: float
     downtime_seconds: float
+    silent_seconds: float
     gpu_hours: float | None
     money: float | None
 
     @property
     def seconds(self) -> float:
-        return self.redone_seconds + self.recovery_seconds + self.downtime_seconds
+        return self.redone_seconds + self.recovery_seconds + self.downtime_seconds + self.silent_seconds
 
 
 class Evidence(Facts):
@@ -175,3 +178,9 @@ class Evidence(Facts):
     tokens: Tokens | None
     logs: list[Log]
     problems: list[str]
+
+    @property
+    def brief(self) -> Evidence:
+        """What the index of a run tells of it, without what fills the memory."""
+        empty: dict[str, Any] = dict.fromkeys(("timeline", "suspects", "passes", "samples", "logs"), ())
+        return self.model_copy(update=empty | {"layers": None, "tokens": None})

@@ -19,8 +19,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from megastable.report.postmortem import safe, words
-from megastable.report.postmortem.facts import Evidence, LayerValue
+from megastable.report.postmortem.facts import Evidence, Layers, LayerValue
 from megastable.report.postmortem.texts import Piece, Sample, count
+from megastable.report.told import duration, plural, ranges, visible
 
 ON_PAGE = 5  # samples that the page shows
 DOCUMENTS = 50  # documents that the page shows
@@ -32,7 +33,7 @@ FILES = {
     "tokens.png": "token histogram of the guilty samples beside the corpus's",
     "samples.txt": "the texts, escaped",
     "documents.csv": "the documents of the guilty samples",
-    "layers.csv": "statistics of every layer before and after",
+    "layers.csv": "statistics of every layer before, during and after it",
     "evidence.json": "everything, for machines",
 }
 
@@ -63,14 +64,14 @@ def postmortem(e: Evidence, files: Iterable[str]) -> str:
         files=_files(files),
         has_plot="plot.png" in files,
         example=example,
-        duration=words.duration,
+        duration=duration,
     )
 
 
 def index(cases: Sequence[Evidence]) -> str:
     """index.html of a run's incidents, at least one."""
     lost, opened = sum(e.cost.steps for e in cases), sum(e.incident.outcome != "healed" for e in cases)
-    told = f"{words.plural(len(cases), 'incident')}, {words.plural(lost, 'step')} lost"
+    told = f"{plural(len(cases), 'incident')}, {plural(lost, 'step')} lost"
     told += f"; {opened} not proven to be over." if opened else "; all of them are over."
     return _html().get_template("index.html.jinja").render(
         run=cases[-1].run, cases=cases, headline=told, mood=_mood, story=words.headline
@@ -80,17 +81,17 @@ def index(cases: Sequence[Evidence]) -> str:
 def samples(e: Evidence) -> str:
     """samples.txt: every text whole, indented, so that none can pass for a heading."""
     total, i = count(e.incident.positions), e.incident
-    what = "Guilty samples" if i.guilty else "Samples of the skipped window"
+    what = "Guilty samples" if i.guilty else "Skipped samples"
     first = f"{what} of incident {i.number}: {len(e.samples)} of {total:,}. Characters that do not show are escaped."
     return "\n".join([first, *(line for sample in e.samples for line in _sample(sample))]) + "\n"
 
 
 def _sample(sample: Sample) -> Iterable[str]:
     loss = "" if sample.loss is None else f", loss {words.number(sample.loss)} on the good state"
-    yield from ("", f"== position {sample.position}, corpus {safe.line(sample.corpus)}{loss}")
+    yield from ("", f"== position {sample.position}, corpus {visible(sample.corpus)}{loss}")
     for piece in sample.pieces:
-        yield f"-- {safe.line(_place(piece))}" + ("" if piece.ends else " (goes on)")
-        yield from (f"    {line}" for line in safe.visible(piece.text).split("\n"))
+        yield f"-- {visible(_place(piece))}" + ("" if piece.ends else " (goes on)")
+        yield from (f"    {line}" for line in safe.block(piece.text).split("\n"))
 
 
 def documents(e: Evidence) -> str:
@@ -99,18 +100,12 @@ def documents(e: Evidence) -> str:
     return _csv(("corpus", "shard", "document", "first_token", "tokens"), rows)
 
 
-def layers(e: Evidence) -> str:
-    """layers.csv: every statistic at the steps nearest before and after the onset. Raises ValueError without any."""
-    if e.layers is None:
-        raise ValueError("no layers")
-    head = (
-        "name",
-        "statistic",
-        f"before (step {e.layers.before_step})",
-        f"after (step {e.layers.after_step})",
-        "ratio",
-    )
-    return _csv(head, [(v.name, v.statistic, v.before, v.after, v.ratio) for v in e.layers.values])
+def layers(found: Layers) -> str:
+    """layers.csv: every statistic at the looks before, during and after the incident."""
+    looks = {"before": found.before_step, "during": found.during_step, "after": found.after_step}
+    head = [f"{when} (step {step})" if step is not None else when for when, step in looks.items()]
+    rows = [(v.name, v.statistic, v.before, v.during, v.after, v.ratio) for v in found.values]
+    return _csv(("name", "statistic", *head, "ratio"), rows)
 
 
 def changed(e: Evidence) -> list[LayerValue]:
@@ -128,23 +123,24 @@ def changed(e: Evidence) -> list[LayerValue]:
 def _facts(e: Evidence) -> dict[str, Any]:
     """What both pages tell."""
     return {
-        "e": e, "headline": words.seen(e), "sequel": words.sequel(e), "outcome": words.outcome(e), "tokens": e.tokens,
-        "type_of": words.type_of, "type_remark": words.type_remark(e),
-        "cause_of": words.cause_of, "actions": [words.ACTIONS.get(a, a) for a in e.incident.actions],
+        "e": e, "headline": words.seen(e.incident), "sequel": words.sequel(e), "outcome": words.outcome(e),
+        "tokens": e.tokens,
+        "type_of": words.type_of, "type_remark": words.type_remark(e.incident),
+        "cause": words.cause(e.incident), "actions": [words.acted(a) for a in e.incident.actions],
+        "peak": lambda value: words.peak(e.incident, value),
         "follow_ups": words.follow_ups(e), "cost_explained": words.cost_explained(e), "number": words.number,
-        "ranges": words.ranges, "positions": count(e.incident.positions), "layers_remark": _layers_remark(e),
+        "ranges": ranges, "positions": count(e.incident.positions), "layers_remark": _layers_remark(e.layers),
         "uniform": math.log(e.tokens.vocabulary) if e.tokens else 0.0,
     }  # fmt: skip
 
 
-def _layers_remark(e: Evidence) -> str:
-    if e.layers is None:
+def _layers_remark(layers: Layers | None) -> str:
+    if layers is None:
         return ""
-    before, after = e.layers.before_step, e.layers.after_step
-    looks = [f"at step {before:,}, before the onset"] if before is not None else []
-    looks += [f"at step {after:,}, after it"] if after is not None else []
-    told = f"The layers were looked at {' and '.join(looks)}"
-    return told + (", when it was over already." if e.layers.after_recovery else ".")
+    looks = [(layers.before_step, "before the onset"), (layers.during_step, "in the middle of it")]
+    looks += [(layers.after_step, "when it was over")]
+    told = [f"step {step:,}, {when}" for step, when in looks if step is not None]
+    return f"Looks into the layers: {'; '.join(told)}."
 
 
 def _files(names: Iterable[str]) -> list[tuple[str, str]]:
@@ -167,7 +163,7 @@ def _csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(head)
-    writer.writerows([safe.line(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
+    writer.writerows([safe.cell(value) for value in row] for row in rows)
     return file.getvalue()
 
 
@@ -200,7 +196,7 @@ def _environment(**options: Any) -> Environment:
     )  # fmt: skip
     environment.filters |= {
         "count": lambda number: f"{number:,}",
-        "plural": words.plural,
+        "plural": plural,
         "words": lambda text: text.replace("_", " "),
         "path": lambda name: Raw(quote(name)),
     }
@@ -208,7 +204,7 @@ def _environment(**options: Any) -> Environment:
 
 
 def _visible(value: Any) -> Any:
-    return safe.visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return safe.block(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _plain(value: Any) -> Any:
@@ -217,7 +213,7 @@ def _plain(value: Any) -> Any:
 
 def _text(text: str) -> Markup:
     """Untrusted text for a `pre`, its escapes set apart."""
-    pieces = safe.split_escapes(safe.visible(text))
+    pieces = safe.split_escapes(safe.block(text))
     return Markup("").join(
         Markup('<span class="esc">{}</span>').format(piece) if special else escape(piece)
         for piece, special in pieces

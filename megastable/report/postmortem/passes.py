@@ -15,38 +15,40 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megastable import records
 from megastable.report.postmortem.facts import Row
 
+LAST = 1 << 62
 _NAME = re.compile(r"(\d+)-(\d+)-\d+\.parquet")
-# A file is named after its first and its last row; where the run went back in between, it holds more than those say.
-SLACK = 1000
 
 
-def rows(
-    folder: Path, first: int, last: int, columns: Sequence[str], kind: pa.Schema = records.SCHEMA
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Records of the steps [first, last] as {column: value}, in the order of time; and which files are damaged."""
-    wanted = pa.schema([kind.field(name) for name in columns])
-    found, problems = list[dict[str, Any]](), list[str]()
-    for path in files(folder, first, last):
-        try:
-            table = pq.read_table(path, columns=list(columns), schema=kind).cast(wanted)
-        except (pa.ArrowException, OSError):
-            problems.append(f"{folder.name}/{path.name} is damaged: its steps are missing here")
-            continue
-        found += [row for row in table.to_pylist() if first <= row["step"] <= last]
-    return sorted(found, key=lambda row: row["time"]), problems
+class Folder:
+    """The record files of a folder, listed once. slack: steps by which a file, named after its first and its last row,
+    may hold others, where the run went back in between: no more than one holds."""
 
+    def __init__(self, path: Path, kind: pa.Schema, slack: int) -> None:
+        self.kind, self.name = kind, path.name
+        self._files: list[tuple[int, int, Path]] = []
+        for file in sorted(path.glob("*.parquet")):
+            name = _NAME.fullmatch(file.name)
+            first, last = (int(name[1]), int(name[2])) if name else (0, LAST)
+            self._files.append((first - slack, last + slack, file))
 
-def files(folder: Path, first: int, last: int, slack: int = SLACK) -> list[Path]:
-    """The record files that may hold steps of [first, last], oldest first. slack: how far a run goes back, at most."""
-    chosen = []
-    for path in sorted(folder.glob("*.parquet")):
-        name = _NAME.fullmatch(path.name)
-        if name is None or (int(name[1]) <= last + slack and int(name[2]) >= first - slack):
-            chosen.append(path)
-    return chosen
+    def files(self, first: int, last: int) -> list[Path]:
+        """Those that may hold steps of [first, last], lowest first."""
+        return [path for low, high, path in self._files if low <= last and high >= first]
+
+    def rows(self, first: int, last: int, columns: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
+        """Records of the steps [first, last] as {column: value}, in the order of time; and which files are damaged."""
+        wanted = pa.schema([self.kind.field(name) for name in columns])
+        found, problems = list[dict[str, Any]](), list[str]()
+        for path in self.files(first, last):
+            try:
+                table = pq.read_table(path, columns=list(columns), schema=self.kind).cast(wanted)
+            except (pa.ArrowException, OSError):
+                problems.append(f"{self.name}/{path.name} is damaged: its steps are missing here")
+                continue
+            found += [row for row in table.to_pylist() if first <= row["step"] <= last]
+        return sorted(found, key=lambda row: row["time"]), problems
 
 
 def passes(steps: Sequence[Row]) -> list[list[Row]]:
@@ -57,18 +59,3 @@ def passes(steps: Sequence[Row]) -> list[list[Row]]:
             parts.append([])
         parts[-1].append(row)
     return parts
-
-
-def around(
-    folder: Path, onset: float, first: int, last: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
-    """The looks into every layer last before and first after the time `onset`, of the steps [first, last]."""
-    names = [field.name for field in records.LAYER_SCHEMA]
-    found, problems = rows(folder, first, last, names, records.LAYER_SCHEMA)
-    before = [row for row in found if row["time"] < onset]
-    after = [row for row in found if row["time"] >= onset]
-    return (
-        [row for row in before if row["time"] == before[-1]["time"]],
-        [row for row in after if row["time"] == after[0]["time"]],
-        problems,
-    )

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megastable.report.postmortem.facts import Evidence, Row
-from megastable.report.postmortem.safe import escaped, line
 from megastable.report.postmortem.texts import Tokens
+from megastable.report.scale import drawable
+from megastable.report.told import escaped, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 INK, FAINT, GRID = "#1f2933", "#8a94a0", "#e6e9ed"
 BAD, GOOD = "#d1495b", "#1f6fb2"
-LARGEST = 1e30  # what is beyond is as good as infinite, and breaks the scales of a picture
 LABEL = 16  # characters of a token that are shown
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans", "font.size": 9.5, "axes.edgecolor": FAINT, "axes.labelcolor": INK,
@@ -60,7 +60,7 @@ def _steps(e: Evidence) -> Figure:
         signs.append(
             Line2D([], [], color=BAD, marker="x", linewidth=0, markeredgewidth=1.9, label="update refused")
         )
-    if not all(math.isfinite(_shown(v, False)) for row in rows for v in (row.loss, row.grad_norm)):
+    if not all(math.isfinite(drawable(v)) for row in rows for v in (row.loss, row.grad_norm)):
         signs.append(Line2D([], [], color=BAD, marker="^", linewidth=0, label="not finite"))
     figure.legend(handles=signs, loc="outside lower center", ncols=4, handlelength=1.6, columnspacing=2)
     axes[-1, 0].set_xlabel("step")
@@ -78,13 +78,13 @@ def _panel(axis: Axes, e: Evidence, name: str) -> None:
     refused = [row for part in e.passes for row in part if not row.applied and name != "lr"]
     if refused:
         marks: dict[str, Any] = {"color": BAD, "marker": "x", "s": 44, "linewidths": 1.9, "zorder": 6}
-        values = [_shown(getattr(row, name), log) for row in refused]
+        values = [drawable(getattr(row, name), log) for row in refused]
         axis.scatter([row.step for row in refused], values, **marks)
-    lost = [row for part in e.passes for row in part if not math.isfinite(_shown(getattr(row, name), False))]
+    lost = [row for part in e.passes for row in part if not math.isfinite(drawable(getattr(row, name)))]
     if lost and name != "lr":
         top: dict[str, Any] = {"transform": axis.get_xaxis_transform(), "clip_on": False, "zorder": 7}
         axis.scatter([row.step for row in lost], [0.97] * len(lost), marker="^", color=BAD, s=36, **top)
-    norms = [v for part in e.passes for row in part if (v := _shown(row.grad_norm, True)) > 0]
+    norms = [v for part in e.passes for row in part if (v := drawable(row.grad_norm, True)) > 0]
     if log and norms:
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:g}")
@@ -116,7 +116,7 @@ def _line(axis: Axes, rows: Sequence[Row], name: str, log: bool, style: dict[str
     marker = "o" if len(rows) == 1 else None
     axis.plot(
         [r.step for r in rows],
-        [_shown(getattr(r, name), log) for r in rows],
+        [drawable(getattr(r, name), log) for r in rows],
         marker=marker,
         markersize=3.5,
         **style,
@@ -205,7 +205,7 @@ def _tokens(tokens: Tokens) -> Figure:
 
 def label_of(text: str) -> str:
     """A token as a label: spaces seen, what the font has not as an escape, short."""
-    shown = "".join(c if _has_glyph(c) else escaped(c) for c in line(text).replace(" ", "␣"))
+    shown = "".join(c if _has_glyph(c) else escaped(c) for c in visible(text).replace(" ", "␣"))
     return shown if len(shown) <= LABEL else shown[: LABEL - 1] + "…"
 
 
@@ -226,9 +226,3 @@ def _png(figure: Figure) -> bytes:
     # Without the version of the library in it, the same facts give the same bytes.
     figure.savefig(content, format="png", dpi=130, metadata={"Software": None})
     return content.getvalue()
-
-
-def _shown(value: float | None, positive: bool) -> float:
-    if value is None or not -LARGEST < value < LARGEST or (positive and value <= 0):
-        return math.nan
-    return value

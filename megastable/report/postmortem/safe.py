@@ -1,12 +1,14 @@
 """Untrusted text made harmless: what a person opens shows it, and nothing that reads it obeys it.
 
 Text of guilty samples, names, messages and logs may hold control characters, ANSI escapes, bidirectional overrides,
-HTML and Markdown. `visible` comes first, whatever the file is; then the file's own escaping.
+HTML and Markdown. `visible` (told.py) comes first, whatever the file is; then the file's own escaping.
 """
 
 from __future__ import annotations
 
 import re
+
+from megastable.report.told import visible
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PUNCTUATION = re.compile(r"[\\`*\[\]<>|&~#$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
@@ -15,33 +17,14 @@ _LIST = re.compile(r"^(\s*\d*)([-+=.)])(?=\s|$|[-=])")
 _ESCAPE = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}|[tnr])")
 
 
-def visible(text: str, keep: str = "\n\t") -> str:
-    """`text` with every character that does not show, or changes how others do, as an escape such as \\x1b or \\u202e.
-
-    keep: those that stay as they are.
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c in keep or c.isprintable() else escaped(c) for c in text)
-
-
-def escaped(character: str) -> str:
-    """One character as Python writes it in ASCII."""
-    code = ord(character)
-    short = {9: "\\t", 10: "\\n", 13: "\\r"}.get(code)
-    if short is not None:
-        return short
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
-def line(text: str) -> str:
-    """On one line, whatever it held."""
-    return visible(text, keep="")
+def block(text: str) -> str:
+    """On as many lines as it has, with its tabs."""
+    return visible(text, keep="\n\t")
 
 
 def markdown(text: str) -> str:
     """As plain words inside a line or a table's cell of Markdown (CommonMark and GitHub's): no markup, no link."""
-    plain = _PUNCTUATION.sub(lambda found: "\\" + found[0], line(text))
+    plain = _PUNCTUATION.sub(lambda found: "\\" + found[0], visible(text))
     plain = _LIST.sub(lambda found: f"{found[1]}\\{found[2]}", plain, count=1)
     # A renderer makes a link of a bare address; a comment that shows as nothing keeps it from that.
     return _ADDRESS.sub(lambda found: f"{found[0]}<!-- -->", plain)
@@ -49,7 +32,7 @@ def markdown(text: str) -> str:
 
 def fenced(text: str) -> str:
     """As a code block of Markdown that no line of `text` can end."""
-    shown = visible(text)
+    shown = block(text)
     longest = max((len(run) for run in re.findall(r"`+", shown)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{shown}\n{fence}"
@@ -57,17 +40,24 @@ def fenced(text: str) -> str:
 
 def code(text: str) -> str:
     """As code inside a line of Markdown."""
-    shown = line(text)
+    shown = visible(text)
     longest = max((len(run) for run in re.findall(r"`+", shown)), default=0)
     ticks = "`" * (longest + 1)
     pad = " " if longest or not shown.strip() else ""
     return f"{ticks}{pad}{shown}{pad}{ticks}"
 
 
+def cell(value: object) -> object:
+    """As a cell of a table that a spreadsheet opens: no formula."""
+    if not isinstance(value, str):
+        return value
+    return ("'" if value.startswith(("=", "+", "-", "@", "\t", "\r")) else "") + visible(value)
+
+
 def log_text(content: bytes) -> str:
     """What a program printed, as text for a person: colours gone, progress lines one below the other, all visible."""
     text = _COLOURS.sub("", content.decode("utf-8", "replace"))
-    return visible(text.replace("\r\n", "\n").replace("\r", "\n"))
+    return block(text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def split_escapes(text: str) -> list[tuple[str, bool]]:

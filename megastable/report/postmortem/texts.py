@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from megastable.config import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.documents import Document, documents_by_position
+from megastable.data.skips import Skips
 from megastable.data.source import Source
 from megastable.data.statistics import token_counts, unigram_entropy
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
@@ -21,8 +22,10 @@ from megastable.recipe import find
 
 SHOWN = 50  # samples whose text is written down, each whole
 COUNTED = 512  # samples whose tokens are counted
+FAR = 1 << 16  # positions before them among which ordinary ones are looked for
 CORPUS = 1 << 21  # tokens of a corpus that they are compared with
 TOP = 10  # most frequent tokens of either that are named
+FEW = 3000  # tokens that it takes to tell random ones
 POINTS = 80  # of a curve over ranks
 
 Range = tuple[int, int]
@@ -65,15 +68,14 @@ class Tokens(Facts):
     """Unigram statistics of guilty samples (up to COUNTED, evenly spread) and of their corpora (up to CORPUS tokens).
 
     Entropies in nats per token. repeated: share of a guilty sample's most frequent token, the median. distance: total
-    variation between the two distributions, 0 to 1; usual_distance: of as many samples from before the guilty ones,
-    None where there are none. *_by_rank: (rank, share), most frequent first.
+    variation between the two distributions, 0 to 1; usual_distance: of as many samples from before the guilty ones that
+    were not skipped, None where there are too few. *_by_rank: (rank, share), most frequent first.
     """
 
     samples: int
     guilty_tokens: int
     corpus_tokens: int
     vocabulary: int
-    guilty_distinct: int
     guilty_entropy: float
     corpus_entropy: float
     repeated: float
@@ -88,9 +90,12 @@ class Tokens(Facts):
         """What that looks like, in a sentence."""
         if self.repeated > 0.5:
             return f"A single token makes {self.repeated:.0%} of a sample: it looks like a repetition."
-        if math.exp(self.guilty_entropy) > 0.5 * min(self.vocabulary, self.guilty_tokens):
+        many = self.guilty_tokens >= FEW  # of fewer, hardly any comes twice in any text
+        if many and math.exp(self.guilty_entropy) > 0.5 * min(self.vocabulary, self.guilty_tokens):
             return "Almost every token of the vocabulary is as frequent as any other: it looks like random tokens."
-        if self.usual_distance is not None and self.distance < 1.3 * self.usual_distance:
+        if self.usual_distance is None:
+            return "There are no ordinary samples before them to compare their tokens with."
+        if self.distance < 1.3 * self.usual_distance:
             return "Its tokens are as frequent as elsewhere in the corpus: look at their order and at what it says."
         return (
             "Other tokens are frequent here than elsewhere in the corpus: it looks like another kind of text."
@@ -147,8 +152,11 @@ class Library:
             position=position, corpus=self.source.order.corpora[place.corpus].name, loss=loss, pieces=pieces
         )
 
-    def tokens(self, ranges: Sequence[Range]) -> Tokens:
-        """How the tokens of `ranges` are distributed. Raises DataError for a damaged corpus."""
+    def tokens(self, ranges: Sequence[Range], skipped: Skips) -> Tokens:
+        """How the tokens of `ranges` are distributed, beside ordinary ones, of which none is `skipped`.
+
+        Raises DataError for a damaged corpus.
+        """
         positions = spread(ranges, COUNTED)
         guilty = self._counts(positions)
         repeated = [np.bincount(sample[:-1]).max() for sample in self.source.samples(positions)]
@@ -158,15 +166,16 @@ class Library:
             (token_counts(s, self.vocabulary, CORPUS // len(streams)) for s in streams),
             np.zeros(self.vocabulary, dtype=np.int64),
         )
-        before = np.arange(max(0, ranges[0][0] - positions.size), ranges[0][0])
+        before = np.arange(max(0, ranges[0][0] - FAR), ranges[0][0])
+        before = before[~skipped.mask(before)][-positions.size :]
         shares, usual = guilty / guilty.sum(), corpus / corpus.sum()
         named = dict.fromkeys((*_top(guilty), *_top(corpus)))
         return Tokens(
             samples=positions.size, guilty_tokens=int(guilty.sum()), corpus_tokens=int(corpus.sum()),
-            vocabulary=self.vocabulary, guilty_distinct=int(np.count_nonzero(guilty)),
+            vocabulary=self.vocabulary,
             guilty_entropy=unigram_entropy(guilty), corpus_entropy=unigram_entropy(corpus),
             repeated=float(np.median(repeated)) / self.source.order.sequence_length, distance=_distance(guilty, corpus),
-            usual_distance=_distance(self._counts(before), corpus) if before.size else None,
+            usual_distance=_distance(self._counts(before), corpus) if before.size == positions.size else None,
             top=[
                 TokenShare(token=t, text=self._label(t), guilty=float(shares[t]), corpus=float(usual[t]))
                 for t in named

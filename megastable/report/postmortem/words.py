@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from megastable.report.postmortem.facts import Evidence
+from megastable.report.postmortem.facts import Evidence, IncidentFacts
 from megastable.report.postmortem.texts import Facts, count
+from megastable.report.told import duration, plural
 
 NAMED = 1000  # as many documents as an incident names at most (casebook.py)
 TYPES = {
@@ -20,19 +21,23 @@ CAUSES = {
     "state": "state: the weights or the optimizer's state: the same data is harmless on the good state",
     "learning_rate": "learning rate: it came back with other data, and nobody was guilty",
     "hardware": "hardware: the same data on the same state gave something else",
-    "process": "process: one that died, was killed or hung",
-    "storage": "storage: a checkpoint was damaged",
-    "code": "code: it fails at the same step with other data, too",
     "unknown": "not known",
 }
+BREAKDOWNS = {
+    "process": "process: one that died, was killed or hung",
+    "storage": "storage: a checkpoint was damaged on its disk",
+    "code": "code: the same failure at the same step, with other data, too",
+    "data": "data: the same failure at the same place, again and again; its samples were not measured",
+    "hardware": "hardware: one host fails among several",
+}
 ACTIONS = {
-    "discard": "The updates were refused: the weights never saw them.",
-    "rewind": "The run went back in memory to before the onset and went on, without a restart.",
-    "cut_lr": "The run went back in memory to before the onset and went on with a smaller learning rate.",
-    "swap_corpus": "The run went back in memory to before the onset and went on without the corpus.",
-    "handover": "The processes were ended, to be started again from a checkpoint of before the onset.",
-    "restart": "The processes were started again from the newest good checkpoint.",
-    "stop": "The run was stopped: a person is needed.",
+    "discard": "the updates were refused; the weights never saw them",
+    "rewind": "went back in memory to before the onset and went on, without a restart",
+    "cut_lr": "went back in memory to before the onset and went on with a smaller learning rate",
+    "swap_corpus": "went back in memory to before the onset and went on without the corpus",
+    "handover": "ended the processes, to be started again from a checkpoint of before the onset",
+    "restart": "started the processes again from the newest good checkpoint",
+    "stop": "stopped: a person is needed",
 }
 OUTCOMES = {
     "open": "It is still open: no proof yet that it is over.",
@@ -51,7 +56,7 @@ class FollowUp(Facts):
 
 def headline(e: Evidence) -> str:
     """The incident in two or three sentences."""
-    return f"{seen(e)} {sequel(e)}"
+    return f"{seen(e.incident)} {sequel(e)}"
 
 
 def sequel(e: Evidence) -> str:
@@ -59,58 +64,68 @@ def sequel(e: Evidence) -> str:
     return " ".join(part for part in (_found_and_done(e), outcome(e)) if part)
 
 
-def type_remark(e: Evidence) -> str:
-    """What the type means; of a process or a file that failed it says nothing."""
-    return "" if e.incident.breakdown else TYPES.get(e.incident.kind, ("", ""))[1]
-
-
 def type_of(kind: str) -> str:
     return TYPES.get(kind, (kind, ""))[0]
 
 
-def cause_of(cause: str) -> str:
-    return CAUSES.get(cause, cause)
+def type_remark(i: IncidentFacts) -> str:
+    """What the type means; of a process or a file that failed it says nothing."""
+    return "" if i.breakdown else TYPES.get(i.kind, ("", ""))[1]
 
 
-def jumped(e: Evidence) -> bool:
-    """Whether the loss itself went up, not the gradient norm alone."""
-    before, peak = e.incident.loss_before, e.incident.loss_peak
-    return before is not None and peak is not None and peak > 1.02 * before
+def cause(i: IncidentFacts) -> str:
+    """What the cause means: a supervisor means other things than attribution does."""
+    return (BREAKDOWNS if i.breakdown else CAUSES).get(i.cause, i.cause)
 
 
-def seen(e: Evidence) -> str:
-    """What happened."""
-    i = e.incident
-    if i.failure:
-        return _sentence(i.failure)
+def acted(action: str) -> str:
+    """What an action did."""
+    return _sentence(ACTIONS.get(action, action))
+
+
+def seen(i: IncidentFacts) -> str:
+    """What happened, and when."""
+    if i.breakdown:
+        return _sentence(i.failure) if i.failure else f"After step {i.step:,} {symptom(i)}."
+    lasting = i.verdict in ("drift", "plateau", "oscillation")
+    return f"{f'From step {i.onset:,} on' if lasting else f'At step {i.onset:,}'} {symptom(i)}."
+
+
+def symptom(i: IncidentFacts) -> str:
+    """What happened, as a part of a sentence; with numbers where there are any."""
     if i.breakdown:
         what = {"crash": "a process ended that should have gone on", "hang": "the run hung"}
-        return f"After step {i.step:,} {what.get(i.verdict, 'a checkpoint was damaged')}."
-    from_to = f" from {i.loss_before:.2f} to {i.loss_peak:.2f}" if jumped(e) else ""
-    if i.verdict == "non_finite":
-        return f"At step {i.onset:,} the loss or the gradients were not finite."
-    if not from_to:
-        norm = (
-            ""
-            if i.norm_peak is None
-            else f" to {i.norm_peak:.3g}"
-            if math.isfinite(i.norm_peak)
-            else " beyond all bounds"
-        )
-        return f"At step {i.onset:,} the gradient norm went up{norm}."
-    verbs = {
-        "drift": f"From step {i.onset:,} on the loss drifted away,{from_to}.",
-        "plateau": f"From step {i.onset:,} on the loss stayed above its old level: it went{from_to}.",
-        "oscillation": f"From step {i.onset:,} on the loss swung,{from_to}.",
-    }
-    return verbs.get(i.verdict, f"At step {i.onset:,} the loss jumped{from_to}.")
+        return i.failure.rstrip(".") or what.get(i.verdict, "a checkpoint was damaged")
+    before, peak, norm = i.loss_before, i.loss_peak, i.norm_peak
+    known = before is not None and peak is not None
+    went = f" from {number(before)} to {number(peak)}" if known else ""
+    match i.verdict:
+        case "non_finite":
+            return "the loss or the gradients were not finite"
+        case "drift":
+            return f"the loss drifted away{went and f',{went}'}"
+        case "plateau":
+            return f"the loss stayed above its old level{went and f': it went{went}'}"
+        case "oscillation":
+            return f"the loss swung{went and f',{went}'}"
+        case "spike" if before is not None and peak is not None and peak > 1.02 * before:
+            return f"the loss jumped{went}"
+        case "spike" if known:
+            return (
+                f"the gradient norm jumped{'' if norm is None else f' to {number(norm)}'}, the loss did not"
+            )
+        case "spike":
+            return "the loss or the gradient norm jumped"
+    return f"the loss went{went}" if known else "something stood out"
 
 
 def _found_and_done(e: Evidence) -> str:
     i = e.incident
     back = f"step {e.back_to[-1]:,}" if e.back_to else "before the onset"
     if i.breakdown:
-        return f"The run went on from {back}; steps done again: {i.steps_lost:,}." if e.back_to else ""
+        told = [f"Skipped from now on: {plural(count(i.positions), 'sample')}."] if i.positions else []
+        told += [f"The run went on from {back}; steps done again: {i.steps_lost:,}."] if e.back_to else []
+        return " ".join(told)
     guilty = f"{plural(count(i.guilty), 'sample')} of {documents(e)}"
     found = {
         "data": f"{guilty} {'was' if count(i.guilty) == 1 else 'were'} guilty.",
@@ -141,11 +156,6 @@ def outcome(e: Evidence) -> str:
     return f"{at} loss was on its trend again{after}."
 
 
-def found(e: Evidence) -> str:
-    """What attribution concluded, with the numbers it rests on."""
-    return "; then ".join(e.incident.reasons)
-
-
 def figures(e: Evidence) -> list[tuple[str, str, str]]:
     """Key figures: (name, value, remark)."""
     i, c = e.incident, e.cost
@@ -154,11 +164,11 @@ def figures(e: Evidence) -> list[tuple[str, str, str]]:
         shown.append(
             (
                 "peak loss",
-                number(i.loss_peak),
+                peak(i, i.loss_peak),
                 f"{number(i.loss_before)} before, {number(i.loss_after)} after",
             )
         )
-        shown.append(("gradient norm", number(i.norm_peak), "its peak, before clipping"))
+        shown.append(("gradient norm", peak(i, i.norm_peak), "its peak, before clipping"))
     refused = f", {plural(c.batches_refused, 'update')} refused" if c.batches_refused else ""
     shown.append(
         ("steps lost", f"{c.steps:,}", ("" if c.tokens is None else f"{c.tokens:,} tokens") + refused)
@@ -184,12 +194,19 @@ def figures(e: Evidence) -> list[tuple[str, str, str]]:
 def cost_explained(e: Evidence) -> str:
     """How the cost is computed."""
     c, r = e.cost, e.run
-    parts = [
-        f"{plural(c.steps, 'step')} done again at {c.step_seconds:.3g} s (the median): {duration(c.redone_seconds)}"
-        if c.step_seconds else f"{plural(c.steps, 'step')} done again, of unknown length",
-        f"finding and undoing it: {duration(c.recovery_seconds)}",
-        f"from the end of a process to the first step of the next: {duration(c.downtime_seconds)}",
-    ]  # fmt: skip
+    again = f"{plural(c.steps, 'step')} done again"
+    again += f" at {c.step_seconds:.3g} s (the median): {duration(c.redone_seconds)}" if c.step_seconds else (
+        ", of unknown length"
+    )  # fmt: skip
+    parts = [again]
+    if c.recovery_seconds or not e.incident.breakdown:
+        parts.append(f"finding and undoing it: {duration(c.recovery_seconds)}")
+    if c.silent_seconds:
+        parts.append(f"from the last progress until that was noticed: {duration(c.silent_seconds)}")
+    if c.downtime_seconds or e.incident.breakdown:
+        parts.append(
+            f"from the end of a process to the first step of the next: {duration(c.downtime_seconds)}"
+        )
     told = "; ".join(parts) + "."
     if c.gpu_hours is not None:
         told += f" GPU-hours are {r.world} ranks times these {c.seconds:,.1f} seconds, over 3600"
@@ -203,7 +220,8 @@ def cost_explained(e: Evidence) -> str:
 
 def follow_ups(e: Evidence) -> list[FollowUp]:
     """What a person should do now, by cause and outcome."""
-    return [*_by_outcome(e), *_by_cause(e), *_logs(e)]
+    causes = _of_breakdown(e) if e.incident.breakdown else _by_cause(e)
+    return [*_by_outcome(e), *causes, *_logs(e)]
 
 
 def _by_outcome(e: Evidence) -> Iterator[FollowUp]:
@@ -245,11 +263,11 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
                 text="A corpus is left out from here on: clean it, or raise the weights of the others knowingly."
             )
     elif i.cause == "learning_rate":
-        lower = (
-            f" (optimizer.lr, now {r.lr:g}; this run goes on with {r.lr * r.cut_factor:g})"
-            if r.lr and r.cut_factor
-            else ""
-        )
+        lower = ""
+        if r.lr and r.cut_factor:
+            now = r.lr * r.cut_factor ** i.actions.count("cut_lr")
+            goes_on = f"; this run goes on with {now:g}" if i.outcome != "stopped" else ""
+            lower = f" (optimizer.lr, now {r.lr:g}{goes_on})"
         yield FollowUp(
             text=f"Begin the next run of this size with a lower peak rate{lower}, or a longer schedule.warmup_steps."
         )
@@ -266,27 +284,40 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
         )
     elif i.cause == "hardware":
         yield FollowUp(text="Check the hosts of this attempt: GPU error counters (ECC, Xid), then a burn-in.")
-    elif i.cause == "storage":
-        yield FollowUp(
-            text="Check the disk that held the damaged checkpoint, and the kernel's log of the host that wrote it."
-        )
-    elif i.cause == "code":
-        yield FollowUp(
-            text="It fails at the same step with other data: reproduce it from the checkpoint before, on few ranks."
-        )
-    elif i.cause == "process":
-        yield FollowUp(
-            text="Find out what ended or held up the process: the kernel's log tells of memory (OOM) and GPU faults.",
-            command="dmesg -T | tail -50",
-        )
+
+
+def _of_breakdown(e: Evidence) -> Iterator[FollowUp]:
+    match e.incident.cause:
+        case "data":
+            yield FollowUp(
+                text="It failed at the same place again and again: read the samples that are skipped now.",
+                command=f"less {_here(e)}/samples.txt",
+            )
+        case "hardware":
+            yield FollowUp(
+                text="Take that host out of the hostfile, and check it: GPU error counters (ECC, Xid), then a burn-in."
+            )
+        case "storage":
+            yield FollowUp(
+                text="Check the disk that held the damaged checkpoint, and the kernel's log of the host that wrote it."
+            )
+        case "code":
+            yield FollowUp(
+                text="It fails at the same step with other data: reproduce it from the checkpoint before, on few ranks."
+            )
+        case "process":
+            yield FollowUp(
+                text="Find out what ended or held it up: the kernel's log tells of memory (OOM) and GPU faults.",
+                command="dmesg -T | tail -50",
+            )
 
 
 def _logs(e: Evidence) -> Iterator[FollowUp]:
-    for log in e.logs:
-        what = "stacks: where did this rank stand" if log.source.endswith(".stacks") else "its last lines"
+    if e.logs:
+        stood = any(log.source.endswith(".stacks") for log in e.logs)
         yield FollowUp(
-            text=f"Read {log.source} ({what}).",
-            command=f"less {shlex.quote(f'{e.run.directory}/{log.source}')}",
+            text=f"Read the log{', and the stacks below: where every rank stood' if stood else ' to its end'}.",
+            command=f"less {shlex.quote(f'{e.run.directory}/{e.logs[0].source}')}",
         )
 
 
@@ -299,38 +330,20 @@ def _here(e: Evidence) -> str:
 
 def number(value: float | None) -> str:
     """A loss or a norm."""
-    return (
-        "–"
-        if value is None
-        else "not finite"
-        if not math.isfinite(value)
-        else f"{value:.2f}"
-        if value < 1000
-        else f"{value:.3g}"
-    )
+    if value is None:
+        return "–"
+    return "not finite" if not math.isfinite(value) else f"{value:.2f}" if value < 1000 else f"{value:.3g}"
 
 
-def plural(n: int, noun: str) -> str:
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+def peak(i: IncidentFacts, value: float | None) -> str:
+    """As `number`, of a peak: one that is not finite is not kept."""
+    return "not finite" if value is None and i.verdict == "non_finite" else number(value)
 
 
 def documents(e: Evidence) -> str:
     """How many documents are named; an incident names no more than so many."""
     some = len(e.incident.documents)
     return f"{some:,} or more documents" if some >= NAMED else plural(some, "document")
-
-
-def duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def ranges(given: Sequence[tuple[int, int]], most: int = 12) -> str:
-    """Positions for people: both ends included."""
-    shown = ", ".join(str(a) if b == a + 1 else f"{a}–{b - 1}" for a, b in given[:most])
-    return shown + (f" and {len(given) - most} more ranges" if len(given) > most else "")
 
 
 def _sentence(text: str) -> str:

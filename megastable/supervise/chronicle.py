@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Any
 
-from megastable.supervise.words import TOLD, kind_of_end, say, visible
-
-Event = dict[str, Any]
+from megastable.errors import HANDOVER, NO_SPACE, STOPPED, UNSTABLE
+from megastable.report.told import TOLD, Event, say, visible
 
 TAIL = 30  # events that are kept in words
 LARGEST = 2**53  # up to it a float is exact
 KEPT = 20  # of evaluations, attempts and restarts
 WORKS = ("training", "resumed", "launched")  # someone was at work then
 OTHERS = ("supervisor", "hook_failed", "hang", "ended", "restart")  # no sign of a training process
-ENDS = (
-    "stopped",
-    "finished",
-    "unstable",
-    "handover",
-)  # ... and this is how the training process said goodbye
+ENDS = ("stopped", "finished", "unstable", "handover")  # how the training process says goodbye
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the training processes by a supervisor. how: see words.kind_of_end; "" while it runs."""
+    """One start of the training processes by a supervisor. how: see kind_of_end; "" while it runs."""
 
     number: int
     began: float | None
@@ -64,11 +57,11 @@ class Attempt:
 
 
 @dataclass
-class Story:
+class Chronicle:
     """step: the last that the journal names, None when it names none. last: unix seconds of the last sign of a training
     process. starts: of these, with or without a supervisor. refused: updates. word: the last event that says who is at
     work. goodbye: the last of ENDS, if nobody was at work since. supervisor: its last words about itself, unless
-    somebody was at work after its end."""
+    somebody was at work after its end. started: how one was started last, with recipe and arguments."""
 
     began: float | None = None
     last: float | None = None
@@ -84,6 +77,7 @@ class Story:
     _tail: deque[Event] = field(default_factory=lambda: deque(maxlen=TAIL))
     goodbye: Event | None = None
     supervisor: Event | None = None
+    started: Event = field(default_factory=dict)
     word: str = ""
     restart: Event | None = None  # that is being waited for
 
@@ -118,7 +112,8 @@ class Story:
             self.step = whole(event.get("steps")) or self.step
         elif kind == "supervisor":
             self.supervisor = event
-            self.word = "supervisor" if event.get("what") != "ended" else self.word
+            if event.get("what") != "ended":
+                self.word, self.started = "supervisor", event
         elif kind in ("launched", "ended"):
             self._attempt(kind, event, moment)
         elif kind == "restart":
@@ -126,6 +121,11 @@ class Story:
             self.restarts[self._how(number)] += 1
         if isinstance(summary := event.get("summary"), dict):
             self._incident(summary)
+
+    @property
+    def over(self) -> bool:
+        """Whether the training process or the supervisor said goodbye, and nobody was at work since."""
+        return self.goodbye is not None or (self.supervisor or {}).get("what") == "ended"
 
     @property
     def tail(self) -> tuple[Said, ...]:
@@ -182,6 +182,17 @@ class Story:
             loss_peak=real(told.get("loss_peak")),
             failure=visible(told.get("failure") or "", 300),
         )
+
+
+def kind_of_end(event: Event) -> str:
+    """Why an attempt ended, of an `ended` event: one of a handful of words, for counting."""
+    if event.get("hung"):
+        return "hang"
+    if event.get("signal"):
+        return "killed"
+    code = event.get("code")
+    known = {0: "done", STOPPED: "stopped", UNSTABLE: "unstable", NO_SPACE: "no_space", HANDOVER: "handover"}
+    return known.get(code, "crash") if isinstance(code, int) else "crash"
 
 
 def real(value: object) -> float | None:

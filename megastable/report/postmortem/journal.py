@@ -1,0 +1,111 @@
+"""The journal of a run in one pass: what each of its incidents needs of it. A line that is none of ours is left out."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections import defaultdict
+from typing import Any
+
+from megastable import jsonl
+from megastable.report.told import Event, plural
+from megastable.rundir import RunDirectory
+
+EARLIER, LATER = 30, 12  # events before and after those of an incident that are looked at
+MARKS = (
+    "checkpoint",
+    "evaluated",
+    "training",
+    "finished",
+    "stopped",
+)  # between two of them a stretch is whole
+STARTS = ("training", "launched")
+TURNS = (*STARTS, "hang", "ended", "handover", "supervisor")  # where processes begin or end
+LATEST = 1e11  # Unix seconds: what is beyond is no time
+
+
+class Journal:
+    """events: in order, without the policy's memory, of which every event of an incident has a copy.
+
+    lines: those of the file that they are. own: of each incident, by number, which events are its own. refused: those
+    of refused updates, by step. Raises DataError for a file that cannot be read.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.events: list[Event] = []
+        self.lines: list[bytes] = []
+        self.own: dict[int, list[int]] = defaultdict(list)
+        self.refused: dict[int, list[Event]] = defaultdict(list)
+        self._turns: list[int] = []
+        odd = 0
+        for line in jsonl.read(run.journal)[0]:
+            event = _sane(line)
+            if event is None:
+                odd += bool(line.strip())
+            else:
+                self._add(event, line)
+        self.problems = (
+            [f"{run.journal.name}: {plural(odd, 'line')} left out: no event in JSON"] if odd else []
+        )
+
+    def _add(self, event: Event, line: bytes) -> None:
+        at, kind, step = len(self.events), event["event"], event.get("step")
+        event.pop("policy", None)
+        self.events.append(event)
+        self.lines.append(line)
+        if kind in TURNS:
+            self._turns.append(at)
+        elif kind == "discarded" and isinstance(step, int):
+            self.refused[step].append(event)
+        elif kind == "incident" and (number := number_of(event)) is not None:
+            self.own[number].append(at)
+
+    def turns(self, at: int) -> list[int]:
+        """Which events say that processes began or ended, after their last start before events[at]."""
+        first = bisect_left(self._turns, at)
+        while first > 0 and self.events[self._turns[first - 1]]["event"] not in STARTS:
+            first -= 1
+        return self._turns[first:]
+
+    def world(self, at: int) -> int | None:
+        """How many ranks trained at events[at]."""
+        for turn in range(bisect_left(self._turns, at) - 1, -1, -1):
+            if type(world := self.events[self._turns[turn]].get("world")) is int:
+                return world
+        return None
+
+    def nearby(self, begin: int, end: int) -> slice:
+        """From the last mark before events[begin] to the first one after events[end], marks included."""
+        first, last = begin, end
+        while first > max(0, begin - EARLIER) and (
+            first == begin or self.events[first]["event"] not in MARKS
+        ):
+            first -= 1
+        most = min(len(self.events) - 1, end + LATER)
+        while last < most and (last == end or self.events[last]["event"] not in MARKS):
+            last += 1
+        return slice(first, last + 1)
+
+
+def summary_of(event: Event) -> dict[str, Any]:
+    """What an event says of the whole incident."""
+    summary = event.get("summary")
+    return summary if isinstance(summary, dict) else {}
+
+
+def number_of(event: Event) -> int | None:
+    """The incident that an event belongs to."""
+    number = summary_of(event).get("number")
+    return number if type(number) is int and 0 < number < 10**9 else None
+
+
+def _sane(line: bytes) -> Event | None:
+    """An event that has a kind and a time; None for anything else."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    time = event.get("time")
+    return event if isinstance(time, int | float) and 0 <= time < LATEST else None

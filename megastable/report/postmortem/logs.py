@@ -1,0 +1,109 @@
+"""The logs, last words and stacks that an incident names: those that say the same are shown once, for all their ranks.
+
+Only what lies in the run directory is read. A copy of the end of each that is shown is made safe to open.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from megastable.messages import LastWords
+from megastable.report.postmortem.safe import log_text
+from megastable.report.postmortem.texts import Facts
+from megastable.report.told import plural, ranges
+
+COPIED = 1 << 20  # bytes of a log, its end, that are copied
+TAIL = 60  # lines of it that are shown, ...
+WIDEST = 20_000  # ... and characters
+MOST = 12  # that are shown
+_UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
+_RANK = re.compile(r"rank-(\d+)\.(json|stacks)")
+_WHO = re.compile(
+    r"\Arank .*\n|0x[0-9a-f]+"
+)  # what differs between the stacks of two ranks at the same place
+
+
+class Log(Facts):
+    """A log, or what a rank left. ranks: all that left the same, "" of a log of all. file: the copy of its end, control
+    characters escaped, beside the report; tail: its last lines."""
+
+    source: str
+    ranks: str
+    file: str
+    bytes: int
+    tail: str
+
+
+def logs(root: Path, folder: str, paths: Iterable[str]) -> tuple[list[Log], list[str]]:
+    """Of `paths` below the run directory `root`, those to be shown: whole logs, then last words, the first cause before
+    its consequences, then stacks; and what could not be had. folder: of the logs, left out of names."""
+    found, problems = list[tuple[tuple[Any, ...], int | None, Any, Log]](), list[str]()
+    for path in dict.fromkeys(paths):
+        try:
+            size, content = _end(root, path)
+        except (OSError, ValueError) as error:
+            why = (error.strerror or error) if isinstance(error, OSError) else error
+            problems.append(f"{path}: {why}")
+            continue
+        text, named = log_text(content), _RANK.fullmatch(Path(path).name)
+        parts = Path(path).parts
+        name = "-".join(("log", *(parts[1:] if parts[0] == folder else parts)))
+        tail = "\n".join(text.rstrip("\n").splitlines()[-TAIL:])[-WIDEST:]
+        log = Log(source=path, ranks="", file=_UNUSUAL.sub("_", name), bytes=size, tail=tail)
+        if named is None:
+            found.append((("", 0.0, 0, path), None, path, log))
+        else:
+            time, same = _said(text) if named[2] == "json" else (0.0, _WHO.sub("", text))
+            rank = int(named[1])
+            found.append(((named[2], time, rank, path), rank, (Path(path).parent, named[2], same), log))
+    alike: dict[Any, tuple[Log, list[int]]] = {}
+    for _, number, key, log in sorted(found, key=itemgetter(0)):
+        alike.setdefault(key, (log, []))[1].extend([] if number is None else [number])
+    shown = [log.model_copy(update={"ranks": _ranks(numbers)}) for log, numbers in alike.values()]
+    if len(shown) > MOST:
+        problems.append(f"{plural(len(shown) - MOST, 'more log')}, all different, are not shown")
+    return shown[:MOST], problems
+
+
+def _said(text: str) -> tuple[float, Any]:
+    """When a rank said its last words, and what they were, whichever rank it is."""
+    try:
+        words = LastWords.model_validate_json(text)
+    except ValueError:
+        return math.inf, text
+    return words.time, (re.sub(r"\d+", "", words.error), words.where)
+
+
+def copy(root: Path, log: Log) -> bytes:
+    """What `log.file` holds. Raises OSError and ValueError where it is gone."""
+    return log_text(_end(root, log.source)[1]).encode()
+
+
+def _end(root: Path, path: str) -> tuple[int, bytes]:
+    """Size and last bytes of a file. Raises ValueError for one outside of `root`."""
+    file = (root / path).resolve()
+    if file.exists() and not file.is_file():
+        raise ValueError("no file")
+    if not file.is_relative_to(root.resolve()):
+        raise ValueError("not in the run directory: not copied")
+    with file.open("rb") as stream:
+        size = stream.seek(0, 2)
+        stream.seek(max(0, size - COPIED))
+        return size, stream.read(COPIED)
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return ""
+    runs: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return ("rank " if len(numbers) == 1 else "ranks ") + ranges(runs)

@@ -1,0 +1,44 @@
+"""The last words of a run tell an incident as it was: whoever was guilty, or that nobody was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastable.report.story import story
+from tests.conftest import tiny
+
+KNOWN: dict[str, Any] = {
+    "loss_before": 4.0, "loss_peak": 9.0, "step": 121, "onset": 120, "verdict": "spike", "class": "recoverable",
+    "cause": "data", "positions": [[190, 193]], "documents": [], "planted_documents": [], "action": "rewind",
+    "outcome": "healed", "steps_lost": 2, "batches_discarded": 0, "seconds": 1.0, "failure": "",
+}  # fmt: skip
+
+
+def lines(corpus: Path, **change: Any) -> list[str]:
+    return list(story(KNOWN | change, tiny(corpus, Path("unused"))))
+
+
+def test_where_the_state_was_spoilt_nobody_is_guilty(corpus: Path) -> None:
+    assert lines(corpus, cause="state") == [
+        "step 121     the loss jumped from 4.00 to 9.00; recoverable, cause: state",
+        "done         went back in memory to before the onset and went on, without a restart; skipped 190-192: healed",
+        "cost         steps done again: 2, batches refused: 0, seconds: 1.0",
+    ]
+
+
+def test_of_a_crash_the_failure_is_told(corpus: Path) -> None:
+    failure = "rank 1 was killed by \x1b[31msignal 9 (SIGKILL)"
+    crash = {"verdict": "crash", "cause": "process", "positions": [], "action": "restart", "failure": failure}
+    seen, done, _ = lines(corpus, **crash, loss_before=None, loss_peak=None)
+    assert seen == f"step 121     {failure}; recoverable, cause: process".replace("\x1b", "\\x1b")
+    assert done == "done         started the processes again from the newest good checkpoint: healed"
+
+
+@pytest.mark.parametrize("action", [None, "something new"])
+def test_an_action_without_words_is_named(corpus: Path, action: str | None) -> None:
+    assert f"done         {action or 'nothing'}: open" in lines(
+        corpus, action=action, outcome="open", positions=[]
+    )

@@ -1,0 +1,85 @@
+"""Events in words, spans of time, text from outside: the same wherever a person is told something."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.report.told import TOLD, duration, number, plural, ranges, say, sentence, size, visible
+
+JUNK = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.just([1])
+    | st.just({"a": 1})
+)
+KEYS = """what step to_step loss grad_norm attempt code signal failure number summary bytes name world seconds delay
+reason waited limit phase changes action remedy cause before text problem cursor sentence steps val_loss""".split()
+
+
+@given(st.sampled_from(sorted(TOLD)), st.dictionaries(st.sampled_from(KEYS), JUNK))
+def test_every_event_has_a_sentence_whatever_it_lacks(kind: str, fields: dict[str, Any]) -> None:
+    told = sentence({"event": kind, **fields})
+    assert told and told.isprintable() and len(told) <= 2000
+    assert say({"event": kind, **fields}).endswith(told)
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ({"event": "discarded", "step": 9, "loss": 8.7942, "grad_norm": "inf", "reason": "up"},
+         "step 9: update refused, loss 8.794, gradient norm inf: up"),
+        ({"event": "training", "step": 0, "cursor": 16, "world": 2}, "step 0: training from position 16 on 2 ranks"),
+        ({"event": "ended", "attempt": 2, "code": 0, "failure": ""}, "attempt 2 ended: as it should"),
+        ({"event": "ended", "attempt": 2, "code": 75}, "attempt 2 ended: code 75"),
+        ({"event": "ended", "attempt": 2, "failure": "rank 1 was killed"}, "attempt 2 ended: rank 1 was killed"),
+        ({"event": "hang", "phase": "step", "waited": 61.2, "limit": 60}, "no progress for 61 s in step, 60 s is the"),
+        ({"event": "incident", "what": "opened", "number": 3, "summary": {"failure": "gone"}}, "incident 3: opened"),
+        ({"event": "incident", "what": "attributed", "number": 3, "summary": {"cause": "code", "reasons": ["a", "b"]}},
+         "incident 3: cause: code: b"),
+        ({"event": "incident", "what": "closed", "step": 5, "number": 3, "summary": {"outcome": "healed"}},
+         "step 5: incident 3: closed: healed"),
+        ({"event": "config_changed", "changes": ["a: 1 -> 2", "b: 3 -> 4"]}, "recipe changed: a: 1 -> 2; b: 3 -> 4"),
+        ({"event": "finished", "steps": 220, "val_loss": None}, "finished after 220 steps"),
+        ({"event": "warning", "step": 5, "text": "a\x1b[31m\nb"}, "step 5: warning: a\\x1b[31m\\nb"),
+        ({"event": "of another version", "x": 1}, ""),
+        ({"event": ["odd"]}, ""),
+    ],
+)  # fmt: skip
+def test_events_in_words(event: dict[str, Any], said: str) -> None:
+    assert say(event).startswith(said) and bool(say(event)) == bool(said)
+
+
+@given(st.text(max_size=20), st.integers(1, 30))
+def test_visible_text_is_short_and_acts_on_nothing(text: str, most: int) -> None:
+    assert visible(text).isprintable() and visible(visible(text)) == visible(text)
+    assert len(visible(text, most)) <= most
+    assert visible(text, 400) == visible(text)
+    visible(text).encode()
+
+
+def test_text_that_is_cut_says_so() -> None:
+    assert (visible("abcdef", 4), visible("abcd", 4), visible("a\x07b", 4)) == ("abc…", "abcd", "a\\x…")
+    assert visible(5) == "5" and visible("a\nb", keep="\n") == "a\nb"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.42, "0.4 s"), (9.96, "10 s"), (59.4, "59 s"), (59.9, "1 min"), (3599, "1 h 0 min"), (12_000, "3 h 20 min"),
+     (360_000, "4 d 4 h"), (float("nan"), "?"), (float("inf"), "?")],
+)  # fmt: skip
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_numbers_of_all_kinds() -> None:
+    assert (size(73_509_951), size(9.8e10), size(None), size(True)) == ("73.5 MB", "98 GB", "?", "?")
+    assert (plural(1, "step"), plural(2000, "step")) == ("1 step", "2,000 steps")
+    assert ranges([(1, 2), (5, 9), (20, 30)], 2) == "1, 5-8 and 1 more range"
+    assert (number("nan"), number(None), number(10**400), number(2)) == ("nan", "?", "?", "2.000")
