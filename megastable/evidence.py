@@ -94,22 +94,26 @@ class Laboratory:
         positions = np.concatenate([t.positions for t in steps])
         corpora, losses = self.corpora(positions), self.losses(positions)
         known = self._known(history)
-
-        def judge() -> tuple[Floats, npt.NDArray[np.bool_]]:
-            nonlocal known
-            known = self._more(known, corpora, cursor, selection)
-            z, p = attribution.compare(losses, corpora, known.losses, known.corpora)
-            return z, attribution.guilty_by_loss(z, p, self.config.threshold)
-
-        z, bad = judge()
         end = int(positions.max()) + 1
-        for _ in range(self.config.ahead):
-            if not bad[-self.batch :].any():
-                break
-            more, end = selection.next_kept(end, self.batch)
-            positions, losses = np.concatenate([positions, more]), np.concatenate([losses, self.losses(more)])
-            corpora = np.concatenate([corpora, self.corpora(more)])
-            z, bad = judge()
+
+        def judge(threshold: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
+            """On until a clean batch."""
+            nonlocal known, positions, losses, corpora, end
+            for ahead in range(self.config.ahead + 1):
+                known = self._more(known, corpora, cursor, selection)
+                z, p = attribution.compare(losses, corpora, known.losses, known.corpora)
+                bad = attribution.guilty_by_loss(z, p, threshold)
+                if not bad[-self.batch :].any() or ahead == self.config.ahead:
+                    break
+                more, end = selection.next_kept(end, self.batch)
+                positions, losses = (
+                    np.concatenate([positions, more]),
+                    np.concatenate([losses, self.losses(more)]),
+                )
+                corpora = np.concatenate([corpora, self.corpora(more)])
+            return z, bad
+
+        z, bad = judge(self.config.threshold)
         guilty = positions[bad]
         if guilty.size:
             worst = guilty[np.argsort(-z[bad], kind="stable")][: min(SHOWN, self.config.gradients)]
@@ -117,6 +121,12 @@ class Laboratory:
         else:
             guilty, norm = self._by_gradient(steps, known)
             norms = {int(guilty[0]): norm} if guilty.size == 1 else {}
+            if guilty.size:
+                # What its gradient proves of one, its loss says of its like.
+                like = attribution.LIKE * float(np.nanmin(z[np.isin(positions, guilty)], initial=np.inf))
+                if math.isfinite(like) and like > attribution.TELLING:
+                    z, bad = judge(min(like, self.config.threshold))
+                    guilty = np.union1d(guilty, positions[bad])
         norms = {p: norm for p, norm in norms.items() if not math.isnan(norm)}
         suspects = [
             Suspect(position, loss, deviation, norms.get(position))

@@ -36,6 +36,9 @@ GROUP = 64  # harmless samples that a median and a MAD are taken of: fewer make 
 FALSE = 0.03  # share of the guilty that may be innocent; and how often some are guilty where nobody is
 # The same for so many at once: chance brings 6 where 1.5 are expected once in 200 times.
 CROWD, CROWD_FALSE = 6, 0.25
+MOST = 0.7  # of the threshold, beyond which suspects are bad where at least half of all are
+LIKE = 0.8  # of the deviation of a sample that its gradient convicts, beyond which its like are bad
+TELLING = 2.0  # ... if that is so much at least: an ordinary loss says nothing
 TAIL = 3.0  # beyond the worst harmless sample, chances fall with this power: Student t, 3 degrees; text is not as bad
 TAIL_KNOWN = 100  # harmless samples from which on the worst of them says where that tail begins
 SAME = 1e-3  # relative: the same kernels on the same numbers agree far better, also where a GPU's sums are not ordered
@@ -117,9 +120,12 @@ def _chances(z: Floats, usual: Floats) -> Floats:
 def guilty_by_loss(z: Floats, p: Floats, threshold: float) -> Bools:
     """The suspects [n] that are bad (z above `threshold`), and more of them than harmless samples account for.
 
-    Few must be as bad as hardly any harmless sample is; many may be as bad as some are.
+    Few must be as bad as hardly any harmless sample is; many may be as bad as some are. Where most are far out
+    together, none must be as far by itself.
     """
-    bad, guilty = np.nan_to_num(z, nan=0.0) > threshold, np.zeros(z.shape, dtype=bool)
+    most = np.nan_to_num(z, nan=0.0) > MOST * threshold
+    bad = most if 2 * most.sum() >= max(z.size, 2 * CROWD) else np.nan_to_num(z, nan=0.0) > threshold
+    guilty = np.zeros(z.shape, dtype=bool)
     ascending = np.sort(p[~np.isnan(z)])
     for innocent, least in ((FALSE, 1), (CROWD_FALSE, CROWD)):
         passed = np.flatnonzero(ascending <= innocent * np.arange(1, ascending.size + 1) / ascending.size)

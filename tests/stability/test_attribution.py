@@ -55,6 +55,15 @@ def judge(losses: np.ndarray, harmless: np.ndarray) -> np.ndarray:
 # How far out a loss is
 
 
+def test_where_most_are_out_together_none_must_be_as_far_by_itself() -> None:
+    """A region of foreign text lies 5 sigma out, all of it; a few such samples among ordinary ones are no region."""
+    harmless, foreign = normal(3.0, 0.1, 512), normal(3.5, 0.02, 32, seed=1)
+    assert judge(foreign, harmless).all()
+    few = np.concatenate([foreign[:8], normal(3.0, 0.1, 56, seed=2)])
+    assert not judge(few, harmless).any()
+    assert not judge(normal(3.35, 0.02, 32, seed=1), harmless).any()  # a harder text, not another one
+
+
 def test_a_deviation_is_in_robust_sigma() -> None:
     """Half of the harmless lies 0.3 from the median; one wild sample among them counts for nothing."""
     harmless = np.tile([2.7, 3.0, 3.3, 2.7, 3.3, 3.0, 2.7, 3.3], 8)
