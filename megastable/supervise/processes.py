@@ -185,6 +185,19 @@ def command(
     ]  # fmt: skip
 
 
+def hosts(given: Sequence[str]) -> int:
+    """On how many hosts a run is, as far as the launcher's arguments tell."""
+    for flag, value in zip(given, [*given[1:], ""]):
+        name, _, joined = flag.partition("=")
+        if name in ("--hostfile", "-H"):
+            try:
+                lines = Path(joined or value).read_text().splitlines()
+            except OSError:
+                return 1
+            return sum(bool(line.split("#")[0].strip()) for line in lines)
+    return 1
+
+
 def free_port() -> int:
     """One that nobody listens on, on this host, now."""
     with socket.socket() as s:

@@ -18,14 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Protocol
 
-from pydantic import ValidationError
-
 from megastable import durable, errors
 from megastable.config import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.skips import Selection, SkipEntry, append, read_ledger
 from megastable.errors import ConfigError, DataError, MegastableError, SpaceError, UnstableError
-from megastable.messages import Control, LastWords, Progress, folder_of, log_of
+from megastable.messages import Progress, folder_of, log_of
 from megastable.rundir import RunDirectory
 from megastable.stability.incident import Breakdown, Incident, Outcome
 from megastable.stability.policy import Action, Cause, Failure, Remedy, after_failure, pause
@@ -33,13 +31,13 @@ from megastable.supervise.follow import Follower
 from megastable.supervise.memory import Memory
 from megastable.supervise.outcome import End, end_of
 from megastable.supervise.patience import Patience
-from megastable.supervise.processes import Attempt, command, describe
+from megastable.supervise.processes import Attempt, command, hosts
+from megastable.supervise.wire import Wire
 
 LOOK = 0.2  # seconds between two looks: a dead rank waits about a second for the launcher to notice
 ORDERLY = (
     30.0  # seconds from the first rank's end to the last one's, where they end for a reason they all know
 )
-STACKS = 6.0  # seconds that the ranks have for their stacks; see heartbeat.OTHERS
 NO_ROOM = 60.0  # seconds between two tries on a full disk
 LOG_TAIL = 64_000
 FINAL = (errors.OK, errors.STOPPED, errors.UNSTABLE, errors.HANDOVER, errors.SUPERSEDED)
@@ -76,7 +74,7 @@ class Supervisor:
         self.memory = Memory()
         self.patience = Patience(config.supervise)
         self.signals = 0
-        self._control: Control | None = None
+        self.wire = Wire(run, audience.say)
         self._journal = Follower(run.journal)
         self._read = 0  # bytes of the present log that were shown
         self._failed: float | None = None  # when the failure that is being mended was noticed
@@ -130,7 +128,7 @@ class Supervisor:
             # Its end was noted, and nobody came to do something about it.
             end = End.model_validate(self.memory.unmended)
             done = self._mend(
-                end, after_failure(self.memory.failures, self._hosts(), self.config.stability.policy)
+                end, after_failure(self.memory.failures, hosts(self.given), self.config.stability.policy)
             )
         while done is None:
             if self.signals:
@@ -164,7 +162,7 @@ class Supervisor:
             self.note(
                 "launched", attempt=attempt.number, command=[], log=str(log_of(self.run, attempt.number))
             )
-        self._control = self._read_control(attempt.number)
+        self.wire.adopt(attempt.number)
         self._read = self._log_size(attempt.number)
         if predecessor is not None:
             text = f"the supervisor, process {predecessor[0]} on {predecessor[1]}, ended without a word"
@@ -175,7 +173,7 @@ class Supervisor:
 
     def _launch(self) -> Attempt:
         number = self.memory.attempt + 1
-        self._insist(lambda: self._write_control(Control(attempt=number)))
+        self._insist(lambda: self.wire.only(number))
         self._wait_for_release()
         log = log_of(self.run, number)
         arguments = command(self.run, number, self.module, self.recipe, self.overrides, self.given)
@@ -197,10 +195,10 @@ class Supervisor:
             elapsed, seen = now - seen, now
             if self.signals and asked is None:
                 asked = now
-                self._want(stop=True)
+                self.wire.want(stop=True)
                 self.say("stopping: the ranks finish their step and save; once more ends them at once")
             self._listen()
-            progress = self._progress(attempt.number)
+            progress = self.wire.progress(attempt.number)
             self._proven(progress)
             if asked is not None and (self.signals > 1 or now - asked > self.config.supervise.stop_seconds):
                 break
@@ -211,10 +209,10 @@ class Supervisor:
             if self.patience.look(progress, elapsed) and asked is None and first_death is None:
                 hung = True
                 break
-        stacks = self._stacks(attempt) if hung else []
+        stacks = self.wire.stacks(attempt) if hung else []
         attempt.end()
         # Wherever else ranks of it still run: from now on they belong to the past.
-        self._insist(lambda: self._write_control(Control(attempt=attempt.number + 1)))
+        self._insist(lambda: self.wire.only(attempt.number + 1))
         self._failed = time.monotonic()
         if hung:
             self.note(
@@ -228,7 +226,7 @@ class Supervisor:
         """A rank has ended by an error or a signal, here or on another host; or the training has said its last word."""
         if self.memory.since or any(f.signal or f.code for f in attempt.fates.values()):
             return True
-        return any(folder_of(self.run, attempt.number).glob("rank-*.json"))
+        return self.wire.anybody_died(attempt.number)
 
     def _grace(self, attempt: Attempt) -> float:
         """Seconds that the other ranks have, when one has ended."""
@@ -240,7 +238,7 @@ class Supervisor:
 
     def _end(self, attempt: Attempt, hung: bool) -> End:
         self._listen()
-        progress = self._progress(attempt.number)
+        progress = self.wire.progress(attempt.number)
         log = log_of(self.run, attempt.number)
         tail = ""
         if log.exists():
@@ -248,7 +246,7 @@ class Supervisor:
                 file.seek(max(0, log.stat().st_size - LOG_TAIL))
                 tail = file.read().decode(errors="replace")
         end = end_of(
-            self.memory.since, self._last_words(attempt.number), attempt.fates, attempt.code, tail, progress,
+            self.memory.since, self.wire.last_words(attempt.number), attempt.fates, attempt.code, tail, progress,
             self.here,
         )  # fmt: skip
         if hung and (not end.certain):
@@ -265,13 +263,13 @@ class Supervisor:
     def _settle(self, attempt: Attempt, end: End) -> tuple[int, str] | None:
         """What follows: exit code and reason, or None: another attempt."""
         number, memory, policy = attempt.number, self.memory, self.config.stability.policy
-        progress = self._progress(number)
+        progress = self.wire.progress(number)
         clock = max(memory.clock, progress.step or 0 if progress is not None else 0)
         final = end.code in FINAL or (end.code == errors.BAD_INPUT and not end.trained)
         failure, remedy = None, None
         if not final and not self.signals:
             failure = Failure(end.what, end.step if end.cursor is not None else None, end.host, clock)
-            remedy = after_failure([*memory.failures, failure], self._hosts(), policy)
+            remedy = after_failure([*memory.failures, failure], hosts(self.given), policy)
             if remedy.skip:
                 self._skip(end)  # before it is noted that it was done; twice does no harm
         silent = None if progress is None else round(max(0.0, time.time() - progress.time), 1)
@@ -396,56 +394,7 @@ class Supervisor:
             if progress.step > incident.step:
                 self._close(incident, "healed")
 
-    # What the ranks say, and are told
-
-    def _progress(self, attempt: int) -> Progress | None:
-        try:
-            found = Progress.model_validate(json.loads(self.run.progress.read_text()))
-        except (OSError, ValueError, ValidationError):
-            return None
-        return found if found.attempt == attempt else None
-
-    def _last_words(self, attempt: int) -> list[LastWords]:
-        found = []
-        for path in folder_of(self.run, attempt).glob("rank-*.json"):
-            try:
-                found.append(LastWords.model_validate(json.loads(path.read_text())))
-            except (OSError, ValueError):
-                continue  # torn: the log has it, too
-        return found
-
-    def _stacks(self, attempt: Attempt) -> list[str]:
-        """Ask all ranks where they are; of those on this host that do not answer, note what the kernel says. Paths."""
-        progress, folder = self._progress(attempt.number), folder_of(self.run, attempt.number)
-        world = progress.world if progress is not None else None
-        if self._control is not None:
-            self._want(dump=self._control.dump + 1)
-        until = time.monotonic() + STACKS
-        while time.monotonic() < until and len(list(folder.glob("*.stacks"))) != world:
-            time.sleep(LOOK)
-        for rank, process in sorted(attempt.ranks().items()):
-            if not (folder / f"rank-{rank}.stacks").exists():
-                attempt.stuck.append(f"rank {rank} does not answer ({describe(process)})")
-        return [str(path.relative_to(self.run.root)) for path in sorted(folder.glob("*.stacks"))]
-
-    def _want(self, **wishes: Any) -> None:
-        """Tell the ranks. On a full disk they cannot hear of it: what follows from that comes by itself."""
-        assert self._control is not None
-        try:
-            self._write_control(self._control.model_copy(update=wishes))
-        except OSError as error:
-            self.say(f"WARNING: {self.run.control} could not be written: {error}")
-
-    def _read_control(self, attempt: int) -> Control:
-        try:
-            found = Control.model_validate(json.loads(self.run.control.read_text()))
-        except (OSError, ValueError):
-            found = Control(attempt=attempt)
-        return found.model_copy(update={"attempt": attempt})
-
-    def _write_control(self, control: Control) -> None:
-        self._control = control
-        durable.write_file(self.run.control, control.model_dump_json().encode())
+    # The disk, the journal and the lock
 
     def _insist(self, action: Callable[[], None]) -> None:
         """Do what the rest depends on, as soon as the disk allows. Raises SpaceError when told to stop."""
@@ -461,15 +410,11 @@ class Supervisor:
                     raise SpaceError(f"{error}: make room, and start again") from None
             time.sleep(LOOK)
 
-    # The journal and the lock
-
     def _listen(self) -> None:
         """Take in what the journal says, show what the ranks print."""
         starts, events = self._journal.starts, self._journal.new()
         if self._journal.starts != starts:
-            self.memory = (
-                Memory()
-            )  # a person has mended it: all of it is heard again, but nobody is told again
+            self.memory = Memory()  # a person has mended it: it is heard again, but nobody is told again
         for event in events:
             self.memory.hear(event)
             if self._journal.starts == starts:
@@ -514,18 +459,6 @@ class Supervisor:
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
         self.signals += 1
-
-    def _hosts(self) -> int:
-        """On how many hosts the run is, as far as the launcher was told."""
-        for flag, value in zip(self.given, [*self.given[1:], ""]):
-            name, _, joined = flag.partition("=")
-            if name in ("--hostfile", "-H"):
-                try:
-                    lines = Path(joined or value).read_text().splitlines()
-                except OSError:
-                    return 1
-                return sum(bool(line.split("#")[0].strip()) for line in lines)
-        return 1
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
