@@ -16,6 +16,7 @@ from rich.console import Console
 
 from megastable import recipe, rundir
 from megastable.errors import user_errors
+from megastable.supervise import hooks
 from megastable.supervise.audience import Audience
 from megastable.supervise.status import Watch, as_json, exit_code, read_status
 from megastable.supervise.supervisor import Supervisor
@@ -39,10 +40,13 @@ def supervise(arguments: Sequence[str], given: Sequence[str]) -> int:
     """`given`: what came after --."""
     parser = _parser("RECIPE [key=value ...] [-- DEEPSPEED ARGUMENT ...]")
     parser.add_argument("recipe", help="a YAML file, e.g. launch/recipes/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", help="dotted overrides, e.g. train.steps=20 run.dir=runs/x")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], help="dotted overrides, e.g. train.steps=20 run.dir=runs/x"
+    )
     parser.add_argument("--module", default=MODULE, help="what every rank runs (%(default)s)")
     args = parser.parse_intermixed_args(arguments)
     config = recipe.load(args.recipe, args.overrides)
+    hooks.check(config.supervise)  # before anything is made
     run = rundir.make(config, recipe.find(args.recipe))
     run.compare(config)
     audience = Audience(config, run, run.note)

@@ -333,7 +333,7 @@ def after_failure(failures: Sequence[Failure], hosts: int, config: PolicyConfig)
     if len(recent) > c.restarts:
         reason = f"the {c.restarts} restarts per {c.budget_window} steps (stability.policy) are spent"
         return Remedy(Action.STOP, Cause.PROCESS, reason)
-    return Remedy(Action.RESTART, Cause.PROCESS, f"{last.what}: from the newest good checkpoint")
+    return Remedy(Action.RESTART, Cause.PROCESS, f"{last.what}: luck, as far as can be told")
 
 
 def _trailing(failures: Sequence[Failure], like: Callable[[Failure], bool]) -> list[Failure]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -26,6 +27,8 @@ from megastable.supervise.view import panel
 REFRESH = 1.0  # seconds between two looks of the panel and the metrics
 REPORT_SECONDS = 300.0  # that the files of the incidents may take
 NEWS = ("opened", "attributed", "rewound", "restarted", "handed over", "closed")
+# The launcher reports them as errors.
+ORDERLY = re.compile(r"launch\.py.* exits with return code = (75|78|79)$")
 GOODBYE = 20.0  # seconds for the last notifications
 
 
@@ -78,12 +81,11 @@ class Reports:
 
 
 class Audience:
-    """All of them. note: the supervisor's journal. Raises ConfigError where a hook or a port cannot be used."""
+    """All of them. note: the supervisor's journal. Raises ConfigError where a port cannot be used."""
 
     def __init__(self, config: RunConfig, run: RunDirectory, note: Callable[..., None]) -> None:
         self.config, self.run = config, run
         c = config.supervise
-        hooks.check(c)
         self.console = Console(highlight=False)
         self.hooks = hooks.Hooks(c, lambda kind, problem: note("hook_failed", kind=kind, problem=problem))
         self.metrics = Metrics(c.metrics_port) if c.metrics_port else None
@@ -104,7 +106,7 @@ class Audience:
 
     def output(self, text: str) -> None:
         """What launcher and ranks print."""
-        self.say("\n".join(visible(line) for line in text.splitlines()))
+        self.say("\n".join(visible(line) for line in text.splitlines() if not ORDERLY.search(line)))
 
     def say(self, text: str) -> None:
         """A line of the supervisor's own."""
@@ -149,7 +151,8 @@ def _news(event: dict[str, Any]) -> str:
     """What people want to be told of an event; "" = nothing."""
     summary = event["summary"] if isinstance(event.get("summary"), dict) else {}
     if event.get("event") == "incident" and event.get("what") in ("opened", "handed over", "closed"):
-        text = f"incident {event.get('number')} {event['what']} at step {summary.get('step')}"
+        what = f"closed ({summary.get('outcome')})" if event["what"] == "closed" else event["what"]
+        text = f"incident {event.get('number')} {what} at step {summary.get('step')}"
         more = summary.get("failure") or "; ".join(summary.get("reasons") or []) or event.get("reason") or ""
         return f"{text}: {more}" if more else text
     if (

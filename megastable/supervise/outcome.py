@@ -114,7 +114,7 @@ def end_of(
         text = f"the training ended with code {code}"
         return End(code=code, what=f"code {code}", host=host, failure=text, certain=True, **place)
     if code is None and not fates:
-        return End(what="vanished", failure="its processes are gone, and nobody saw them end", **place)
+        return End(what="processes gone", failure="its processes are gone, and nobody saw them end", **place)
     return End(what="no word", host=host, failure="a rank ended without a word", **place)
 
 

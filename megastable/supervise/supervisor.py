@@ -93,10 +93,12 @@ class Supervisor:
         for event in self._journal.new():
             self.memory.hear(event)
         memory = self.memory
+        self._read = self._log_size(memory.attempt)  # what was printed before has been seen
         predecessor = memory.predecessor
         if self._complete() and predecessor is None and not memory.under_way and not memory.open:
             self.say(
-                f"nothing to do: {self.run.summary} is there, all {self.config.train.steps} steps are done"
+                f"nothing to do: {self.run.summary} is there, all {self.config.train.steps} steps are done (to train "
+                "on: a larger train.steps; anew: another run.dir)"
             )
             return errors.OK
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -163,7 +165,6 @@ class Supervisor:
                 "launched", attempt=attempt.number, command=[], log=str(log_of(self.run, attempt.number))
             )
         self.wire.adopt(attempt.number)
-        self._read = self._log_size(attempt.number)
         if predecessor is not None:
             text = f"the supervisor, process {predecessor[0]} on {predecessor[1]}, ended without a word"
             incident = self._open(Breakdown.CRASH, Cause.PROCESS, text, [])
@@ -468,8 +469,8 @@ class Supervisor:
         try:
             if held is None:
                 raise ConfigError(
-                    f"run.dir={self.run.root}: another supervisor watches this run ({path.read_text()[:200]}): look "
-                    f"at it with `python launch/supervise.py status {self.run.root}`"
+                    f"run.dir={self.run.root}: another supervisor watches this run: `python launch/supervise.py status "
+                    f"{self.run.root}` tells which, and how it stands"
                 )
             held.truncate(0)
             held.write(json.dumps({"pid": os.getpid(), "host": self.here}))

@@ -359,7 +359,7 @@ def test_of_a_crash_failure_log_and_stacks_are_shown(make: Make) -> None:
     ("change", "said"),
     [
         ({"verdict": "hang", "failure": ""}, "After step 45 the run hung."),
-        ({"verdict": "damaged_checkpoint", "cause": "storage", "failure": ""}, "a checkpoint was damaged."),
+        ({"verdict": "damaged_checkpoint", "cause": "storage", "failure": ""}, "was damaged, and passed over."),
         (SPIKE | {"cause": "learning_rate", "actions": ["rewind", "cut_lr"]}, "the learning rate was. The run"),
         (SPIKE | {"cause": "hardware", "actions": ["rewind"]}, "something else: hardware."),
         (SPIKE | {"cause": "state", "actions": ["rewind"], "positions": [(232, 248)]}, "skipped the window"),

@@ -79,7 +79,7 @@ def test_on_another_host_the_launchers_log_tells() -> None:
 
 
 def test_nobody_saw_it() -> None:
-    assert end(code=None).what == "vanished"
+    assert end(code=None).what == "processes gone"
     assert end(code=0).what == "no word"  # the launcher may end with 0 though a rank was killed
     assert end(code=0, last=[words(0, GLOO)]).what == "connection lost"
     assert end(code=2, step=None).step is None and end(code=2).code == errors.BAD_INPUT

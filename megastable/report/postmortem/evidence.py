@@ -49,6 +49,7 @@ NO_STATISTICS = ("step", "time", "name")
 
 T = TypeVar("T")
 Known = TypeVar("Known", bound=BaseModel)
+NEAR = 8  # events between a checkpoint that is rejected and what is made of it
 
 
 class Run:
@@ -98,7 +99,11 @@ class Case:
         self.run, self.config, self.journal = run, run.config, run.journal
         self.problems = list(run.problems)
         indexes = self.journal.own[number]
-        self.begin, self.end = indexes[0], indexes[-1]
+        # A damaged checkpoint is found before anybody can open an incident.
+        found = range(max(0, indexes[0] - NEAR), indexes[0])
+        rejected = [n for n in found if self.journal.events[n]["event"] == "checkpoint_rejected"]
+        damage = summary_of(self.journal.events[indexes[0]]).get("verdict") == "damaged_checkpoint"
+        self.begin, self.end = min([indexes[0], *rejected]) if damage else indexes[0], indexes[-1]
         self.own = [self.journal.events[index] for index in indexes]
         self.incident = self._lenient(IncidentFacts, summary_of(self.own[-1]), "the incident")
         self.skipped = [entry for entry in run.ledger if entry.incident == number]

@@ -36,7 +36,7 @@ ACTIONS = {
     "cut_lr": "went back in memory to before the onset and went on with a smaller learning rate",
     "swap_corpus": "went back in memory to before the onset and went on without the corpus",
     "handover": "ended the processes, to be started again from a checkpoint of before the onset",
-    "restart": "started the processes again from the newest good checkpoint",
+    "restart": "started the processes again from the newest good checkpoint, or from the beginning where there is none",
     "stop": "stopped: a person is needed",
 }
 OUTCOMES = {
@@ -85,6 +85,8 @@ def acted(action: str) -> str:
 
 def seen(i: IncidentFacts) -> str:
     """What happened, and when."""
+    if i.verdict == "damaged_checkpoint":
+        return f"The checkpoint of step {i.step:,} was damaged, and passed over."
     if i.breakdown:
         return _sentence(i.failure) if i.failure else f"After step {i.step:,} {symptom(i)}."
     lasting = i.verdict in ("drift", "plateau", "oscillation")
