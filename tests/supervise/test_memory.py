@@ -29,7 +29,15 @@ def incident(number: int, outcome: str = "open", verdict: str = "crash") -> dict
 
 
 def ended(what: str, clock: int, **more: Any) -> dict[str, Any]:
-    return {"event": "ended", "what": what, "step": clock + 1, "host": "a", "clock": clock, "time": 5.0, **more}
+    return {
+        "event": "ended",
+        "what": what,
+        "step": clock + 1,
+        "host": "a",
+        "clock": clock,
+        "time": 5.0,
+        **more,
+    }
 
 
 STARTED = {"event": "supervisor", "what": "started", "pid": 3, "host": "a"}
