@@ -41,13 +41,18 @@ def left(folder: Path) -> list[Sequence[str]]:
     return found
 
 
+def shared_memory() -> set[str]:
+    """Segments; semaphores come and go with the tests of other processes."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+
+
 @pytest.mark.slow
 def test_quick_drills_meet_their_targets(tmp_path: Path) -> None:
-    shared = set(os.listdir("/dev/shm"))
+    shared = shared_memory()
     tool = start(tmp_path, "--quick", "--json", "drills.json", "--keep", "kept")
     out, errors = tool.communicate(timeout=280)
     assert tool.returncode == 0, out + errors
-    assert left(tmp_path) == [] and set(os.listdir("/dev/shm")) <= shared
+    assert left(tmp_path) == [] and shared_memory() <= shared
     scores = {s["scenario"]: s for s in json.loads((tmp_path / "drills.json").read_text())}
     assert list(scores) == ["clean", *QUICK] and all(s["policy"] == "ours" for s in scores.values())
     assert scores["clean"]["false_alarms"] == scores["clean"]["discarded"] == 0
