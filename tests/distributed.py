@@ -12,7 +12,6 @@ import multiprocessing as mp
 import os
 import pickle
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -28,12 +27,6 @@ CONTEXT.set_forkserver_preload(
         "pytest", "hypothesis.strategies", "tests.conftest",
     ]
 )  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def _rank(

@@ -123,8 +123,9 @@ def guilty_by_loss(z: Floats, p: Floats, threshold: float) -> Bools:
     Few must be as bad as hardly any harmless sample is; many may be as bad as some are. Where most are far out
     together, none must be as far by itself.
     """
-    most = np.nan_to_num(z, nan=0.0) > MOST * threshold
-    bad = most if 2 * most.sum() >= max(z.size, 2 * CROWD) else np.nan_to_num(z, nan=0.0) > threshold
+    known = np.nan_to_num(z, nan=0.0)
+    most = known > MOST * threshold
+    bad = most if 2 * most.sum() >= max(z.size, 2 * CROWD) else known > threshold
     guilty = np.zeros(z.shape, dtype=bool)
     ascending = np.sort(p[~np.isnan(z)])
     for innocent, least in ((FALSE, 1), (CROWD_FALSE, CROWD)):

@@ -155,14 +155,10 @@ def _news(event: dict[str, Any]) -> str:
         text = f"incident {event.get('number')} {what} at step {summary.get('step')}"
         more = summary.get("failure") or "; ".join(summary.get("reasons") or []) or event.get("reason") or ""
         return f"{text}: {more}" if more else text
-    if (
-        event.get("event") == "supervisor"
-        and event.get("what") == "ended"
-        and event.get("code") not in (None, 0)
-    ):
-        return f"the run ended with code {event.get('code')}: {event.get('reason')}"
     if event.get("event") == "supervisor" and event.get("what") == "ended":
-        return "the run is complete"
+        if event.get("code") in (None, 0):
+            return "the run is complete"
+        return f"the run ended with code {event['code']}: {event.get('reason')}"
     return ""
 
 

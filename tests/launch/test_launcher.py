@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import free_port
+from megastable.supervise.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEPSPEED = Path(sys.executable).with_name("deepspeed")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megastable import records
-from tests.distributed import free_port
+from megastable.supervise.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO_HOSTS = Path(__file__).with_name("two_hosts.sh")
