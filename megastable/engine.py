@@ -264,7 +264,7 @@ class Engine:
         self._update = self.ds._take_model_step
         self.ds._take_model_step = self._gate
         self._judge: Judge | None = None
-        self._note = 0.0
+        self._note: Callable[[], float] = lambda: 0.0
         self._probing = False
         self._copied: torch.cuda.Event | None = None
         self.probe = Probe(self.ds.module, topology, self.tp, self.device)
@@ -283,11 +283,16 @@ class Engine:
     # Training
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], lr: float, judge: Judge, note: float = 0.0
+        self,
+        micro_batches: Sequence[MicroBatch],
+        lr: float,
+        judge: Judge,
+        note: Callable[[], float] = lambda: 0.0,
     ) -> tuple[Measured, bool]:
         """One step on this rank's micro-batches: what was measured, and whether the update was applied.
 
-        `note` is added up over the ranks and comes back in `Measured` (a vote that costs no collective).
+        What `note` says after the backward pass is added up over the ranks and comes back in `Measured` (a vote that
+        costs no collective).
         """
         if not self._probing:
             self.counters_before = self.counters()
@@ -344,7 +349,7 @@ class Engine:
         valid = torch.isfinite(norm) & (norm >= 0)
         # The norm travels from rank 0 only, so that a last bit that differs cannot split the ranks.
         mine = torch.where(valid & (self.topology.rank == 0), norm, 0.0)
-        extra = torch.stack((mine, (~valid).double(), self._scalar(self._note)))
+        extra = torch.stack((mine, (~valid).double(), self._scalar(self._note())))
         losses, squares, (grad_norm, broken, note) = self._collect(
             self.ds.gradient_accumulation_steps(), extra
         )

@@ -1,6 +1,7 @@
 """How a rank and the process above it hear of each other, through files that all hosts share: no ports, no signals.
 
-Rank 0 says in progress.json where the run stands. Every rank looks at control.json: asked to stop, it votes for a
+Rank 0 says in progress.json where the run stands, and sees when somebody adds to the skip ledger. Every rank looks at
+control.json: asked to stop, it votes for a
 checkpoint; asked for its stacks, it leaves them in logs/; and one that belongs to an attempt of before ends itself,
 wherever it runs. What ends a rank by an error it writes down, as its last words.
 """
@@ -46,6 +47,8 @@ class Heartbeat:
         self._dumped = 0
         # Of many ranks none may load the file system: it is all the same to them whether they hear at once.
         self._pause = max(OTHERS, world / 500) if rank else SECONDS
+        self._ledger = self._state_of_ledger()
+        self.more_skips = False  # the ledger is not what it was when `skips_read` was called last
         self._thread = threading.Thread(target=self._look, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
@@ -83,6 +86,20 @@ class Heartbeat:
         self._facts |= numbers
         self._dirty = True
 
+    # What is added to the skip ledger
+
+    def skips_read(self) -> None:
+        """Before the ledger is read: what changes it from now on is news."""
+        self._ledger = self._state_of_ledger()
+        self.more_skips = False
+
+    def _state_of_ledger(self) -> tuple[int, int] | None:
+        try:
+            found = self.run.skips.stat()
+        except OSError:
+            return None
+        return found.st_size, found.st_mtime_ns
+
     def _report(self) -> None:
         with contextlib.suppress(OSError):  # a full disk: the journal has what matters
             self._dirty = False
@@ -100,6 +117,8 @@ class Heartbeat:
                 self._report()
             if over:
                 return
+            if not self.rank and self._state_of_ledger() != self._ledger:
+                self.more_skips = True
             if self.attempt is not None:
                 with contextlib.suppress(OSError, ValueError):  # not there, or just being replaced: next time
                     self._obey(Control.model_validate(json.loads(self.run.control.read_text())))

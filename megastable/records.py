@@ -63,16 +63,18 @@ class StepRecord:
     """One step. Losses in nats per token, times in seconds, memory in GiB; None = not measured at this step.
 
     first_position, next_position: the data cursor before and after; the step trained on the positions between
-    them that the skip ledger did not name. finite: loss and gradients were. clipped: the update was applied with
-    smaller gradients. z: root of the mean squared log-partition. worst_*: see `Worst`. mfu_full and mfu_causal: share
-    of the peak, with the whole attention square or its causal half counted. clipped_fraction: of the steps since it
-    was last recorded. The other values that may be None: see `probe.Statistics`.
+    them but for `skipped`, ranges [first, end) one after the other. finite: loss and gradients were. clipped: the
+    update was applied with smaller gradients. z: root of the mean squared log-partition. worst_*: see `Worst`.
+    mfu_full and mfu_causal: share of the peak, with the whole attention square or its causal half counted.
+    clipped_fraction: of the steps since it was last recorded. The other values that may be None: see
+    `probe.Statistics`.
     """
 
     step: int
     time: float
     first_position: int
     next_position: int
+    skipped: list[int]
     applied: bool
     finite: bool
     clipped: bool

@@ -36,6 +36,7 @@ class RunDirectory:
         self.recipe = root / "recipe.yaml"
         self.journal = root / "journal.jsonl"
         self.skips = root / "skips.jsonl"
+        self.blends = root / "blends.jsonl"
         self.steps = root / "steps"
         self.layers = root / "layers"
         self.checkpoints = root / "checkpoints"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megastable import deepspeed_config, rundir
 from megastable.config import RunConfig
+from megastable.data.blends import read_blends
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.errors import ConfigError
 from megastable.ranks import agree, first, shared, strangers
@@ -75,7 +76,9 @@ def open_data(config: RunConfig) -> tuple[RunConfig, Corpora]:
     """The corpora, and the configuration with their vocabulary. All ranks must see the same of both."""
 
     def read() -> tuple[RunConfig, Corpora]:
-        corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
+        # The directory was not made yet where this is a new run.
+        blends = read_blends(RunDirectory(config.run.dir).blends) if config.run.dir is not None else []
+        corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed, blends)
         size = config.model.vocab_size or corpora.vocab_size
         if size < corpora.vocab_size:
             raise ConfigError(

@@ -30,13 +30,15 @@ from megastable import deepspeed_config, durable, errors, recipe, rundir
 from megastable.checkpoint import reshape, store
 from megastable.checkpoint.files import Writer
 from megastable.config import RunConfig
-from megastable.data.corpora import Corpora
+from megastable.data.blends import BlendEntry
+from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.loader import Loader, Step
-from megastable.data.skips import Selection, Skips
+from megastable.data.order import BLOCK
+from megastable.data.skips import Selection, Skips, append
 from megastable.data.source import Source
 from megastable.data.statistics import token_counts, unigram_entropy
 from megastable.engine import Engine, Judge, Measured, start_distributed, stop_distributed
-from megastable.errors import CheckpointError, SpaceError, UnstableError
+from megastable.errors import CheckpointError, DataError, SpaceError, UnstableError
 from megastable.hardware import peak_tflops
 from megastable.heartbeat import Heartbeat
 from megastable.messages import attempt_of
@@ -48,9 +50,11 @@ from megastable.recall import interrupted
 from megastable.recovery import Recovery, selection
 from megastable.report.observer import Observer
 from megastable.report.summary import incidents, summarise
+from megastable.report.told import plural
 from megastable.rundir import RunDirectory
 from megastable.startup import StopRequest, open_data, open_run
 
+MORE_SKIPS = 2.0**20  # a vote that no number of ranks that vote for a stop adds up to
 ENTROPY_TOKENS = 50_000_000  # of the validation text: more would not change its unigram entropy
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -81,9 +85,9 @@ class Trainer:
                 "python": platform.python_version(),
             },
         )
-        self.recovery = Recovery(config, self.engine, corpora.train, run, self.note, self.say, heart.phase)
         self.rejected: dict[str, str] = {}  # checkpoints that were passed over, and why
         self.validation = agree(self._validation_batches)
+        self._anew = False  # the corpora are others than those that the checkpoint knew
 
     # Starting
 
@@ -154,18 +158,40 @@ class Trainer:
         mine = agree(lambda: reshape.same_pieces(found, self.engine))
         return all(gathered(mine))
 
+    def follow_blend(self) -> None:
+        """Write down how the corpora are blended, from the first block on that nothing was read of yet."""
+        corpora, s, c = self.corpora, self.state, self.config
+        begins = self._anew or not corpora.blends
+        if not begins and not corpora.reblended:
+            return
+        position = 0 if begins else -(-s.cursor // BLOCK) * BLOCK
+        entry = BlendEntry(position=position, corpora=corpora.shares, step=s.step)
+        first(lambda: append(self.run.blends, entry))
+        blends = [*corpora.blends, entry]
+        self.corpora = agree(
+            lambda: open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, blends)
+        )
+        s.order_fingerprint = self.corpora.order_fingerprint
+        if not begins:
+            old = corpora.blends[-1].weights
+            self.note("blend_changed", step=s.step, position=position, old=old, new=entry.weights)
+            self.say(
+                f"the blend changes at position {position:,}, this is {s.cursor:,}: {old} -> {entry.weights}"
+            )
+
     def _check_order(self, saved: store.RunState, found: Path) -> None:
-        if saved.order_fingerprint == self.corpora.order_fingerprint:
+        if saved.order_fingerprint in self.corpora.fingerprints_until(saved.cursor):
             return
         message = (
-            f"{found}: the data is not what it was when this checkpoint was written: a manifest, weight, seed or "
-            "sequence length of data.corpora changed, so positions mean other samples now"
+            f"{found}: the data is not what it was when this checkpoint was written: a manifest, seed or sequence "
+            "length of data.corpora changed, so positions mean other samples now"
         )
         if not self.config.data.accept_changed_manifest:
             raise CheckpointError(
                 f"{message}. Restore the old corpora, or say data.accept_changed_manifest=true to go on "
                 "with the new order"
             )
+        self._anew = True
         self.note("order_changed", old=saved.order_fingerprint, new=self.corpora.order_fingerprint)
         self.say(f"note: {message}")
 
@@ -188,7 +214,10 @@ class Trainer:
         observer = None
         if self.first:
             observer = Observer(c, self.run, self.layout, self.engine.device, peak, s.step)
-        loader = self._loader(self.corpora.train, selection(c, self.corpora.train, self.run), s.cursor)
+        source = self.corpora.train
+        self.recovery = Recovery(c, self.engine, source, self.run, self.note, self.say, self.heart.phase)
+        first(self.heart.skips_read)
+        loader = self._loader(source, selection(c, source, self.run), s.cursor)
         total = c.schedule.total_steps or c.train.steps
         tokens = c.train.global_batch * c.model.sequence_length
         last_saved, stopping = s.step, False
@@ -205,11 +234,12 @@ class Trainer:
 
                 # Forward, backward, gate, update
                 lr = rate(c.schedule, c.optimizer.lr, total, s.updates) * self.recovery.rate_factor(s.updates)
-                vote = 0.0 if self.stop.signal is None else 1.0
                 if due(c.logging.layers_interval, s.step + 1) or s.discards_in_a_row == 1:
                     self.engine.probe.watch()  # the second refused update, too: what the trouble looks like inside
-                measured, applied = self.engine.train_step(batch.micro_batches, lr, self._gate(lr), vote)
-                stopping = measured.note > 0
+                measured, applied = self.engine.train_step(
+                    batch.micro_batches, lr, self._gate(lr), self._vote
+                )
+                stopping, more_skips = measured.note % MORE_SKIPS > 0, measured.note >= MORE_SKIPS
                 seconds = time.perf_counter() - begin
                 self.heart.stepped(
                     loss=measured.loss, grad_norm=measured.grad_norm, lr=lr, applied=applied, seconds=seconds,
@@ -249,6 +279,8 @@ class Trainer:
                         after = self.recovery.rescue(batch, measured, s, loader, damage)
                 if observer is not None and self.recovery.casebook.incident is not incident:
                     observer.flush()  # one was opened or closed: its report is written now
+                if more_skips:
+                    self._skip_more(loader, after.cursor)
                 if after is not s:
                     s = self.state = after
                     last_saved = self._gone_back(observer)
@@ -283,6 +315,28 @@ class Trainer:
     def _gate(self, lr: float) -> Judge:
         step = self.state.step + 1
         return lambda measured: self.recovery.judge(measured, step, lr)
+
+    def _vote(self) -> float:
+        """What this rank wants all of them to do after the step: stop, or read the skip ledger again."""
+        return (self.stop.signal is not None) + MORE_SKIPS * self.heart.more_skips
+
+    def _skip_more(self, loader: Loader, cursor: int) -> None:
+        """Somebody added to the skip ledger: go on at `cursor` without those positions."""
+        first(self.heart.skips_read)
+        try:
+            wanted = selection(self.config, self.corpora.train, self.run)
+        except DataError as error:
+            # It ends no run that works: the ledger is read again once it has changed.
+            self.note("skips_refused", step=self.state.step, problem=str(error))
+            self.say(f"WARNING: {error}. Training goes on with the skips of before")
+            return
+        before = loader.skips.entries if isinstance(loader.skips, Selection) else 0
+        loader.go_to(cursor, wanted)
+        if (more := wanted.entries - before) > 0:
+            self.note("skips_read", step=self.state.step, cursor=cursor, entries=more)
+            self.say(
+                f"step {self.state.step}: {plural(more, 'new line')} in {self.run.skips.name}: skipped from now on"
+            )
 
     def _discarded(self, measured: Measured, batch: Step) -> None:
         """Journal a refused update."""
@@ -474,10 +528,13 @@ def train(config: RunConfig, recipe_path: Path, attempt: int | None = None) -> i
 def _train(
     config: RunConfig, corpora: Corpora, run: RunDirectory, stop: StopRequest, heart: Heartbeat
 ) -> int:
-    left_out = selection(config, corpora.train, run)  # before anything long begins
+    selection(config, corpora.train, run)  # before anything long begins
     changed = first(lambda: run.compare(config))
     trainer = Trainer(config, run, corpora, stop, heart)
     trainer.resume()
+    trainer.follow_blend()
+    source = trainer.corpora.train
+    left_out = selection(config, source, run)
     first(lambda: run.freeze(config, corpora.fingerprints, trainer.ds_config))
     if changed:
         trainer.note("config_changed", changes=changed)
@@ -485,7 +542,7 @@ def _train(
     if count := left_out.skips.count():
         trainer.say(f"{count:,} positions are skipped (data.skip, {run.skips.name})")
         ahead = int(left_out.next_kept(trainer.state.cursor, 1)[0][0]) - trainer.state.cursor
-        if ahead > sum(corpora.train.order.sequences):
+        if ahead > sum(source.order.sequences):
             trainer.say(f"WARNING: the next position is {ahead:,} further on: whole epochs are skipped")
     return trainer.train()
 

@@ -30,7 +30,7 @@ def record(step: int, time: float | None = None, worst: int = 4, **changes: Any)
     r = random.Random(step)
     values: dict[str, Any] = {
         "step": step, "time": 1.7e9 + step * 1.03 if time is None else time, "first_position": 64 * (step - 1),
-        "next_position": 64 * step, "applied": True, "finite": True, "clipped": r.random() < 0.3,
+        "next_position": 64 * step, "skipped": [], "applied": True, "finite": True, "clipped": r.random() < 0.3,
         "loss": r.gauss(3, 0.1), "z_loss": r.gauss(0.01, 1e-3), "z": r.gauss(10, 0.1),
         "grad_norm": r.gauss(1, 0.1), "lr": 3e-4 * r.random(), "worst_position": 64 * step - r.randint(1, 64),
         "worst_loss": r.gauss(4, 0.3), "worst_micro_batch": r.randrange(8), "worst_rank": r.randrange(64),

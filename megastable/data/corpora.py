@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megastable.config import CorpusConfig
+from megastable.data.blends import BlendEntry, GoneStream, Share, in_force, phases
 from megastable.data.manifest import Manifest, Stream
-from megastable.data.order import Corpus, Order
+from megastable.data.order import BLOCK, Corpus, Order, blend
 from megastable.data.source import Source
 from megastable.errors import ConfigError, DataError
 from megastable.recipe import find
@@ -14,25 +17,58 @@ from megastable.recipe import find
 
 @dataclass(frozen=True)
 class Corpora:
-    """All corpora of a run. `validation` is None where none of them has such a split."""
+    """All corpora of a run. `validation` is None where none of them has such a split.
+
+    manifests: of those of the recipe; shares: as they are blended from now on, by the recipe; blends: the lines of
+    blends.jsonl that `train` follows.
+    """
 
     manifests: list[Manifest]
+    shares: list[Share]
+    blends: list[BlendEntry]
     train: Source
     validation: Source | None
     vocab_size: int
 
     @property
     def fingerprints(self) -> list[str]:
-        return [manifest.fingerprint() for manifest in self.manifests]
+        return [share.fingerprint for share in self.shares]
 
     @property
     def order_fingerprint(self) -> str:
         """What the order of the training samples depends on, as one string: a checkpoint holds it."""
-        return self.train.order.fingerprint(self.fingerprints)
+        return self.train.order.fingerprint(self._all_fingerprints)
+
+    def fingerprints_until(self, cursor: int) -> list[str]:
+        """The order's fingerprints of now and of before each change of the blend that begins at `cursor` or later: a
+        checkpoint that came to `cursor` holds one of them."""
+        order = self.train.order
+        later = sum(phase.block * BLOCK >= cursor for phase in order.phases[1:])
+        counts = range(len(order.phases) - later, len(order.phases) + 1)
+        return [order.fingerprint(self._all_fingerprints, count) for count in counts]
+
+    @property
+    def reblended(self) -> bool:
+        """Whether the recipe wants another blend than the run has now."""
+        wanted = [Corpus(share.name, share.tokens, share.weight) for share in self.shares]
+        quotas = {c.name: quota for c, quota in zip(wanted, blend(wanted, BLOCK), strict=True)}
+        order = self.train.order
+        return quotas != {
+            c.name: quota for c, quota in zip(order.corpora, order.quotas, strict=True) if quota
+        }
+
+    @property
+    def _all_fingerprints(self) -> list[str]:
+        known = {share.name: share.fingerprint for entry in self.blends for share in entry.corpora}
+        known |= {share.name: share.fingerprint for share in self.shares}
+        return [known[corpus.name] for corpus in self.train.order.corpora]
 
 
-def open_corpora(given: list[CorpusConfig], sequence_length: int, seed: int) -> Corpora:
-    """Open every corpus; none of the token data is read.
+def open_corpora(
+    given: list[CorpusConfig], sequence_length: int, seed: int, blends: Sequence[BlendEntry] = ()
+) -> Corpora:
+    """Open every corpus; none of the token data is read. blends: the lines of blends.jsonl of a run that has begun:
+    they decide the order, and `given` only says what is wanted.
 
     Raises ConfigError for an empty list or corpora of different tokenizers, DataError for damaged ones.
     """
@@ -43,32 +79,72 @@ def open_corpora(given: list[CorpusConfig], sequence_length: int, seed: int) -> 
         )
     given = [corpus.model_copy(update={"path": find(corpus.path)}) for corpus in given]
     manifests = [Manifest.load(corpus.path) for corpus in given]
-    first = manifests[0].tokenizer
+    tokenizer = manifests[0].tokenizer
     for corpus, manifest in zip(given, manifests, strict=True):
-        if manifest.tokenizer.xxh3 != first.xxh3:
+        if manifest.tokenizer.xxh3 != tokenizer.xxh3:
             raise ConfigError(
                 f"data.corpora: {corpus.path} was made with another tokenizer than {given[0].path}: "
                 "their token ids mean different things; prepare both with the same tokenizer"
             )
         if manifest.tokens("train") == 0:
             raise DataError(f"{corpus.path}: no documents to train on")
-
-    def source(split: str) -> Source | None:
-        chosen = [
-            (corpus, manifest, Stream(corpus.path, manifest, split))
-            for corpus, manifest in zip(given, manifests, strict=True)
-            # A split shorter than a sequence holds no sample.
-            if split == "train" or manifest.tokens(split) > sequence_length
-        ]
-        if not chosen:
-            return None
-        order = Order(
-            [Corpus(manifest.name, stream.tokens, corpus.weight) for corpus, manifest, stream in chosen],
-            sequence_length,
-            seed,
+    shares = [
+        Share(
+            name=manifest.name,
+            path=str(corpus.path),
+            weight=corpus.weight,
+            tokens=manifest.tokens("train"),
+            fingerprint=manifest.fingerprint(),
         )
-        return Source(order, [stream for _, _, stream in chosen], first.eod)
+        for corpus, manifest in zip(given, manifests, strict=True)
+    ]
+    valid = in_force(blends)
+    here = {manifest.name: (corpus.path, manifest) for corpus, manifest in zip(given, manifests, strict=True)}
+    out = {share.name: share for entry in valid for share in entry.corpora if share.name not in here}
+    streams = [Stream(path, manifest, "train") for path, manifest in here.values()]
+    train = Order(
+        [
+            Corpus(m.name, stream.tokens, c.weight)
+            for m, stream, c in zip(manifests, streams, given, strict=True)
+        ]
+        + [Corpus(share.name, share.tokens, share.weight) for share in out.values()],
+        sequence_length,
+        seed,
+        phases=phases(valid),
+    )
+    streams += [_taken_out(share) for share in out.values()]
+    # What the run is measured by stays the same when its blend changes.
+    measured = valid[0].weights if valid else {share.name: share.weight for share in shares}
+    validation = _validation(here, measured, sequence_length, seed)
+    return Corpora(
+        manifests, shares, valid, Source(train, streams, tokenizer.eod),
+        Source(*validation, tokenizer.eod) if validation else None, tokenizer.vocab_size,
+    )  # fmt: skip
 
-    train = source("train")
-    assert train is not None
-    return Corpora(manifests, train, source("validation"), first.vocab_size)
+
+def _taken_out(share: Share) -> Stream:
+    try:
+        path = find(Path(share.path))
+        manifest = Manifest.load(path)
+        if manifest.fingerprint() != share.fingerprint:
+            raise DataError(f"{path} is not what it was: restore it")
+        return Stream(path, manifest, "train")
+    except DataError as error:
+        return GoneStream(share, str(error))
+
+
+def _validation(
+    here: Mapping[str, tuple[Path, Manifest]], weights: Mapping[str, float], sequence_length: int, seed: int
+) -> tuple[Order, list[Stream]] | None:
+    """Those of `here` that have a weight and at least one sample to validate on."""
+    split = "validation"
+    # A split shorter than a sequence holds no sample.
+    chosen = {
+        name: Stream(path, manifest, split)
+        for name, (path, manifest) in here.items()
+        if name in weights and manifest.tokens(split) > sequence_length
+    }
+    if not chosen:
+        return None
+    corpora = [Corpus(name, stream.tokens, weights[name]) for name, stream in chosen.items()]
+    return Order(corpora, sequence_length, seed), list(chosen.values())

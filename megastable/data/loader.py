@@ -49,6 +49,13 @@ class Step:
     positions: Int64s
     micro_batches: list[MicroBatch]
 
+    @property
+    def skipped(self) -> list[int]:
+        """What was left out of [first, next): ranges [first, end), one after the other."""
+        edges = np.concatenate([[self.first - 1], self.positions, [self.next]])
+        gaps = np.flatnonzero(np.diff(edges) > 1)
+        return np.column_stack([edges[gaps] + 1, edges[gaps + 1]]).ravel().tolist()
+
 
 class Loader:
     """An endless iterator of `Step`s from `cursor` on.

@@ -11,9 +11,9 @@ tokens [i * L, i * L + L + 1).
 3. A bijection keyed by (seed, corpus name, epoch) turns that number into a sequence.
 
 So a corpus goes through all its sequences once before any comes again. Nothing here depends on the length of
-the run, batch sizes or ranks, and the order inside a corpus (3) does not depend on which others there are.
-New weights from some block on would change nothing but how many samples of a corpus lie before a block (today
-block * quota).
+the run, batch sizes or ranks, and the order inside a corpus (3) does not depend on which others there are, nor on
+their weights: where the blend changes (at the beginning of a block, a **phase**), every corpus goes on with its next
+sample. The way back, from a sequence to all its positions, is as cheap.
 
 The bijection is a balanced Feistel network (Luby and Rackoff 1988) over pairs of numbers below ceil(sqrt(n))
 with modular addition and cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
@@ -26,11 +26,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +56,14 @@ class Corpus:
     weight: float
 
 
+@dataclass(frozen=True)
+class Phase:
+    """From `block` on, the corpora of `weights` are blended by them; one that is not named gives nothing."""
+
+    block: int
+    weights: Mapping[str, float]
+
+
 class Location(NamedTuple):
     """The sample at a position: index of its corpus, epoch of that corpus, sequence, first token of it."""
 
@@ -76,13 +85,19 @@ class Locations(NamedTuple):
 class Order:
     """The order of the samples of a run over `corpora`, in sequences of `sequence_length` tokens.
 
-    `quotas` and `sequences` hold a number per corpus, in the order of `corpora` (which has no influence on
-    the order of the samples; names have). Raises ConfigError for weights that cannot be blended, DataError
-    for a corpus shorter than one sequence.
+    `quotas` (of the last phase) and `sequences` hold a number per corpus, in the order of `corpora` (which has no
+    influence on the order of the samples; names have). phases: ascending, the first from block 0; without any, the
+    corpora's own weights hold throughout. Raises ConfigError for weights that cannot be blended, DataError for a
+    corpus shorter than one sequence.
     """
 
     def __init__(
-        self, corpora: Sequence[Corpus], sequence_length: int, seed: int, block: int = BLOCK
+        self,
+        corpora: Sequence[Corpus],
+        sequence_length: int,
+        seed: int,
+        block: int = BLOCK,
+        phases: Sequence[Phase] = (),
     ) -> None:
         if sequence_length < 1 or not 1 <= block <= 2**16:
             raise ConfigError(
@@ -92,7 +107,16 @@ class Order:
         self.sequence_length = sequence_length
         self.seed = seed
         self.block = block
-        self.quotas = blend(self.corpora, block)
+        self.phases = tuple(phases) or (Phase(0, {c.name: c.weight for c in self.corpora}),)
+        starts = [phase.block for phase in self.phases]
+        if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
+            raise ConfigError(f"the blend's phases begin at the blocks {starts}: 0 first, then ascending")
+        # All quotas by phase and corpus, and how many samples a corpus gives before a phase.
+        self._quotas = np.array([self._blend(phase.weights) for phase in self.phases], dtype=np.int64)
+        self._starts = np.array(starts, dtype=np.int64)
+        lengths = np.diff(self._starts)[:, None]
+        self._before = np.vstack([0 * self._quotas[:1], np.cumsum(self._quotas[:-1] * lengths, axis=0)])
+        self.quotas = tuple(self._quotas[-1].tolist())
         self.sequences = tuple((corpus.tokens - 1) // sequence_length for corpus in self.corpora)
         for corpus, sequences in zip(self.corpora, self.sequences, strict=True):
             if sequences < 1:
@@ -102,9 +126,8 @@ class Order:
                 )
         # A block before it is shuffled; by name, so that the order of `corpora` has no influence.
         by_name = sorted(range(len(self.corpora)), key=lambda index: self.corpora[index].name)
-        self._slots = np.repeat(by_name, [self.quotas[index] for index in by_name]).astype(np.uint16)
-        self._turns = np.concatenate([np.arange(quota) for quota in self.quotas])
-        self._quotas = np.array(self.quotas, dtype=np.int64)
+        self._slots = [np.repeat(by_name, quotas[by_name]).astype(np.uint16) for quotas in self._quotas]
+        self._turns = [np.concatenate([np.arange(quota) for quota in quotas]) for quotas in self._quotas]
         self._sequences = np.array(self.sequences, dtype=np.int64)
         self._shuffled = lru_cache(maxsize=16)(self._shuffle)
 
@@ -129,19 +152,69 @@ class Order:
         """The sample at one position."""
         return Location(*(int(field[0]) for field in self.locate([position])))
 
-    def fingerprint(self, manifest_fingerprints: Sequence[str]) -> str:
+    def positions_of(self, corpus: int, sequences: npt.ArrayLike, first: int, end: int) -> Int64s:
+        """All positions in [first, end) at which any of n `sequences` of a corpus stand: int64, ascending.
+
+        O(n) for each epoch of the corpus that [first, end) touches.
+        """
+        wanted, size = np.asarray(sequences, dtype=np.int64), int(self._sequences[corpus])
+        low, high = self.samples_before(first)[corpus], self.samples_before(end)[corpus]
+        found = [np.empty(0, np.int64)]
+        for epoch in range(low // size, -(-high // size)):
+            keys = self._keys(self.corpora[corpus].name, np.full(wanted.size, epoch))
+            samples = epoch * size + permute_back(wanted, np.full(wanted.size, size), keys)
+            found.append(self._positions(corpus, samples[(low <= samples) & (samples < high)]))
+        return np.sort(np.concatenate(found))
+
+    def samples_before(self, position: int) -> list[int]:
+        """How many samples each corpus gives to the positions [0, position)."""
+        block, slot = divmod(position, self.block)
+        phase = self._phase(block)
+        counts = np.bincount(self._shuffled(block)[0][:slot], minlength=len(self.corpora))
+        whole = self._before[phase] + (block - self._starts[phase]) * self._quotas[phase]
+        return (whole + counts).tolist()
+
+    def absent(self, corpus: int) -> list[tuple[int, int]]:
+        """The ranges of positions [first, end) of the phases in which a corpus gives nothing."""
+        edges = [*(self._starts * self.block).tolist(), LAST_POSITION]
+        return [
+            edge for quotas, edge in zip(self._quotas, pairwise(edges), strict=True) if not quotas[corpus]
+        ]
+
+    def fingerprint(self, manifest_fingerprints: Sequence[str], phases: int | None = None) -> str:
         """SHA-256 (hex) of all that decides which tokens stand at which position.
 
-        `manifest_fingerprints`: one per corpus, in the order of `corpora`.
+        `manifest_fingerprints`: one per corpus, in the order of `corpora`. phases: only the first so many count, and
+        only the corpora that they name: what it was before the later ones were.
         """
+        count = len(self.phases) if phases is None else phases
+        used = self._quotas[:count].sum(axis=0) > 0
         corpora = sorted(
-            [corpus.name, corpus.tokens, quota, fingerprint]
-            for corpus, quota, fingerprint in zip(
-                self.corpora, self.quotas, manifest_fingerprints, strict=True
+            [corpus.name, corpus.tokens, int(self._quotas[0, index]), fingerprint]
+            for index, (corpus, fingerprint) in enumerate(
+                zip(self.corpora, manifest_fingerprints, strict=True)
             )
+            if used[index]
         )
-        content = [VERSION, self.seed, self.sequence_length, self.block, corpora]
+        content: list[Any] = [VERSION, self.seed, self.sequence_length, self.block, corpora]
+        for number in range(1, count):
+            quotas = zip(self.corpora, self._quotas[number].tolist(), strict=True)
+            content.append(
+                [int(self._starts[number]), sorted([c.name, quota] for c, quota in quotas if quota)]
+            )
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def _blend(self, weights: Mapping[str, float]) -> list[int]:
+        chosen = [
+            replace(corpus, weight=weights[corpus.name]) for corpus in self.corpora if corpus.name in weights
+        ]
+        if unknown := sorted(set(weights) - {corpus.name for corpus in self.corpora}):
+            raise ConfigError(f"the blend names the corpus {unknown[0]!r}, which is not there")
+        quotas = dict(zip((c.name for c in chosen), blend(chosen, self.block), strict=True))
+        return [quotas.get(corpus.name, 0) for corpus in self.corpora]
+
+    def _phase(self, block: int) -> int:
+        return int(np.searchsorted(self._starts, block, side="right")) - 1
 
     def _samples(self, positions: Int64s) -> tuple[Int64s, Int64s]:
         """The corpus of each position, and how many samples that corpus gave to the positions before it."""
@@ -152,7 +225,24 @@ class Order:
         for block, members in _groups(blocks):
             corpora, turns = self._shuffled(block)
             corpus[members], turn[members] = corpora[slots[members]], turns[slots[members]]
-        return corpus, blocks * self._quotas[corpus] + turn
+        phase = np.searchsorted(self._starts, blocks, side="right") - 1
+        whole = (blocks - self._starts[phase]) * self._quotas[phase, corpus]
+        return corpus, self._before[phase, corpus] + whole + turn
+
+    def _positions(self, corpus: int, samples: Int64s) -> Int64s:
+        """Where the samples number `samples` that a corpus gives stand: the way back of `_samples`."""
+        if len(self.corpora) == 1:
+            return samples
+        # A phase without the corpus begins with as many samples as the next one does, and holds none.
+        phase = np.searchsorted(self._before[:, corpus], samples, side="right") - 1
+        quota = self._quotas[phase, corpus]
+        blocks, turns = np.divmod(samples - self._before[phase, corpus], quota)
+        blocks += self._starts[phase]
+        positions = np.empty_like(samples)
+        for block, members in _groups(blocks):
+            slots = np.flatnonzero(self._shuffled(block)[0] == corpus)  # ascending, as its turns are
+            positions[members] = block * self.block + slots[turns[members]]
+        return positions
 
     def _shuffle(self, block: int) -> tuple[npt.NDArray[np.uint16], Int64s]:
         """For each slot of a block its corpus, and its rank among that corpus' slots of the block."""
@@ -161,8 +251,9 @@ class Order:
         mixed = _mix(_mix(numbers ^ np.uint64(first)) ^ np.uint64(second))
         # Sorting hashes that carry their number in the low bits is several times faster than argsort.
         shuffle = np.sort(mixed << bits | numbers) & ((np.uint64(1) << bits) - np.uint64(1))
-        corpora, turns = self._slots[shuffle], np.empty(self.block, dtype=np.int64)
-        turns[np.argsort(corpora, kind="stable")] = self._turns
+        phase = self._phase(block)
+        corpora, turns = self._slots[phase][shuffle], np.empty(self.block, dtype=np.int64)
+        turns[np.argsort(corpora, kind="stable")] = self._turns[phase]
         return corpora, turns
 
     def _keys(self, name: str, epochs: Int64s) -> UInt64s:
@@ -214,14 +305,36 @@ def permute(values: Int64s, sizes: Int64s, keys: UInt64s) -> Int64s:
     A pair of numbers below `side` has at most 2 * sqrt(size) + 1 more values than needed; a value that ends
     up there is sent through again (cycle walking), which keeps the map a bijection.
     """
+
+    def forward(left: UInt64s, right: UInt64s, side: UInt64s, keys: UInt64s) -> tuple[UInt64s, UInt64s]:
+        for key in keys:
+            left, right = right, (left + _mix(right ^ key) % side) % side
+        return left, right
+
+    return _walk(forward, values, sizes, keys)
+
+
+def permute_back(values: Int64s, sizes: Int64s, keys: UInt64s) -> Int64s:
+    """The inverse of `permute`."""
+
+    def backward(left: UInt64s, right: UInt64s, side: UInt64s, keys: UInt64s) -> tuple[UInt64s, UInt64s]:
+        for key in keys[::-1]:
+            left, right = (right + side - _mix(left ^ key) % side) % side, left
+        return left, right
+
+    return _walk(backward, values, sizes, keys)
+
+
+def _walk(
+    rounds: Callable[..., tuple[UInt64s, UInt64s]], values: Int64s, sizes: Int64s, keys: UInt64s
+) -> Int64s:
+    """A bijection of pairs of numbers below ceil(sqrt(size)), made one of [0, size)."""
     size, out = sizes.astype(np.uint64), values.astype(np.uint64)
     side = _ceil_sqrt(size)
     walking = np.arange(out.size)
     while walking.size:
         modulus = side[walking]
-        left, right = np.divmod(out[walking], modulus)
-        for key in keys[:, walking]:
-            left, right = right, (left + _mix(right ^ key) % modulus) % modulus
+        left, right = rounds(*np.divmod(out[walking], modulus), modulus, keys[:, walking])
         out[walking] = left * modulus + right
         walking = walking[out[walking] >= size[walking]]
     return out.astype(np.int64)

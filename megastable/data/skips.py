@@ -6,22 +6,20 @@ position is passed over by a lookup; nothing is read and thrown away. Ranges are
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
+from pydantic import Field, StrictInt, model_validator
 
-from megastable import jsonl
+from megastable.data import ledger
+from megastable.data.ledger import Entry, append, append_all
 from megastable.data.order import LAST_POSITION, Order
 from megastable.errors import DataError
 
-log = logging.getLogger(__name__)
+__all__ = ["Range", "Selection", "SkipEntry", "Skips", "append", "append_all", "read_ledger"]
 
 Range = tuple[int, int]
 Position = Annotated[StrictInt, Field(ge=0, le=LAST_POSITION)]
@@ -108,8 +106,9 @@ class Selection:
 
     def __init__(self, order: Order, entries: Iterable[SkipEntry], more: Iterable[Range] = ()) -> None:
         """entries: of the ledger; more: further ranges. Raises DataError where a corpus is not one of `order`, or
-        all of them are out."""
+        all of them are out. `entries` is how many there are."""
         entries = list(entries)
+        self.entries = len(entries)
         self.skips = Skips.of([*more, *((e.first, e.end) for e in entries if e.corpus is None)])
         names = [corpus.name for corpus in order.corpora]
         out: dict[str, list[Range]] = {}
@@ -122,9 +121,14 @@ class Selection:
                 "delete that line"
             )
         self._order = order
+        for index, name in enumerate(names):
+            if absent := order.absent(index):
+                out.setdefault(name, []).extend(absent)
         self._out = {names.index(name): Skips.of(ranges) for name, ranges in out.items()}
         if not self.corpora_left:
-            raise DataError("the skip ledger swaps out every corpus: delete one of those lines")
+            raise DataError(
+                "the skip ledger swaps out every corpus: delete one of those lines, or blend in another corpus"
+            )
         if len(self._out) == len(names):
             # Where every corpus is out there is nothing to look for, however far that reaches.
             in_some = Skips.of(kept for skips in self._out.values() for kept in skips.gaps().ranges)
@@ -163,13 +167,11 @@ class Selection:
         return chosen, int(chosen[-1]) + 1 if count else cursor
 
 
-class SkipEntry(BaseModel):
+class SkipEntry(Entry):
     """A line of the ledger: positions [first, end), why, by which incident, noticed at which step.
 
     corpus: only the positions of that corpus; from `first` on it is swapped out.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     first: Position
     end: Position
@@ -177,7 +179,6 @@ class SkipEntry(BaseModel):
     incident: int | None = None
     step: int | None = None
     corpus: str | None = None
-    time: datetime | None = None  # `append` fills it in
 
     @model_validator(mode="after")
     def _forward(self) -> Self:
@@ -186,36 +187,9 @@ class SkipEntry(BaseModel):
         return self
 
 
-def append(path: Path, entry: SkipEntry) -> None:
-    """Add a line to the ledger and wait until it is on the disk. Raises DataError when that fails."""
-    if entry.time is None:
-        entry = entry.model_copy(update={"time": datetime.now(UTC)})
-    jsonl.append(path, entry.model_dump_json(exclude_none=True))
-
-
 def read_ledger(path: Path) -> list[SkipEntry]:
-    """The entries of a ledger, oldest first; none when there is no such file. Empty lines are ignored.
-
-    A torn last line (a crash while it was written) is reported as a warning and left out. Raises DataError
-    naming the line for anything else that is not a valid entry.
-    """
-    lines, torn = jsonl.read(path)
-    if torn:
-        log.warning("%s: line %d was torn by a crash and is ignored: %r", path, len(lines) + 1, torn[:200])
-    return [_parse(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-
-
-def _parse(path: Path, number: int, line: bytes) -> SkipEntry:
-    remedy = f"correct or delete line {number} of {path}, nothing else depends on it"
-    try:
-        return SkipEntry.model_validate(json.loads(line))
-    except ValueError as error:  # not UTF-8, not JSON, not an entry
-        problem = error
-    if isinstance(problem, ValidationError):
-        detail = problem.errors()[0]
-        message = ".".join(str(part) for part in detail["loc"]) + " " + str(detail["msg"])
-        raise DataError(f"{path} line {number}: {message.strip()}: {remedy}") from problem
-    raise DataError(f"{path} line {number} is not JSON ({problem}): {remedy}") from problem
+    """The entries of skips.jsonl, oldest first; see `ledger.read`."""
+    return ledger.read(path, SkipEntry)
 
 
 def _checked(item: Range) -> Range:

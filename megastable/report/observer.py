@@ -68,6 +68,7 @@ class Observer:
             time=now,
             first_position=batch.first,
             next_position=batch.next,
+            skipped=batch.skipped,
             applied=applied,
             finite=measured.finite,
             clipped=clipped,

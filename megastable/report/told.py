@@ -156,6 +156,15 @@ TOLD: dict[str, Callable[[Event], str]] = {
     "resumed": lambda e: f"resumed from {e.get('checkpoint')}",
     "reshaped": lambda e: "the checkpoint was written by another layout: reshaped",
     "order_changed": lambda e: "the order of the data changed: positions mean other samples from here on",
+    "blend_changed": lambda e: (
+        f"the corpora are blended by other weights from position {e.get('position')} on"
+    ),
+    "skips_read": lambda e: (
+        f"{e.get('entries')} new lines of the skip ledger hold from position {e.get('cursor')} on"
+    ),
+    "skips_refused": lambda e: (
+        f"the skip ledger cannot be read, that of before holds{_because(e, 'problem')}"
+    ),
     "config_changed": _changed,
     "evaluated": lambda e: f"validation loss {number(e.get('loss'))}",
     "checkpoint": lambda e: (

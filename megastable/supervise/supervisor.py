@@ -20,6 +20,7 @@ from typing import IO, Any, Protocol
 
 from megastable import durable, errors
 from megastable.config import RunConfig
+from megastable.data.blends import read_blends
 from megastable.data.corpora import open_corpora
 from megastable.data.skips import Selection, SkipEntry, append, read_ledger
 from megastable.errors import ConfigError, DataError, MegastableError, SpaceError, UnstableError
@@ -343,7 +344,8 @@ class Supervisor:
         c = self.config
         if end.cursor is None:
             return
-        corpora = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed)
+        blends = read_blends(self.run.blends)
+        corpora = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, blends)
         left = Selection(corpora.train.order, read_ledger(self.run.skips), c.data.skip)
         _, after = left.next_kept(end.cursor, c.train.global_batch)
         reason = f"{end.what} at step {end.step}, again and again"

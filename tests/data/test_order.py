@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.data.manifest import Manifest, Segment, TokenizerInfo
-from megastable.data.order import ROUNDS, VERSION, Corpus, Location, Order, blend, permute, round_keys
+from megastable.data.order import ROUNDS, VERSION, Corpus, Location, Order, Phase, blend, permute, round_keys
 from megastable.data.shards import ShardInfo
 from megastable.errors import ConfigError, DataError
 
@@ -349,3 +349,99 @@ def sparse_shard(prefix: Path, marked: np.ndarray) -> ShardInfo:
         bin_xxh3="",
         idx_xxh3="",
     )
+
+
+# Phases: the blend changes
+
+NAMES = ("a", "b", "c")
+
+
+@st.composite
+def blended_orders(draw: st.DrawFn) -> Order:
+    """Up to three corpora and four phases of small blocks, each of some of the corpora."""
+    corpora = [Corpus(name, draw(st.integers(9, 200)), 1.0) for name in NAMES]
+    starts = [0, *sorted(draw(st.sets(st.integers(1, 12), max_size=3)))]
+    weights = st.dictionaries(st.sampled_from(NAMES), st.floats(0.2, 1), min_size=1)
+    phases = [Phase(start, draw(weights)) for start in starts]
+    return Order(corpora, draw(st.sampled_from([1, 3, 8])), draw(st.integers(0, 99)), block=8, phases=phases)
+
+
+@settings(deadline=None, max_examples=60)
+@given(order=blended_orders())
+def test_a_corpus_goes_on_with_its_next_sample_whatever_the_blend(order: Order) -> None:
+    """Its samples, one after the other, are those of a run on it alone; shares are exact in every block."""
+    count = 16 * order.block
+    found = order.locate(np.arange(count))
+    for index, corpus in enumerate(order.corpora):
+        alone = Order([corpus], order.sequence_length, order.seed)
+        mine = np.flatnonzero(found.corpus == index)
+        expected = alone.locate(np.arange(mine.size))
+        for field in ("epoch", "sequence", "first_token"):
+            assert getattr(found, field)[mine].tolist() == getattr(expected, field).tolist()
+        inside = np.zeros(count, dtype=bool)
+        for first, end in order.absent(index):
+            inside[first : min(end, count)] = True
+        assert not inside[mine].any()
+    starts = [phase.block for phase in order.phases]
+    for block in range(16):
+        phase = order.phases[sum(start <= block for start in starts) - 1]
+        quotas = blend([Corpus(n, 9, w) for n, w in phase.weights.items()], order.block)
+        part = found.corpus[block * order.block : (block + 1) * order.block]
+        counted = {name: int((part == index).sum()) for index, name in enumerate(NAMES)}
+        assert {n: q for n, q in counted.items() if q} == {
+            n: q for n, q in zip(phase.weights, quotas, strict=True) if q
+        }
+
+
+@settings(deadline=None, max_examples=60)
+@given(order=blended_orders(), first=st.integers(0, 100), length=st.integers(0, 60))
+def test_positions_of_is_the_way_back_of_locate(order: Order, first: int, length: int) -> None:
+    found = order.locate(np.arange(first, first + length))
+    for index, sequences in enumerate(order.sequences):
+        wanted = np.arange(0, sequences, 2)
+        expected = first + np.flatnonzero((found.corpus == index) & np.isin(found.sequence, wanted))
+        assert order.positions_of(index, wanted, first, first + length).tolist() == expected.tolist()
+    counts = np.bincount(found.corpus, minlength=3)
+    before, after = order.samples_before(first), order.samples_before(first + length)
+    assert (np.array(after) - before).tolist() == counts.tolist()
+
+
+def test_the_way_back_at_any_size() -> None:
+    """10^12 tokens: the permutation and its inverse, for a corpus alone and in a blend."""
+    for corpora in ([Corpus("a", 10**12, 1.0)], [Corpus("a", 10**12, 0.3), Corpus("b", 10**11, 0.7)]):
+        order = Order(corpora, 4096, 3)
+        positions = np.random.default_rng(0).integers(0, 3 * 10**8, 200)
+        found = order.locate(positions)
+        for index in range(len(corpora)):
+            mine = positions[found.corpus == index]
+            back = order.positions_of(index, found.sequence[found.corpus == index], 0, 3 * 10**8)
+            assert set(mine.tolist()) <= set(back.tolist())
+
+
+def test_one_phase_is_the_order_of_before_and_more_change_the_fingerprint() -> None:
+    plain = Order(TWO, 8, 1)
+    weights = {c.name: c.weight for c in TWO}
+    one = Order(TWO, 8, 1, phases=[Phase(0, weights)])
+    assert plain.fingerprint(["x", "y"]) == one.fingerprint(["x", "y"])
+    more = Order([*TWO, Corpus("new", 900, 1)], 8, 1, phases=[Phase(0, weights), Phase(2, {"new": 1})])
+    assert (
+        more.fingerprint(["x", "y", "z"], 1)
+        == plain.fingerprint(["x", "y"])
+        != more.fingerprint(["x", "y", "z"])
+    )
+    later = Order([*TWO, Corpus("new", 900, 1)], 8, 1, phases=[Phase(0, weights), Phase(3, {"new": 1})])
+    assert later.fingerprint(["x", "y", "z"]) != more.fingerprint(["x", "y", "z"])
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        ([Phase(1, {"books": 1})], "0 first, then ascending"),
+        ([Phase(0, {"books": 1}), Phase(0, {"web": 1})], "0 first, then ascending"),
+        ([Phase(0, {"others": 1})], "'others', which is not there"),
+        ([Phase(0, {})], "different, non-empty names"),
+    ],
+)
+def test_impossible_phases(phases: list[Phase], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Order(TWO, 8, 1, phases=phases)

@@ -34,7 +34,7 @@ def step_record(
 ) -> StepRecord:
     first = 8 * (step - 1) if first is None else first
     return StepRecord(
-        step=step, time=time, first_position=first, next_position=first + 8, applied=applied, finite=True,
+        step=step, time=time, first_position=first, next_position=first + 8, skipped=[], applied=applied, finite=True,
         clipped=False, loss=loss, z_loss=0.0, z=1.0, grad_norm=loss / 4, lr=1e-3, worst_position=first,
         worst_loss=loss, worst_micro_batch=0, worst_rank=0, worst_positions=[first], worst_losses=[loss], seconds=0.5,
         data_seconds=0.0, tokens_per_second=100.0, mfu_full=0.1, mfu_causal=0.1, memory=1.0, loss_scale=1.0,

@@ -1,0 +1,76 @@
+"""How a run's corpora were blended, and from which position on: `blends.jsonl`, append-only.
+
+The first line is that of the start. New weights, a new corpus or one that is taken out begin at a later position, the
+first of a block of the order; every other corpus goes on with its next sample (order.py). A line at or before the
+position of earlier ones takes their place: the run went back behind them, or its corpora became others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megastable.data import ledger
+from megastable.data.ledger import Entry
+from megastable.data.manifest import Stream
+from megastable.data.order import BLOCK, LAST_POSITION, Phase
+from megastable.data.shards import Shard
+from megastable.errors import DataError
+
+
+class Share(BaseModel):
+    """A corpus of a blend: what the order needs of it, and where it was."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    path: str
+    weight: float = Field(gt=0, allow_inf_nan=False)
+    tokens: int = Field(ge=0)
+    fingerprint: str
+
+
+class BlendEntry(Entry):
+    """A line: from `position` on, `corpora` are blended by their weights. step: of the run when it was decided."""
+
+    position: Annotated[int, Field(ge=0, le=LAST_POSITION, multiple_of=BLOCK)]
+    corpora: list[Share] = Field(min_length=1)
+    step: int | None = None
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {share.name: share.weight for share in self.corpora}
+
+
+def read_blends(path: Path) -> list[BlendEntry]:
+    """All lines, oldest first; see `ledger.read`."""
+    return ledger.read(path, BlendEntry)
+
+
+def in_force(entries: Sequence[BlendEntry]) -> list[BlendEntry]:
+    """Those whose place no later line has taken, by position; the first is at 0."""
+    valid: list[BlendEntry] = []
+    for entry in entries:
+        valid = [*(e for e in valid if e.position < entry.position), entry]
+    if valid and valid[0].position:
+        raise DataError("blends.jsonl has no line for position 0: restore it from a copy")
+    return valid
+
+
+def phases(entries: Sequence[BlendEntry]) -> list[Phase]:
+    """For the order."""
+    return [Phase(entry.position // BLOCK, entry.weights) for entry in entries]
+
+
+class GoneStream(Stream):
+    """Stands for a corpus that was taken out of the blend and is no longer on the disk."""
+
+    def __init__(self, share: Share, problem: str) -> None:
+        self.tokens = share.tokens
+        self._problem = f"corpus {share.name!r}, which was taken out of the blend, is needed again: {problem}"
+
+    def pieces(self, first: int, count: int) -> list[tuple[Shard, int, int, int]]:
+        raise DataError(self._problem)

@@ -1,0 +1,65 @@
+"""Append-only files of a run that decide what it reads: a model per line, on the disk before `append` returns."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megastable import jsonl
+from megastable.errors import DataError
+
+log = logging.getLogger(__name__)
+
+
+class Entry(BaseModel):
+    """A line of a ledger."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    time: datetime | None = None  # `append` fills it in
+
+
+E = TypeVar("E", bound=Entry)
+
+
+def append(path: Path, entry: Entry) -> None:
+    """Add a line to a ledger and wait until it is on the disk. Raises DataError when that fails."""
+    append_all(path, [entry])
+
+
+def append_all(path: Path, entries: list[E]) -> None:
+    """Add lines that belong together, all at once. Raises DataError when that fails."""
+    now = datetime.now(UTC)
+    stamped = [e if e.time is not None else e.model_copy(update={"time": now}) for e in entries]
+    if stamped:
+        jsonl.append(path, "\n".join(entry.model_dump_json(exclude_none=True) for entry in stamped))
+
+
+def read(path: Path, kind: type[E]) -> list[E]:
+    """The entries of a ledger, oldest first; none when there is no such file. Empty lines are ignored.
+
+    A torn last line (a crash while it was written) is reported as a warning and left out. Raises DataError
+    naming the line for anything else that is not a valid entry.
+    """
+    lines, torn = jsonl.read(path)
+    if torn:
+        log.warning("%s: line %d was torn by a crash and is ignored: %r", path, len(lines) + 1, torn[:200])
+    return [_parse(path, number, line, kind) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _parse(path: Path, number: int, line: bytes, kind: type[E]) -> E:
+    remedy = f"correct or delete line {number} of {path}, nothing else depends on it"
+    try:
+        return kind.model_validate(json.loads(line))
+    except ValueError as error:  # not UTF-8, not JSON, not an entry
+        problem = error
+    if isinstance(problem, ValidationError):
+        detail = problem.errors()[0]
+        message = ".".join(str(part) for part in detail["loc"]) + " " + str(detail["msg"])
+        raise DataError(f"{path} line {number}: {message.strip()}: {remedy}") from problem
+    raise DataError(f"{path} line {number} is not JSON ({problem}): {remedy}") from problem

@@ -1,0 +1,113 @@
+"""A run's blends: what their ledger says, and what a run reads when they change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megastable.config import CorpusConfig
+from megastable.data.blends import BlendEntry, in_force, read_blends
+from megastable.data.corpora import Corpora, open_corpora
+from megastable.data.ledger import append
+from megastable.data.order import BLOCK
+from megastable.data.skips import Selection, SkipEntry
+from megastable.errors import DataError
+from tests.conftest import write_corpus
+
+LENGTH = 32
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> dict[str, Path]:
+    for seed, name in enumerate(("a", "b", "c")):
+        write_corpus(tmp_path / name, tokens=60_000, seed=seed)
+    return {name: tmp_path / name for name in ("a", "b", "c")}
+
+
+def opened(paths: dict[str, Path], weights: dict[str, float], blends: list[BlendEntry] = []) -> Corpora:  # noqa: B006
+    given = [CorpusConfig(path=paths[name], weight=weight) for name, weight in weights.items()]
+    return open_corpora(given, LENGTH, 1, blends)
+
+
+def entry(corpora: Corpora, position: int) -> BlendEntry:
+    return BlendEntry(position=position, corpora=corpora.shares)
+
+
+def samples(corpora: Corpora, positions: range, corpus: str) -> list[bytes]:
+    """What the run reads of one corpus, in its order."""
+    source = corpora.train
+    index = [c.name for c in source.order.corpora].index(corpus)
+    mine = np.array(positions)[source.order.locate(positions).corpus == index]
+    return [source.sample(p).tobytes() for p in mine.tolist()]
+
+
+def test_the_remaining_corpora_keep_their_order(three: dict[str, Path]) -> None:
+    """Weights change, then one is taken out and another comes in: each goes through the same samples, none is left out
+    and none comes twice."""
+    first = opened(three, {"a": 0.5, "b": 0.5})
+    second = opened(three, {"a": 0.2, "b": 0.8}, [entry(first, 0)])
+    assert second.reblended and not opened(three, {"a": 1, "b": 1}, [entry(first, 0)]).reblended
+    third = opened(three, {"b": 0.5, "c": 0.5}, [entry(first, 0), entry(second, BLOCK)])
+    blends = [entry(first, 0), entry(second, BLOCK), entry(third, 2 * BLOCK)]
+    run = opened(three, {"b": 0.5, "c": 0.5}, blends)
+    assert not run.reblended
+    for name in ("a", "b", "c"):
+        alone = opened(three, {name: 1.0})
+        found = samples(run, range(3 * BLOCK), name)
+        assert found == [alone.train.sample(p).tobytes() for p in range(len(found))]
+    assert not samples(run, range(2 * BLOCK, 3 * BLOCK), "a")
+    # What was read before a change is what it was.
+    assert samples(run, range(BLOCK), "b") == samples(first, range(BLOCK), "b")
+
+
+def test_a_checkpoint_of_before_a_change_is_known(three: dict[str, Path]) -> None:
+    first = opened(three, {"a": 0.5, "b": 0.5})
+    second = opened(three, {"a": 0.2, "b": 0.8}, [entry(first, 0)])
+    run = opened(three, {"a": 0.2, "b": 0.8}, [entry(first, 0), entry(second, BLOCK)])
+    assert first.order_fingerprint in run.fingerprints_until(BLOCK)
+    assert first.order_fingerprint not in run.fingerprints_until(BLOCK + 1)
+    assert run.order_fingerprint in run.fingerprints_until(BLOCK + 1)
+    other = opened(three, {"a": 0.5, "c": 0.5})
+    assert other.order_fingerprint not in run.fingerprints_until(0)
+
+
+def test_a_corpus_that_was_taken_out_may_leave_the_disk(three: dict[str, Path]) -> None:
+    first = opened(three, {"a": 0.5, "b": 0.5})
+    second = opened(three, {"b": 1.0}, [entry(first, 0)])
+    blends = [entry(first, 0), entry(second, BLOCK)]
+    whole = opened(three, {"b": 1.0}, blends)
+    (three["a"] / "part-0.bin").unlink()
+    run = opened(three, {"b": 1.0}, blends)
+    assert samples(run, range(BLOCK, BLOCK + 50), "b") == samples(whole, range(BLOCK, BLOCK + 50), "b")
+    with pytest.raises(
+        DataError, match=r"'a', which was taken out of the blend, is needed again: .*part-0\.bin"
+    ):
+        samples(run, range(50), "a")
+
+
+def test_swapping_out_the_only_corpus_of_a_phase_is_refused(three: dict[str, Path]) -> None:
+    first = opened(three, {"a": 0.5, "b": 0.5})
+    second = opened(three, {"b": 1.0}, [entry(first, 0)])
+    run = opened(three, {"b": 1.0}, [entry(first, 0), entry(second, BLOCK)])
+    out = SkipEntry(first=BLOCK, end=2**62, reason="bad", corpus="b")
+    with pytest.raises(DataError, match="swaps out every corpus"):
+        Selection(run.train.order, [out])
+    kept, _ = Selection(run.train.order, []).next_kept(BLOCK - 5, 10)
+    assert kept.tolist() == list(range(BLOCK - 5, BLOCK + 5))
+
+
+def test_later_lines_take_the_place_of_those_behind_them(three: dict[str, Path], tmp_path: Path) -> None:
+    one, two = opened(three, {"a": 1}), opened(three, {"b": 1})
+    path = tmp_path / "blends.jsonl"
+    for given in (entry(one, 0), entry(two, 3 * BLOCK), entry(one, 5 * BLOCK), entry(two, 2 * BLOCK)):
+        append(path, given)
+    assert [e.position for e in in_force(read_blends(path))] == [0, 2 * BLOCK]
+    append(path, entry(two, 0))
+    assert [e.position for e in in_force(read_blends(path))] == [0]
+    with pytest.raises(DataError, match="no line for position 0"):
+        in_force([entry(one, BLOCK)])
+    path.write_text('{"position": 5, "corpora": []}\n')
+    with pytest.raises(DataError, match=r"blends\.jsonl line 1: position .*correct or delete line 1"):
+        read_blends(path)

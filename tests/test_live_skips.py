@@ -1,0 +1,128 @@
+"""Lines that somebody adds to the ledgers of a run: what becomes of them while it trains, and when it goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megastable import records
+from megastable.config import RunConfig
+from megastable.data.blends import read_blends
+from megastable.data.order import BLOCK
+from megastable.data.skips import SkipEntry
+from tests.conftest import tiny, write_corpus
+from tests.distributed import run_ranks
+
+
+def train(config: RunConfig) -> int:
+    from megastable.train import train
+
+    return train(config, Path("recipe.yaml"))
+
+
+def train_and_skip(config: RunConfig, lines: list[tuple[int, str]]) -> int:
+    """Train; in the middle of the steps named, another thread adds a line to the ledger, as another process would."""
+    import torch.distributed as dist
+
+    from megastable.engine import Engine
+    from megastable.train import train
+
+    real, wanted = Engine.train_step, dict(lines)
+
+    def step(self: Engine, *args: Any) -> Any:
+        import time
+
+        count = step.count = step.count + 1  # type: ignore[attr-defined]
+        if count in wanted and dist.get_rank() == 0:
+            assert config.run.dir is not None
+            with (config.run.dir / "skips.jsonl").open("a") as file:
+                file.write(wanted[count] + "\n")
+            time.sleep(0.6)  # longer than two looks of the heartbeat
+        return real(self, *args)
+
+    step.count = 0  # type: ignore[attr-defined]
+    Engine.train_step = step  # type: ignore[method-assign, assignment]
+    try:
+        return train(config, Path("recipe.yaml"))
+    finally:
+        Engine.train_step = real  # type: ignore[method-assign]
+
+
+def line(first: int, end: int) -> str:
+    return SkipEntry(first=first, end=end, reason="bad").model_dump_json(exclude_none=True)
+
+
+def positions(run: Path) -> dict[int, list[int]]:
+    """What every step trained on, by its record."""
+    found = {}
+    for row in records.read(run / "steps").to_pylist():
+        out = {p for a, b in zip(row["skipped"][::2], row["skipped"][1::2], strict=True) for p in range(a, b)}
+        found[row["step"]] = [p for p in range(row["first_position"], row["next_position"]) if p not in out]
+    return found
+
+
+def events(run: Path, *kinds: str) -> list[dict[str, Any]]:
+    lines = (run / "journal.jsonl").read_text().splitlines()
+    return [e for e in map(json.loads, lines) if e["event"] in kinds]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_live_run_leaves_out_what_is_added_from_the_next_step_on(
+    world: int, corpus: Path, tmp_path: Path
+) -> None:
+    config = tiny(corpus, tmp_path / "run", train={"steps": 12})
+    # In step 3, positions of 4 (skipped in part), of 5 (whole) and far ahead; then what is no line, then more.
+    lines = [(3, line(27, 30) + "\n" + line(34, 44)), (6, "{not a line"), (8, line(1000, 1001))]
+    assert run_ranks(world, train_and_skip, config, lines) == [0] * world
+    trained = positions(tmp_path / "run")
+    kept = [p for p in range(200) if p not in {*range(27, 30), *range(34, 44)}]
+    assert [trained[step] for step in range(1, 13)] == [kept[8 * i : 8 * i + 8] for i in range(12)]
+    (read,) = events(tmp_path / "run", "skips_read")
+    assert (read["step"], read["cursor"], read["entries"]) == (3, 24, 2)
+    refused = events(tmp_path / "run", "skips_refused")
+    assert [e["step"] for e in refused] == [6, 8] and "line 3 is not JSON" in refused[0]["problem"]
+
+
+def test_a_new_blend_begins_at_the_next_block_and_is_journaled(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a", "b")]
+    for seed, path in enumerate(paths):
+        write_corpus(path, tokens=300_000, seed=seed)
+
+    def config(steps: int, weights: tuple[float, float], **more: Any) -> RunConfig:
+        given = [{"path": str(p), "weight": w} for p, w in zip(paths, weights, strict=True) if w]
+        # A look over the edge of the block without 500 steps.
+        data = {"corpora": given, "skip": [[88, BLOCK - 16]], **more}
+        return tiny(paths[0], tmp_path / "run", data=data, train={"steps": steps}, checkpoint={"interval": 5})
+
+    run_ranks(1, train, config(10, (0.5, 0.5)))
+    run_ranks(2, train, config(15, (0.25, 0.75)))
+    first, second = read_blends(tmp_path / "run" / "blends.jsonl")
+    assert (first.position, second.position, second.step) == (0, BLOCK, 10)
+    (changed,) = events(tmp_path / "run", "blend_changed")
+    assert changed["old"] == {"a": 0.5, "b": 0.5} and changed["new"] == {"a": 0.25, "b": 0.75}
+    # Taken out altogether; the order of the other goes on, and nothing is said of a changed corpus.
+    run_ranks(1, train, config(20, (0.0, 1.0)))
+    assert not events(tmp_path / "run", "order_changed")
+    assert read_blends(tmp_path / "run" / "blends.jsonl")[-1].position == 2 * BLOCK
+    trained = positions(tmp_path / "run")
+    assert sorted(trained) == list(range(1, 21))
+    flat = [p for step in range(1, 21) for p in trained[step]]
+    assert np.all(np.diff(flat) > 0) and flat[-1] > BLOCK
+
+
+def test_a_changed_corpus_is_still_refused(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a", tokens=40_000)
+    config = tiny(tmp_path / "a", tmp_path / "run", train={"steps": 5}, checkpoint={"interval": 5})
+    run_ranks(1, train, config)
+    write_corpus(tmp_path / "a", tokens=40_000, seed=9)
+    more = tiny(tmp_path / "a", tmp_path / "run", train={"steps": 6}, checkpoint={"interval": 5})
+    with pytest.raises(AssertionError, match=re.escape("positions mean other samples now")):
+        run_ranks(1, train, more)
+    data = {"corpora": [{"path": tmp_path / "a"}], "accept_changed_manifest": True}
+    assert run_ranks(1, train, tiny(tmp_path / "a", tmp_path / "run", data=data, train={"steps": 6})) == [0]
+    assert [e.position for e in read_blends(tmp_path / "run" / "blends.jsonl")] == [0, 0]
