@@ -4,8 +4,9 @@
 #
 #   bash launch/test.sh [PYTEST ARGUMENT ...]     e.g. tests/data -k order, or -n0 for one test at a time
 #
-# The test across two hosts needs iproute2, openssh-server and pdsh; where that starts no service (root, in a
-# container) they are installed by apt-get, unless MEGASTABLE_APT=0. Without them that test is skipped.
+# The test across two hosts needs iproute2, openssh-server and pdsh, that of pages chromium and chromium-driver; where
+# that starts no service (root, in a container) they are installed by apt-get, unless MEGASTABLE_APT=0. Without them
+# those tests are skipped.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case ${1-} in -h | --help) sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' launch/test.sh; exit 0 ;; esac
@@ -16,15 +17,17 @@ get_debian_packages() {
   command -v ip >/dev/null || missing+=(iproute2)
   command -v sshd >/dev/null || missing+=(openssh-server)
   command -v pdsh >/dev/null || missing+=(pdsh)
+  command -v chromium >/dev/null || missing+=(chromium)
+  command -v chromedriver >/dev/null || missing+=(chromium-driver)
   [ ${#missing[@]} -gt 0 ] && [ "${MEGASTABLE_APT:-1}" != 0 ] && [ "$(id -u)" = 0 ] &&
     command -v apt-get >/dev/null && [ -x /usr/sbin/policy-rc.d ] || return 0
   printf 'test: apt-get install %s ... ' "${missing[*]}"
-  local get=(timeout 120 apt-get -qq -o DPkg::Lock::Timeout=60)
+  local get=(timeout 240 apt-get -qq -o DPkg::Lock::Timeout=60)
   if { "${get[@]}" update; DEBIAN_FRONTEND=noninteractive "${get[@]}" install -y --no-install-recommends "${missing[@]}"; } \
     >.venv/apt.log 2>&1 </dev/null; then
     echo done
   else
-    echo 'failed (.venv/apt.log); the test across two hosts will be skipped'
+    echo 'failed (.venv/apt.log); the tests that need them will be skipped'
   fi
 }
 

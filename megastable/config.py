@@ -88,12 +88,36 @@ class CorpusConfig(Part):
     weight: PositiveFloat = 1.0
 
 
+Corruption = Literal[
+    "outside of the vocabulary", "binary data", "wrong encoding", "repetition", "encoded data", "random tokens",
+    "shuffled text", "another language or register",
+]  # fmt: skip
+
+
+class LookAheadConfig(Part):
+    """What the supervisor scans on a spare core before it is trained on; what is clearly corrupt goes on the skip
+    ledger.
+
+    score: about -log10 of the share of ordinary text that is as odd; kinds: what it must look like; share: of a sample
+    that must be so; most: of the positions looked at that may be skipped, beside the first 64.
+    """
+
+    steps: NonNegativeInt = 0  # so many ahead of the run; 0 = none
+    score: PositiveFloat = 5.0
+    kinds: tuple[Corruption, ...] = (
+        "outside of the vocabulary", "binary data", "repetition", "random tokens", "shuffled text",
+    )  # fmt: skip
+    share: Fraction = 0.06
+    most: Fraction = 0.01
+
+
 class DataConfig(Part):
     corpora: list[CorpusConfig] = Field(default_factory=list)
     skip: list[tuple[NonNegativeInt, NonNegativeInt]] = Field(default_factory=list)  # [first, end) positions
     keep_documents_apart: bool = False  # attention stays inside documents, positions restart at each
     prefetch: PositiveInt = 2  # steps made ready in the background
     accept_changed_manifest: bool = False  # go on although the corpus is not the one the checkpoint knew
+    look_ahead: LookAheadConfig = LookAheadConfig()
 
     @field_validator("skip")
     @classmethod

@@ -7,12 +7,14 @@ token that it reads, its last label, is the first of the next sequence and speak
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from megastable.data.manifest import Stream
+from megastable.data.shard_format import little_endian
 from megastable.data.source import Source
 
 
@@ -28,23 +30,48 @@ class Document(BaseModel):
     tokens: int
 
 
+class Part(NamedTuple):
+    """What a sample has of a document: tokens [first_token, first_token + tokens) of the shard, which are those from
+    `offset` on of the sample, and `bytes` bytes from `first_byte` on of the shard's .bin."""
+
+    document: Document
+    first_token: int
+    tokens: int
+    offset: int
+    first_byte: int
+    bytes: int
+
+    @property
+    def ends(self) -> bool:
+        """Whether the document ends in it."""
+        return self.first_token + self.tokens == self.document.first_token + self.document.tokens
+
+
 def documents_at(source: Source, positions: npt.ArrayLike) -> list[Document]:
     """The documents at `positions`, n integers in any order: each once, in the order of the streams.
 
     O(n) in time but for a binary search per position, however large the corpora. Raises DataError for a position
     that cannot be and for a damaged index.
     """
-    return list(dict.fromkeys(document for _, found in _walk(source, positions) for document in found))
+    return list(dict.fromkeys(part.document for _, found in _walk(source, positions) for part in found))
 
 
 def documents_by_position(source: Source, positions: npt.ArrayLike) -> dict[int, list[Document]]:
     """For each of `positions` its documents, in the order of its tokens. Cost and errors as `documents_at`."""
+    return {
+        position: [p.document for p in found]
+        for position, found in parts_by_position(source, positions).items()
+    }
+
+
+def parts_by_position(source: Source, positions: npt.ArrayLike) -> dict[int, list[Part]]:
+    """For each of `positions` the parts of documents that it is made of, one after the other. As `documents_at`."""
     found = dict(_walk(source, positions))
     return {position: found[position] for position in np.asarray(positions).tolist()}
 
 
-def _walk(source: Source, positions: npt.ArrayLike) -> Iterator[tuple[int, list[Document]]]:
-    """Every position with its documents, along the streams: so each shard is opened once."""
+def _walk(source: Source, positions: npt.ArrayLike) -> Iterator[tuple[int, list[Part]]]:
+    """Every position with its parts, along the streams: so each shard is opened once."""
     where, places = np.asarray(positions), source.order.locate(positions)
     along = np.lexsort((places.first_token, places.corpus))
     for position, index, first in zip(
@@ -54,16 +81,20 @@ def _walk(source: Source, positions: npt.ArrayLike) -> Iterator[tuple[int, list[
         strict=True,
     ):
         name = source.order.corpora[index].name
-        yield position, list(_documents(name, source.streams[index], first, source.order.sequence_length))
+        yield position, list(_parts(name, source.streams[index], first, source.order.sequence_length))
 
 
-def _documents(corpus: str, stream: Stream, first: int, count: int) -> Iterator[Document]:
-    for shard, at, length, _ in stream.pieces(first, count):
+def _parts(corpus: str, stream: Stream, first: int, count: int) -> Iterator[Part]:
+    for shard, at, length, offset in stream.pieces(first, count):
         end, document = at + length, shard.document_of(at)
         while at < end:
-            begin, at = shard.document_bounds(document)
-            if begin < at:  # shards of other programs may hold empty documents
-                yield Document(
-                    corpus=corpus, shard=shard.name, document=document, first_token=begin, tokens=at - begin
+            begin, stop = shard.document_bounds(document)
+            if begin < stop:  # shards of other programs may hold empty documents
+                of = Document(
+                    corpus=corpus, shard=shard.name, document=document, first_token=begin, tokens=stop - begin
                 )
+                tokens = min(stop, end) - at
+                width = little_endian(shard.dtype).itemsize
+                yield Part(of, at, tokens, offset - first, at * width, tokens * width)
+                at, offset = at + tokens, offset + tokens
             document += 1

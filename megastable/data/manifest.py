@@ -197,6 +197,19 @@ class Stream:
         ((shard, at, _, _),) = self.pieces(token, 1)
         return Place(shard.name, shard.document_of(at), at)
 
+    def offset_of(self, shard: str, token: int) -> int | None:
+        """Stream offset of the token at offset `token` of a shard; None where this split does not have it."""
+        for segment, edge in zip(self.segments, self._edges.tolist()):
+            if segment.shard == shard and segment.first_token <= token < segment.end:
+                return int(edge) + token - segment.first_token
+        return None
+
+    def open(self, shard: str) -> Shard:
+        """A shard of the corpus, whatever the split. Raises DataError where there is none of that name."""
+        if shard not in self._infos:
+            raise DataError(f"{self.directory / FILE} lists no shard {shard!r}")
+        return Shard(self.directory / shard, self._infos[shard], self.manifest.tokenizer.vocab_size)
+
     def pieces(self, first: int, count: int) -> list[tuple[Shard, int, int, int]]:
         """Cut a range of the stream at segments: (shard, offset in the shard, length, offset in the
         stream)."""
@@ -217,8 +230,7 @@ class Stream:
         with self._lock:
             shard = self._shards.pop(segment.shard, None)
             if shard is None:
-                info = self._infos[segment.shard]
-                shard = Shard(self.directory / segment.shard, info, self.manifest.tokenizer.vocab_size)
+                shard = self.open(segment.shard)
             self._shards[segment.shard] = shard
             if len(self._shards) > OPEN_SHARDS:
                 self._shards.popitem(last=False)  # closed once no thread reads from it any more

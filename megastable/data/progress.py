@@ -1,37 +1,47 @@
-"""How far the preparation of a corpus is: a bar on a terminal, a line now and then elsewhere, on stderr."""
+"""How far the preparation of a corpus, or a look through it, is: a bar on a terminal, a line now and then elsewhere, on stderr."""
 
 from __future__ import annotations
 
 import sys
 import time
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 SECONDS_PER_LINE = 10.0
 
 
 class Meter:
-    """Shows bytes read out of `total_bytes`, documents/s and tokens/s; a context manager."""
+    """Shows what was read out of `total` bytes or tokens, documents/s and tokens/s; a context manager.
 
-    def __init__(self, total_bytes: int, silent: bool) -> None:
-        self._total, self._silent = total_bytes, silent
+    doing, done: what it says before them.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        silent: bool,
+        doing: str = "preparing",
+        done: str = "prepared",
+        unit: Literal["bytes", "tokens"] = "bytes",
+    ) -> None:
+        self._total, self._silent, self._done, self._unit = total, silent, done, unit
         self._begin = self._last_line = time.monotonic()
         console = Console(stderr=True)
         self._bar = Progress(
-            TextColumn("preparing"),
+            TextColumn(doing),
             BarColumn(),
-            DownloadColumn(),
+            TextColumn("{task.fields[share]}"),
             TextColumn("{task.fields[rates]}"),
             TimeRemainingColumn(),
             console=console,
             disable=silent or not console.is_terminal,
         )
         self._lines = not silent and not console.is_terminal
-        self._task = self._bar.add_task("", total=total_bytes, rates="")
+        self._task = self._bar.add_task("", total=total, rates="", share="")
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -42,13 +52,14 @@ class Meter:
     ) -> None:
         self._bar.stop()
 
-    def update(self, read_bytes: int, documents: int, tokens: int) -> None:
-        """Totals so far."""
+    def update(self, read: int, documents: int, tokens: int) -> None:
+        """Totals so far: `read` in bytes or tokens, as the total is; the others since the beginning, for their rates."""
         now = time.monotonic()
         seconds = max(now - self._begin, 1e-9)
         rates = f"{documents / seconds:,.0f} documents/s {tokens / seconds:,.0f} tokens/s"
-        self._bar.update(self._task, completed=read_bytes, rates=rates)
+        show = decimal if self._unit == "bytes" else lambda n: f"{n / 1e6:,.1f} M"
+        share = f"{show(read)} of {show(self._total)}" + (" tokens" if self._unit == "tokens" else "")
+        self._bar.update(self._task, completed=read, rates=rates, share=share)
         if self._lines and now - self._last_line >= SECONDS_PER_LINE:
             self._last_line = now
-            share = f"{decimal(read_bytes)} of {decimal(self._total)}"
-            print(f"prepared {share}, {rates}", file=sys.stderr, flush=True)
+            print(f"{self._done} {share}, {rates}", file=sys.stderr, flush=True)

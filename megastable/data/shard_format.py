@@ -10,6 +10,7 @@ megatron/core/datasets/indexed_dataset.py.
 from __future__ import annotations
 
 import os
+import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents + 1
 CODES: dict[int, DType] = {4: "int32", 8: "uint16"}
 SMALL_VOCABULARY = 65_500  # Megatron's rule: uint16 below, int32 from here on
-LONGEST_DOCUMENT = 2**31 - 1  # lengths are int32
+LONGEST_SEQUENCE = 2**31 - 1  # lengths are int32
 CHUNK = 1 << 20  # entries per step where a whole file is written or read
 
 
@@ -74,7 +75,10 @@ def with_suffix(prefix: Path, suffix: str) -> Path:
 
 
 class IndexEnds(NamedTuple):
-    """The header of an `.idx` and the first and last entries of its arrays (0 where there are none)."""
+    """The header of an `.idx` and the first and last entries of its arrays (0 where there are none).
+
+    modes: every sequence has one.
+    """
 
     dtype: DType
     sequences: int
@@ -84,15 +88,15 @@ class IndexEnds(NamedTuple):
     last_length: int
     first_document: int
     last_document: int
+    modes: bool
 
 
 def read_index_ends(path: Path) -> IndexEnds:
     """Read a few bytes of an `.idx`, however large. Raises DataError for a foreign or truncated one."""
     try:
         with path.open("rb") as file:
-            sequences, entries, dtype = _read_header(
-                path, file.read(HEADER.size), os.fstat(file.fileno()).st_size
-            )
+            size = os.fstat(file.fileno()).st_size
+            sequences, entries, dtype = _read_header(path, file.read(HEADER.size), size)
 
             def entry(kind: str, offset: int) -> int:
                 file.seek(offset)
@@ -109,14 +113,20 @@ def read_index_ends(path: Path) -> IndexEnds:
                 last_length=entry("<i", pointers_at - 4) if sequences else 0,
                 first_document=entry("<q", documents_at),
                 last_document=entry("<q", documents_at + 8 * (entries - 1)),
+                modes=sequences > 0 and size == documents_at + 8 * entries + sequences,
             )
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except struct.error as error:  # cut off since its size was looked at
+        raise DataError(f"{path} became shorter while it was read: restore it") from error
 
 
 def _read_header(path: Path, header: bytes, size: int) -> tuple[int, int, DType]:
     if header[: len(MAGIC)] != MAGIC:
-        raise DataError(f"{path} is not a Megatron index (it begins with {header[: len(MAGIC)]!r})")
+        raise DataError(
+            f"{path} is not a Megatron index (it begins with {header[: len(MAGIC)]!r}): give another file, or write "
+            "the shard again"
+        )
     if len(header) < HEADER.size:
         raise DataError(f"{path} ends inside its header: it is truncated, write the shard again")
     _, version, code, sequences, entries = HEADER.unpack(header)
@@ -145,11 +155,14 @@ def file_sizes(prefix: Path) -> tuple[int, int]:
     for suffix in (".bin", ".idx"):
         path = with_suffix(prefix, suffix)
         try:
-            sizes.append(path.stat().st_size)
+            found = path.stat()
         except OSError as error:
             raise DataError(
-                f"{path} is not there ({error.strerror}): a shard is a .bin and an .idx file"
+                f"{path} is not there ({error.strerror}): a shard is a .bin and an .idx file, restore it"
             ) from error
+        if not stat.S_ISREG(found.st_mode):
+            raise DataError(f"{path} is not a plain file: a shard is a .bin and an .idx file, restore it")
+        sizes.append(found.st_size)
     return sizes[0], sizes[1]
 
 

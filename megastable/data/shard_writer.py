@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -16,9 +17,10 @@ import xxhash
 from megastable.data.shard_format import (
     CODES,
     HEADER,
-    LONGEST_DOCUMENT,
+    LONGEST_SEQUENCE,
     MAGIC,
     VERSION,
+    DType,
     ShardInfo,
     chunks,
     dtype_for,
@@ -29,7 +31,7 @@ from megastable.durable import sync_directory
 from megastable.errors import DataError
 
 
-class _HashedFile:
+class HashedFile:
     """A file that is hashed (xxh3-128) while it is written."""
 
     def __init__(self, path: Path) -> None:
@@ -38,12 +40,13 @@ class _HashedFile:
         self._file: BinaryIO = path.open("wb", buffering=1 << 20)
         self._hash = xxhash.xxh3_128()
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         self._file.write(data)
         self._hash.update(data)
         self.bytes += len(data)
 
     def finish(self) -> str:
+        """Put it on the disk. Returns the hash."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -58,18 +61,22 @@ class _HashedFile:
 class ShardWriter:
     """Writes PREFIX.bin and PREFIX.idx document by document; a context manager.
 
-    Memory is 4 bytes per document. Both files carry a `.tmp` ending until they are complete and on the disk;
+    Memory is 4 bytes per sequence, 4 more per document where any has several. modes: every sequence has one (an int8;
+    what Megatron calls multimodal). Both files carry a `.tmp` ending until they are complete and on the disk;
     the `.idx` appears last, so that an `.idx` implies a whole `.bin`. A shard of the same name is replaced.
     After an exception nothing of this shard remains.
     """
 
-    def __init__(self, prefix: Path, vocab_size: int) -> None:
+    def __init__(self, prefix: Path, vocab_size: int, modes: bool = False) -> None:
         self.prefix = prefix
         self.vocab_size = vocab_size
         self.dtype = dtype_for(vocab_size)
         self.tokens = 0
+        self.documents = 0  # written so far
         self._lengths = array("i")
-        self._open: list[_HashedFile] = []
+        self._counts: array[int] | None = None  # of sequences by document, None while each has one
+        self._modes = array("b") if modes else None
+        self._open: list[HashedFile] = []
         try:
             self._bin = self._create(".bin.tmp")
             self._idx = self._create(".idx.tmp")
@@ -87,26 +94,41 @@ class ShardWriter:
         elif self._open:
             self.close()
 
-    @property
-    def documents(self) -> int:
-        """Documents written so far."""
-        return len(self._lengths)
-
-    def add_document(self, tokens: npt.NDArray[np.integer]) -> None:
+    def add_document(
+        self,
+        tokens: npt.NDArray[np.integer],
+        lengths: Sequence[int] | None = None,
+        modes: Sequence[int] | None = None,
+    ) -> None:
         """Append one document: 1-D integer ids, 0 <= id < vocab_size, at least one of them.
 
-        Raises DataError for anything else. An empty document is refused, not skipped: with its
-        end-of-document token no document is empty, so one that is has lost its token on the way.
+        lengths: of the sequences that it consists of, in tokens, 0 and more each, together all of it; one without.
+        modes: of each sequence, -128 to 127; all 0 without. Raises DataError for anything else. An empty document
+        is refused, not skipped: with its end-of-document token no document is empty, so one that is has lost its
+        token on the way.
         """
         where = f"document {self.documents} of {self.prefix}"
         if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
             raise DataError(
                 f"{where} is a {tokens.ndim}-D {tokens.dtype} array: give a 1-D array of token ids"
             )
-        if not 0 < tokens.size <= LONGEST_DOCUMENT:
+        if tokens.size == 0 or (lengths is None and tokens.size > LONGEST_SEQUENCE):
             raise DataError(
-                f"{where} has {tokens.size} tokens: between 1 and {LONGEST_DOCUMENT} can be stored"
+                f"{where} has {tokens.size} tokens: between 1 and {LONGEST_SEQUENCE} can be stored in a sequence"
             )
+        lengths = [tokens.size] if lengths is None else lengths
+        if sum(lengths) != tokens.size or not all(0 <= length <= LONGEST_SEQUENCE for length in lengths):
+            raise DataError(
+                f"{where} has {tokens.size} tokens, its sequences {sum(lengths)}: give the length of each, 0 to "
+                f"{LONGEST_SEQUENCE}"
+            )
+        modes = [0] * len(lengths) if modes is None and self._modes is not None else modes
+        if modes is not None and (self._modes is None or len(modes) != len(lengths)):
+            raise DataError(
+                f"{where} has {len(lengths)} sequences and {len(modes)} modes: one for each, in a shard with modes"
+            )
+        if modes is not None and not all(-128 <= mode <= 127 for mode in modes):
+            raise DataError(f"{where}: modes are int8, -128 to 127")
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= self.vocab_size:
             raise DataError(
@@ -117,7 +139,14 @@ class ShardWriter:
             self._bin.write(tokens.astype(little_endian(self.dtype)).tobytes())
         except OSError as error:
             self._fail(error)
-        self._lengths.append(tokens.size)
+        if len(lengths) != 1 and self._counts is None:
+            self._counts = array("i", [1]) * self.documents
+        if self._counts is not None:
+            self._counts.append(len(lengths))
+        if self._modes is not None and modes is not None:
+            self._modes.extend(modes)
+        self._lengths.extend(lengths)
+        self.documents += 1
         self.tokens += int(tokens.size)
 
     def close(self) -> ShardInfo:
@@ -138,7 +167,7 @@ class ShardWriter:
             dtype=self.dtype,
             tokens=self.tokens,
             documents=self.documents,
-            sequences=self.documents,
+            sequences=len(self._lengths),
             bin_bytes=self._bin.bytes,
             idx_bytes=self._idx.bytes,
             bin_xxh3=bin_xxh3,
@@ -147,22 +176,27 @@ class ShardWriter:
 
     def _write_index(self) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
-        code = next(code for code, dtype in CODES.items() if dtype == self.dtype)
-        itemsize = little_endian(self.dtype).itemsize
-        self._idx.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
-        for part in chunks(len(lengths)):
-            self._idx.write(lengths[part].astype("<i4").tobytes())
-        pointer = 0
-        for part in chunks(len(lengths)):
-            ends = pointer + np.cumsum(lengths[part].astype(np.int64) * itemsize)
-            starts = np.concatenate(([pointer], ends[:-1]))
-            self._idx.write(starts.astype("<i8").tobytes())
-            pointer = int(ends[-1])
-        for part in chunks(len(lengths) + 1):
-            self._idx.write(np.arange(part.start, part.stop, dtype="<i8").tobytes())
+        write = self._idx.write
+        write(index_header(self.dtype, len(lengths), self.documents))
+        parts = [lengths[part] for part in chunks(len(lengths))]
+        for part in parts:
+            write(part.astype("<i4").tobytes())
+        for pointers in pointers_of(parts, self.dtype):
+            write(pointers)
+        sequence = 0
+        write(np.zeros(1, "<i8").tobytes())
+        for some in chunks(self.documents):
+            if self._counts is None:
+                write(np.arange(some.start + 1, some.stop + 1, dtype="<i8").tobytes())
+            else:
+                ends = sequence + np.cumsum(self._counts[some], dtype="<i8")
+                write(ends.tobytes())
+                sequence = int(ends[-1])
+        if self._modes is not None:
+            write(self._modes.tobytes())
 
-    def _create(self, suffix: str) -> _HashedFile:
-        file = _HashedFile(with_suffix(self.prefix, suffix))
+    def _create(self, suffix: str) -> HashedFile:
+        file = HashedFile(with_suffix(self.prefix, suffix))
         self._open.append(file)
         return file
 
@@ -173,3 +207,18 @@ class ShardWriter:
     def _fail(self, error: OSError) -> NoReturn:
         self._discard()
         raise DataError(f"shard {self.prefix} could not be written: {error}") from error
+
+
+def index_header(dtype: DType, sequences: int, documents: int) -> bytes:
+    """The first 34 bytes of an `.idx`."""
+    code = next(code for code, known in CODES.items() if known == dtype)
+    return HEADER.pack(MAGIC, VERSION, code, sequences, documents + 1)
+
+
+def pointers_of(lengths: Iterable[npt.NDArray[np.int32]], dtype: DType) -> Iterator[bytes]:
+    """The pointers of sequences as they are stored, part by part as their lengths come."""
+    pointer, itemsize = 0, little_endian(dtype).itemsize
+    for part in lengths:
+        ends = pointer + np.cumsum(part, dtype=np.int64) * itemsize
+        yield np.append(pointer, ends[:-1]).astype("<i8").tobytes() if part.size else b""
+        pointer = int(ends[-1]) if part.size else pointer

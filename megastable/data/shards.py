@@ -3,22 +3,27 @@
 A shard (its bytes: `shard_format.py`, its writer: `shard_writer.py`) is one stream of tokens; token t lies at
 byte t * itemsize of the `.bin`. That holds when the pointers are contiguous, which is checked at both ends on
 opening, around every document that is asked for, and everywhere by `Shard.verify`.
+
+Both files are read with `pread`, never mapped: a disk that fails or a file cut off under a running training is then
+an error with a message, not a SIGBUS.
 """
 
 from __future__ import annotations
 
 import os
+import struct
 import weakref
 from bisect import bisect_left, bisect_right
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from megastable.data.shard_format import (
+    CHUNK,
     HEADER,
     DType,
     ShardInfo,
@@ -32,24 +37,27 @@ from megastable.data.shard_format import (
 from megastable.data.shard_writer import ShardWriter
 from megastable.errors import DataError
 
-__all__ = ["DType", "Shard", "ShardInfo", "ShardWriter", "Tokens"]
+__all__ = ["DType", "Shard", "ShardInfo", "ShardWriter", "Tokens", "hash_file"]
+
+_INT32, _INT64, _TWO_INT64 = struct.Struct("<i"), struct.Struct("<q"), struct.Struct("<qq")
 
 
 class _Index(NamedTuple):
-    """Views into a mapped `.idx`. None of them is aligned, so `np.searchsorted` would copy them whole."""
+    """An open `.idx` and the bytes at which its arrays begin."""
 
-    lengths: npt.NDArray[np.int32]
-    pointers: npt.NDArray[np.int64]
-    documents: npt.NDArray[np.int64]
+    descriptor: int
+    lengths: int
+    pointers: int
+    documents: int
+    modes: int
 
 
 class Shard:
     """One shard, opened in O(1) time and memory, whatever its size.
 
-    `name`, `dtype`, `tokens`, `documents`, `sequences` describe it. With `info` its sizes and counts must be
-    those of the manifest; with `vocab_size` no token outside of 0..vocab_size-1 is ever returned. Tokens are
-    read with `pread` instead of a mapping: a disk that fails or a file cut off under a running training is
-    then an error with a message, not a SIGBUS. Safe to use from several threads.
+    `name`, `dtype`, `tokens`, `documents`, `sequences` describe it; `has_modes`: each sequence has a mode (an int8,
+    what Megatron calls multimodal). With `info` its sizes and counts must be those of the manifest; with
+    `vocab_size` no token outside of 0..vocab_size-1 is ever returned. Safe to use from several threads.
 
     Raises DataError when a file is missing, foreign or truncated, or when the two files disagree.
     """
@@ -64,6 +72,7 @@ class Shard:
         self.dtype, self.sequences, self.documents = self._ends[:3]
         self._itemsize = little_endian(self.dtype).itemsize
         self.tokens = self.bin_bytes // self._itemsize
+        self.has_modes = self._ends.modes
         self._check_ends()
         if info is not None:
             self._check_info(info)
@@ -79,29 +88,24 @@ class Shard:
         Raises IndexError outside of the shard, DataError for an id outside of the vocabulary or a failing
         disk.
         """
-        self._check_range(first, count)
-        raw = np.empty(count, dtype=little_endian(self.dtype))
-        view, done = raw.data.cast("B") if count else memoryview(b""), 0
-        while done < len(view):
-            try:
-                got = os.preadv(self._descriptor, [view[done:]], first * self._itemsize + done)
-            except OSError as error:
-                raise DataError(
-                    f"{self.bin_path} cannot be read at token {first}: {error.strerror}"
-                ) from error
-            if got == 0:
-                raise DataError(
-                    f"{self.bin_path} became shorter while it was in use: restore it, then resume"
-                )
-            done += got
-        tokens = raw.astype(np.int64)
+        tokens = self.raw(first, count).astype(np.int64)
         self._check_ids(tokens, first)
         return tokens
+
+    def raw(self, first: int, count: int) -> npt.NDArray[np.integer]:
+        """As `read`, but as they are stored, uint16 or int32 [count], whatever the vocabulary."""
+        self._check_range(first, count)
+        raw = np.empty(count, dtype=little_endian(self.dtype))
+        _fill(self.bin_path, self._descriptor, raw, first * self._itemsize)
+        return raw
 
     def document_of(self, token: int) -> int:
         """The document that token offset `token` belongs to."""
         self._check_range(token, 1)
-        return bisect_right(range(self.documents), token, key=self._start) - 1
+        document = bisect_right(range(self.documents), token, key=self._start) - 1
+        if document < 0 or not self._start(document) <= token < self._start(document + 1):
+            self._disordered(max(document, 0))
+        return document
 
     def documents_before(self, token: int) -> int:
         """How many documents begin before token offset `token`; all of them for the shard's end."""
@@ -112,8 +116,7 @@ class Shard:
 
     def document_bounds(self, document: int) -> tuple[int, int]:
         """Token offsets [first, end) of a document."""
-        if not 0 <= document < self.documents:
-            raise IndexError(f"document {document} of {self.name}, which has {self.documents}")
+        self._check_document(document)
         first, end = self._start(document), self._start(document + 1)
         if end < first:
             raise DataError(
@@ -127,37 +130,95 @@ class Shard:
         low, high = (
             bisect_left(range(self.documents), edge, key=self._start) for edge in (first, first + count)
         )
-        sequences = self._index.documents[low:high].astype(np.int64)
-        if np.any((sequences < 0) | (sequences >= self.sequences)):
+        if low > high:
             self._disordered(low)
-        starts = self._index.pointers[sequences]
-        before = sequences[sequences > 0] - 1
-        ends = self._index.pointers[before] + self._index.lengths[before].astype(np.int64) * self._itemsize
-        if np.any(starts[sequences > 0] != ends) or np.any(np.diff(starts) < 0):
+        found = [np.empty(0, np.int64)]
+        for part in chunks(high - low):
+            found.append(self.document_edges(low + part.start, part.stop - part.start)[:-1])
+        starts = np.unique(np.concatenate(found))
+        if starts.size and not first <= starts[0] <= starts[-1] < first + count:
             self._disordered(low)
-        return np.unique(starts // self._itemsize)
+        return starts
+
+    def sequence_bounds(self, document: int) -> tuple[int, int]:
+        """The sequences [first, end) of a document."""
+        self._check_document(document)
+        first, end = self.document_sequences(document, 1).tolist()
+        return first, end
+
+    def document_edges(self, first: int, count: int) -> Tokens:
+        """Where the documents [first, first + count) begin, and where the last one ends: int64 [count + 1], tokens.
+
+        As `document_bounds` for each; equal edges are a document without tokens.
+        """
+        return self.sequence_edges(self.document_sequences(first, count))
+
+    def document_sequences(self, first: int, count: int) -> Tokens:
+        """The first sequences of the documents [first, first + count), then the end of the last: int64 [count + 1].
+
+        Raises IndexError outside of the shard, DataError where they do not ascend.
+        """
+        if first < 0 or count < 0 or first + count > self.documents:
+            raise IndexError(
+                f"documents [{first}, {first + count}) of {self.name}, which has {self.documents}"
+            )
+        edges = self._entries("<i8", self._index.documents + 8 * first, count + 1)
+        if not 0 <= edges[0] <= self.sequences:
+            self._disordered(first)
+        wrong = np.flatnonzero((np.diff(edges) < 0) | (edges[1:] > self.sequences))
+        if wrong.size:
+            self._disordered(first + int(wrong[0]))
+        return edges
+
+    def sequence_edges(self, sequences: Tokens) -> Tokens:
+        """Token offsets at which ascending `sequences` [n] begin, the shard's end for all of them: int64 [n].
+
+        Raises DataError for one that is not the end of the sequence before it.
+        """
+        edges = np.empty(sequences.size, dtype=np.int64)
+        edges[sequences == self.sequences] = self.bin_bytes
+        inside = int(np.searchsorted(sequences, self.sequences))
+        done = 0
+        while done < inside:  # the index may be far larger than what is asked for: a window of it at a time
+            # One more before the first, whose end it is, unless that is the shard's first.
+            low = max(int(sequences[done]) - 1, 0)
+            upto = int(np.searchsorted(sequences[:inside], low + CHUNK))
+            window = slice(low, int(sequences[upto - 1]) + 1)
+            pointers, lengths = self._pointers(window), self.sequence_lengths(window).astype(np.int64)
+            ends = np.append(0, pointers[:-1] + lengths[:-1] * self._itemsize)
+            at = sequences[done:upto] - low
+            found = pointers[at]
+            wrong = (
+                (found != ends[at]) | (found < 0) | (found > self.bin_bytes) | (found % self._itemsize != 0)
+            )
+            if wrong.any():
+                self._broken_pointer(int(sequences[done + int(np.argmax(wrong))]))
+            edges[done:upto] = found
+            done = upto
+        if np.any(np.diff(edges) < 0):
+            self._broken_pointer(int(sequences[int(np.argmax(np.diff(edges) < 0)) + 1]))
+        return edges // self._itemsize
+
+    def sequence_lengths(self, sequences: slice) -> npt.NDArray[np.int32]:
+        """Tokens of each sequence of a slice [a, b): int32 [b - a]. Raises DataError for a negative one."""
+        at, count = self._index.lengths + 4 * sequences.start, sequences.stop - sequences.start
+        lengths = self._entries("<i4", at, count)
+        if count and int(lengths.min()) < 0:
+            self._broken_pointer(sequences.start + int(np.argmin(lengths)))
+        return lengths
+
+    def modes(self, sequences: slice) -> npt.NDArray[np.int8] | None:
+        """The mode of each sequence of a slice [a, b): int8 [b - a]; None for a shard without modes."""
+        if not self.has_modes:
+            return None
+        return self._entries("i1", self._index.modes + sequences.start, sequences.stop - sequences.start)
 
     def verify(self) -> ShardInfo:
         """Read both files whole: index order, contiguous pointers, ids, and the hashes when `info` has them.
 
         Raises DataError for the first thing that is wrong. Returns the description with fresh hashes.
         """
-        pointer = 0
-        for part in chunks(self.sequences):
-            lengths = self._index.lengths[part].astype(np.int64)
-            ends = pointer + np.cumsum(lengths * self._itemsize)
-            expected = np.concatenate(([pointer], ends[:-1]))
-            wrong = np.flatnonzero((lengths < 0) | (self._index.pointers[part] != expected))
-            if wrong.size:
-                self._broken_pointer(part.start + int(wrong[0]))
-            pointer = int(ends[-1])
-        last = 0
-        for part in chunks(self.documents + 1):
-            indices = np.concatenate(([last], self._index.documents[part]))
-            wrong = np.flatnonzero((np.diff(indices) < 0) | (indices[1:] > self.sequences))
-            if wrong.size:
-                self._disordered(part.start + int(wrong[0]))
-            last = int(indices[-1])
+        self.verify_index()
         bin_hash = xxhash.xxh3_128()
         for part in chunks(self.tokens):
             tokens = self.read(part.start, part.stop - part.start)
@@ -171,7 +232,7 @@ class Shard:
             bin_bytes=self.bin_bytes,
             idx_bytes=self.idx_bytes,
             bin_xxh3=bin_hash.hexdigest(),
-            idx_xxh3=_hash_file(self.idx_path),
+            idx_xxh3=hash_file(self.idx_path),
         )
         if self.info is not None:
             for key, path in (("bin_xxh3", self.bin_path), ("idx_xxh3", self.idx_path)):
@@ -181,38 +242,81 @@ class Shard:
                     )
         return found
 
+    def verify_index(self) -> None:
+        """Read the `.idx` whole: the document index ascends, every pointer is the end of the sequence before it.
+
+        Raises DataError for the first entry that is wrong.
+        """
+        pointer = 0
+        for part in chunks(self.sequences):
+            lengths = self.sequence_lengths(part).astype(np.int64)
+            ends = pointer + np.cumsum(lengths * self._itemsize)
+            expected = np.concatenate(([pointer], ends[:-1]))
+            wrong = np.flatnonzero((self._pointers(part) != expected) | (ends > self.bin_bytes))
+            if wrong.size:
+                self._broken_pointer(part.start + int(wrong[0]))
+            pointer = int(ends[-1])
+        if pointer != self.bin_bytes:  # other ends than those that were there on opening
+            self._broken_pointer(self.sequences - 1)
+        last = 0
+        for part in chunks(self.documents):
+            indices = self.document_sequences(part.start, part.stop - part.start)
+            if int(indices[0]) != last:
+                self._disordered(part.start)
+            last = int(indices[-1])
+        if last != self.sequences:
+            self._disordered(self.documents)
+
     @cached_property
     def _index(self) -> _Index:
-        # Mapped only when a document is asked for: training on the token stream never needs it.
+        # Opened only when a document is asked for: training on the token stream never needs it.
         try:
-            raw = np.memmap(self.idx_path, dtype=np.uint8, mode="r").view(np.ndarray)
+            descriptor = os.open(self.idx_path, os.O_RDONLY)
+            weakref.finalize(self, os.close, descriptor)
+            size = os.fstat(descriptor).st_size
         except OSError as error:
             raise DataError(f"{self.idx_path} cannot be read: {error.strerror}") from error
-        if raw.size != self.idx_bytes:
+        if size != self.idx_bytes:
             raise DataError(f"{self.idx_path} changed its size while it was in use: restore it, then resume")
-        lengths_at = HEADER.size
-        pointers_at = lengths_at + 4 * self.sequences
-        documents_at = pointers_at + 8 * self.sequences
-        return _Index(
-            raw[lengths_at:pointers_at].view("<i4"),
-            raw[pointers_at:documents_at].view("<i8"),
-            raw[documents_at : documents_at + 8 * (self.documents + 1)].view("<i8"),
-        )
+        pointers = HEADER.size + 4 * self.sequences
+        documents = pointers + 8 * self.sequences
+        return _Index(descriptor, HEADER.size, pointers, documents, documents + 8 * (self.documents + 1))
+
+    def _entries(self, kind: str, at: int, count: int) -> npt.NDArray[Any]:
+        entries = np.empty(count, dtype=kind)
+        _fill(self.idx_path, self._index.descriptor, entries, at)
+        return entries
+
+    def _numbers(self, kind: struct.Struct, at: int) -> tuple[int, ...]:
+        """A few numbers of the index; `_entries` would take four times as long for them."""
+        try:
+            content = os.pread(self._index.descriptor, kind.size, at)
+        except OSError as error:
+            raise DataError(f"{self.idx_path} cannot be read: {error.strerror}") from error
+        if len(content) < kind.size:
+            _shorter(self.idx_path)
+        return kind.unpack(content)
+
+    def _pointers(self, sequences: slice) -> Tokens:
+        at = self._index.pointers + 8 * sequences.start
+        return self._entries("<i8", at, sequences.stop - sequences.start)
 
     def _start(self, document: int) -> int:
         """Token offset at which a document begins; the shard's end for document = `documents`."""
-        sequence = int(self._index.documents[document])
+        index = self._index
+        (sequence,) = self._numbers(_INT64, index.documents + 8 * document)
         if sequence == self.sequences:
             return self.tokens
         if not 0 <= sequence < self.sequences:
             self._disordered(document)
-        pointer, expected = int(self._index.pointers[sequence]), 0
+        expected = 0
         if sequence:
-            expected = (
-                int(self._index.pointers[sequence - 1])
-                + int(self._index.lengths[sequence - 1]) * self._itemsize
-            )
-        if pointer != expected or not 0 <= pointer <= self.bin_bytes:
+            before, pointer = self._numbers(_TWO_INT64, index.pointers + 8 * (sequence - 1))
+            (length,) = self._numbers(_INT32, index.lengths + 4 * (sequence - 1))
+            expected = before + length * self._itemsize
+        else:
+            (pointer,) = self._numbers(_INT64, index.pointers)
+        if pointer != expected or not 0 <= pointer <= self.bin_bytes or pointer % self._itemsize:
             self._broken_pointer(sequence)
         return pointer // self._itemsize
 
@@ -248,6 +352,10 @@ class Shard:
                     "the shard changed after its manifest was written, restore it or prepare the corpus again"
                 )
 
+    def _check_document(self, document: int) -> None:
+        if not 0 <= document < self.documents:
+            raise IndexError(f"document {document} of {self.name}, which has {self.documents}")
+
     def _check_range(self, first: int, count: int) -> None:
         if first < 0 or count < 0 or first + count > self.tokens:
             raise IndexError(f"tokens [{first}, {first + count}) of {self.name}, which has {self.tokens}")
@@ -259,7 +367,8 @@ class Shard:
             at = int(np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))[0])
             raise DataError(
                 f"{self.bin_path}: token {first + at} has the id {tokens[at]}, outside of the vocabulary "
-                f"0..{self.vocab_size - 1}: the shard is damaged or was made with another tokenizer"
+                f"0..{self.vocab_size - 1}: the shard is damaged or was made with another "
+                "tokenizer, restore it or write it again"
             )
 
     def _broken_pointer(self, sequence: int) -> NoReturn:
@@ -275,9 +384,31 @@ class Shard:
         )
 
 
-def _hash_file(path: Path) -> str:
+def _fill(path: Path, descriptor: int, into: npt.NDArray[Any], at: int) -> None:
+    """Read an array from byte `at` of a file on. Raises DataError when the disk fails or the file ends too early."""
+    view = into.data.cast("B") if into.size else memoryview(b"")
+    done = 0
+    while done < len(view):
+        try:
+            got = os.preadv(descriptor, [view[done:]], at + done)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read at byte {at + done}: {error.strerror}") from error
+        if got == 0:
+            _shorter(path)
+        done += got
+
+
+def _shorter(path: Path) -> NoReturn:
+    raise DataError(f"{path} became shorter while it was in use: restore it, then resume")
+
+
+def hash_file(path: Path) -> str:
+    """xxh3-128 (hex) of a file. Raises DataError when it cannot be read."""
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
     return digest.hexdigest()

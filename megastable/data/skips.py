@@ -139,10 +139,10 @@ class Selection:
         """How many corpora are not swapped out for good."""
         return len(self._order.corpora) - len(self._gone())
 
-    def share_without(self, corpus: str) -> float:
-        """Which part of the blend is left when `corpus` is swapped out, too."""
+    def share_without(self, *corpora: str) -> float:
+        """Which part of the blend is left when `corpora` are swapped out, too."""
         names = [c.name for c in self._order.corpora]
-        gone = self._gone() | {names.index(corpus)}
+        gone = self._gone() | {names.index(corpus) for corpus in corpora}
         left = [quota for index, quota in enumerate(self._order.quotas) if index not in gone]
         return sum(left) / sum(self._order.quotas)
 

@@ -142,6 +142,18 @@ def _discarded(e: Event) -> str:
     return f"update refused, {numbers}{_because(e)}"
 
 
+def _positions(e: Event) -> str:
+    try:
+        return ranges([(int(a), int(b)) for a, b in e["positions"]], 4)
+    except (KeyError, TypeError, ValueError):
+        return "?"
+
+
+def _kinds(e: Event) -> str:
+    kinds = e.get("kinds")
+    return ", ".join(f"{n} {kind}" for kind, n in kinds.items()) if isinstance(kinds, dict) else "?"
+
+
 def _handover(e: Event) -> str:
     return f"handed over to a checkpoint from before step {e.get('before')}{_because(e)}"
 
@@ -156,6 +168,19 @@ TOLD: dict[str, Callable[[Event], str]] = {
     "resumed": lambda e: f"resumed from {e.get('checkpoint')}",
     "reshaped": lambda e: "the checkpoint was written by another layout: reshaped",
     "order_changed": lambda e: "the order of the data changed: positions mean other samples from here on",
+    "looked_ahead": lambda e: (
+        f"{e.get('samples')} samples to come are skipped, they look corrupt: positions {_positions(e)} ({_kinds(e)})"
+    ),
+    "look_ahead_spent": lambda e: (
+        f"{e.get('found')} samples to come look corrupt, and the budget of data.look_ahead.most is spent: they are not "
+        "skipped"
+    ),
+    "look_ahead_failed": lambda e: f"nobody looks ahead in the data any more{_because(e, 'problem')}",
+    "skips_added": lambda e: (
+        f"{e.get('samples')} samples of {e.get('documents')} documents to come are skipped, as a person asked"
+        if e.get("documents")
+        else f"corpus {e.get('corpus')} is swapped out, as a person asked"
+    ),
     "blend_changed": lambda e: (
         f"the corpora are blended by other weights from position {e.get('position')} on"
     ),

@@ -17,7 +17,7 @@ from rich.live import Live
 
 from megastable.config import RunConfig
 from megastable.errors import MegastableError
-from megastable.report.told import visible
+from megastable.report.told import sentence, visible
 from megastable.rundir import RunDirectory
 from megastable.supervise import hooks
 from megastable.supervise.metrics import Metrics
@@ -155,6 +155,8 @@ def _news(event: dict[str, Any]) -> str:
         text = f"incident {event.get('number')} {what} at step {summary.get('step')}"
         more = summary.get("failure") or "; ".join(summary.get("reasons") or []) or event.get("reason") or ""
         return f"{text}: {more}" if more else text
+    if event.get("event") in ("look_ahead_spent", "look_ahead_failed"):
+        return sentence(event)
     if event.get("event") == "supervisor" and event.get("what") == "ended":
         if event.get("code") in (None, 0):
             return "the run is complete"

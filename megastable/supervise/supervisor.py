@@ -33,6 +33,7 @@ from megastable.supervise.memory import Memory
 from megastable.supervise.outcome import End, end_of
 from megastable.supervise.patience import Patience
 from megastable.supervise.processes import Attempt, command, hosts
+from megastable.supervise.scout import ScoutProcess
 from megastable.supervise.wire import Wire
 
 LOOK = 0.2  # seconds between two looks: a dead rank waits about a second for the launcher to notice
@@ -76,6 +77,7 @@ class Supervisor:
         self.patience = Patience(config.supervise)
         self.signals = 0
         self.wire = Wire(run, audience.say)
+        self.scout = ScoutProcess(config, run, recipe, overrides, audience.say)
         self._journal = Follower(run.journal)
         self._read = 0  # bytes of the present log that were shown
         self._failed: float | None = None  # when the failure that is being mended was noticed
@@ -117,6 +119,7 @@ class Supervisor:
             code, reason = error.code, str(error)
             raise
         finally:
+            self.scout.close()
             self.note("supervisor", what="ended", pid=os.getpid(), host=self.here, code=code, reason=reason)
             self._listen()
         return code
@@ -425,6 +428,7 @@ class Supervisor:
         if self.memory.attempt:
             self._show_log(log_of(self.run, self.memory.attempt))
         self.audience.tick()
+        self.scout.poll()
 
     def _show_log(self, log: Path) -> None:
         try:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from megastable.config import RunConfig
+from megastable.data.blends import read_blends
 from megastable.data.plant import read_planted
 from megastable.data.skips import SkipEntry, Skips, read_ledger
 from megastable.errors import ConfigError, DataError
@@ -83,7 +84,7 @@ class Run:
         """Raises MegastableError where the corpora cannot be opened."""
         if self.config is None:
             raise DataError("without a recipe nobody knows the corpora")
-        return Library(self.config)
+        return Library(self.config, read_blends(self.directory.blends))
 
     @property
     def skipped(self) -> Skips:

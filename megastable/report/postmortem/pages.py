@@ -7,8 +7,6 @@ language, without a template having to ask for it. Only what this module made it
 from __future__ import annotations
 
 import base64
-import csv
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -97,7 +95,7 @@ def _sample(sample: Sample) -> Iterable[str]:
 def documents(e: Evidence) -> str:
     """documents.csv."""
     rows = [(d.corpus, d.shard, d.document, d.first_token, d.tokens) for d in e.incident.documents]
-    return _csv(("corpus", "shard", "document", "first_token", "tokens"), rows)
+    return safe.table(("corpus", "shard", "document", "first_token", "tokens"), rows)
 
 
 def layers(found: Layers) -> str:
@@ -105,7 +103,7 @@ def layers(found: Layers) -> str:
     looks = {"before": found.before_step, "during": found.during_step, "after": found.after_step}
     head = [f"{when} (step {step})" if step is not None else when for when, step in looks.items()]
     rows = [(v.name, v.statistic, v.before, v.during, v.after, v.ratio) for v in found.values]
-    return _csv(("name", "statistic", *head, "ratio"), rows)
+    return safe.table(("name", "statistic", *head, "ratio"), rows)
 
 
 def changed(e: Evidence) -> list[LayerValue]:
@@ -157,14 +155,6 @@ def _place(piece: Piece) -> str:
 
 def _scientific(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
-
-
-def _csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(head)
-    writer.writerows([safe.cell(value) for value in row] for row in rows)
-    return file.getvalue()
 
 
 # The two languages

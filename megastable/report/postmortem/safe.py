@@ -6,7 +6,11 @@ HTML and Markdown. `visible` (told.py) comes first, whatever the file is; then t
 
 from __future__ import annotations
 
+import csv
+import io
 import re
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from megastable.report.told import visible
 
@@ -52,6 +56,15 @@ def cell(value: object) -> object:
     if not isinstance(value, str):
         return value
     return ("'" if value.startswith(("=", "+", "-", "@", "\t", "\r")) else "") + visible(value)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """CSV that a spreadsheet opens."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([cell(name) for name in head])
+    writer.writerows([cell(value) for value in row] for row in rows)
+    return file.getvalue()
 
 
 def log_text(content: bytes) -> str:

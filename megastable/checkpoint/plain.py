@@ -1,0 +1,247 @@
+"""The model of a checkpoint in one process: without DeepSpeed, without a process group, whatever layout wrote it.
+
+    model = load_plain(Path("runs/quickstart"))
+
+The weights are the optimizer's fp32 masters, put together tensor by tensor. The files are compared with the manifest
+first, and of what is pickled in them nothing is called but what makes tensors.
+"""
+
+from __future__ import annotations
+
+import collections
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megastable import recipe
+from megastable.checkpoint import store
+from megastable.checkpoint.files import hash_file
+from megastable.checkpoint.reshape import WholeState
+from megastable.config import ModelConfig, RunConfig
+from megastable.errors import CheckpointError
+from megastable.model.gpt import GPT, Head, tied_head
+from megastable.parallel.layers import VocabParallelEmbedding
+from megastable.parallel.sharding import place, placement_of
+from megastable.parallel.topology import TensorParallel
+
+
+class PlainModel(nn.Module):
+    """A GPT to read text with. run: its frozen recipe; step: of the checkpoint; fingerprint: xxh3-128 of its manifest,
+    which names all of its files."""
+
+    def __init__(self, gpt: GPT, run: RunConfig, checkpoint: Path, step: int, fingerprint: str) -> None:
+        super().__init__()
+        self.gpt, self.run = gpt, run
+        self.checkpoint, self.step, self.fingerprint = checkpoint, step, fingerprint
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.run.model
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below it."""
+        assert self.config.vocab_size is not None
+        return self.config.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def hidden(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+        """tokens int64 [b, s] (segments: which document of its row each is of, where attention stays inside) -> what
+        the head takes, [s, b, hidden]."""
+        x: Any = tokens if segments is None else (tokens, segments)
+        for layer in self.gpt.children():
+            if not isinstance(layer, Head):
+                x = layer(x)
+        assert isinstance(x, Tensor)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., hidden] -> [..., padded vocabulary] in the weights' dtype; columns from `vocabulary` on are no tokens."""
+        if self.gpt.tied:
+            embedding = self.gpt[0]
+            assert isinstance(embedding, VocabParallelEmbedding)
+            return tied_head(embedding, hidden)
+        logits = self.gpt[-1](hidden)
+        assert isinstance(logits, Tensor)
+        return logits
+
+    def forward(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+        """tokens int64 [b, s] -> fp32 logits [b, s, vocabulary]."""
+        return self.logits(self.hidden(tokens, segments)).transpose(0, 1)[..., : self.vocabulary].float()
+
+
+def load_plain(
+    checkpoint: Path, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
+) -> PlainModel:
+    """The model of a checkpoint: RUN/checkpoints/step-N or latest, or a run directory: its newest good one.
+
+    Memory: the weights once, in `dtype` (None: bf16 when the run trains in bf16, else fp32) on `device`, and one tensor
+    in fp32. Raises CheckpointError for a checkpoint that is missing, damaged or of another model, ConfigError for a
+    run's recipe that cannot be read.
+    """
+    path = find_checkpoint(checkpoint)
+    frozen = path.parent.parent / "recipe.yaml"
+    if not frozen.is_file():
+        raise CheckpointError(
+            f"{path}: {frozen} is not there, which says what the model is like: give a checkpoint inside of its run"
+        )
+    run = recipe.load(frozen)
+    if run.model.vocab_size is None:
+        raise CheckpointError(
+            f"{frozen}: model.vocab_size is missing: it is not the recipe of a run that has begun"
+        )
+    if dtype is None:
+        dtype = torch.bfloat16 if run.precision.kind == "bf16" else torch.float32
+    # On no device: the initial weights are not drawn.
+    with torch.device("meta"):
+        gpt = GPT(run.model, TensorParallel(), recompute="none", seed=0)
+    _fill(gpt, path, dtype, torch.device(device))
+    model = PlainModel(gpt, run, path, store.read_contents(path).step, hash_file(path / store.MANIFEST).xxh3)
+    return model.eval()
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The folder of the checkpoint that `path` names (see `load_plain`), compared with its manifest."""
+    path = recipe.find(path)
+    if path.name == store.LATEST:
+        return _verified(path.parent / _latest(path))
+    if (path / store.MANIFEST).exists() or path.name.startswith("step-"):
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: there is no such checkpoint{_others(path.parent)}")
+        return _verified(path)
+    folder = path if path.name == "checkpoints" else path / "checkpoints"
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{path} is neither a checkpoint nor the directory of a run: give one such as runs/quickstart, or "
+            "runs/quickstart/checkpoints/step-200"
+        )
+    problem = "it holds none"
+    for candidate in store.newest_first(folder):
+        try:
+            return _verified(candidate)
+        except CheckpointError as error:
+            problem = str(error)
+    raise CheckpointError(f"{folder}: no checkpoint there can be used: {problem}")
+
+
+def _verified(path: Path) -> Path:
+    store.verify(path)
+    return path
+
+
+def _latest(path: Path) -> str:
+    try:
+        name = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        raise CheckpointError(f"{path} cannot be read: name a checkpoint{_others(path.parent)}") from None
+    if not (path.parent / name).is_dir() or "/" in name or not name:
+        raise CheckpointError(f"{path} names {name!r}, which is not there{_others(path.parent)}")
+    return name
+
+
+def _others(folder: Path) -> str:
+    names = [path.name for path in store.newest_first(folder)] if folder.is_dir() else []
+    return f"; there are {', '.join(names)}" if names else ""
+
+
+def _fill(gpt: GPT, checkpoint: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a model without weights those of a checkpoint."""
+    whole = _Masters(checkpoint)
+    wanted = {placement_of(p).name for p in gpt.parameters()}
+    if unknown := sorted(set(whole.names) - wanted):
+        raise CheckpointError(
+            f"{checkpoint}: holds {unknown[0]!r}, which the model of {checkpoint.parent.parent / 'recipe.yaml'} "
+            "does not have: it belongs to another model"
+        )
+    for module in gpt.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placement = placement_of(parameter)
+            weight = whole.weight(placement.name)
+            if weight.shape != parameter.shape:
+                raise CheckpointError(
+                    f"{checkpoint}: {placement.name} is {tuple(weight.shape)}, in the recipe's model "
+                    f"{tuple(parameter.shape)}: it belongs to another model"
+                )
+            try:
+                filled = nn.Parameter(weight.to(device, dtype))
+            except torch.OutOfMemoryError as error:
+                raise CheckpointError(
+                    f"{checkpoint}: its weights do not fit on {device}: {str(error).splitlines()[0]}"
+                ) from None
+            place(filled, placement, 1)
+            setattr(module, name, filled)
+
+
+class _Masters(WholeState):
+    """The fp32 masters of a checkpoint, read without DeepSpeed."""
+
+    def weight(self, name: str) -> Tensor:
+        try:
+            return self.tensor(name, "weight")
+        except (
+            OSError,
+            RuntimeError,
+            KeyError,
+            IndexError,
+            TypeError,
+            ValueError,
+            pickle.UnpicklingError,
+        ) as error:
+            what = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise CheckpointError(f"{self.checkpoint}: {name} cannot be read: {what}") from error
+
+    def _open(self, file: str) -> tuple[list[Tensor], dict[int, dict[str, Any]]]:
+        if file not in self._buffers:
+            pickles: Any = SimpleNamespace(Unpickler=_Unpickler, __name__=__name__)
+            content = torch.load(
+                self.checkpoint / file,
+                map_location="cpu",
+                weights_only=False,
+                mmap=True,
+                pickle_module=pickles,
+            )
+            state = content["optimizer_state_dict"]
+            zero3 = "fp32_flat_groups" in state
+            self._buffers[file] = (
+                state["fp32_flat_groups" if zero3 else "single_partition_of_fp32_groups"],
+                {},
+            )
+        return self._buffers[file]
+
+
+# What a pickle may call; `torch.load` itself takes care of storages.
+_KNOWN: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    **{
+        ("torch._utils", name): getattr(torch._utils, name)
+        for name in ("_rebuild_tensor_v2", "_rebuild_parameter")
+    },
+}
+
+
+class _Stranger:
+    """In place of anything else in a pickle, such as DeepSpeed's own classes: it takes everything and does nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __setstate__(self, _: Any) -> None: ...
+
+    def __setitem__(self, _: Any, __: Any) -> None: ...
+
+    def append(self, _: Any) -> None: ...
+
+    def extend(self, _: Any) -> None: ...
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _KNOWN.get((module, name), _Stranger)

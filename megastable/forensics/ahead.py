@@ -1,0 +1,222 @@
+"""What a run is about to train on, measured before it does: the order is a pure function, so that the future is known.
+
+Every part of a document in the samples to come is held against what is usual in its corpus (yardstick.py). A document
+is never held against itself: its key, made of its first tokens, says which half of the tables knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.data.blends import GoneStream
+from megastable.data.documents import Document, Part, parts_by_position
+from megastable.data.manifest import Stream
+from megastable.data.shards import Shard
+from megastable.data.skips import Selection
+from megastable.data.tokenizer import Tokenizer
+from megastable.forensics.history import History
+from megastable.forensics.kinds import KINDS
+from megastable.forensics.rows import long_key
+from megastable.forensics.skip import live_place
+from megastable.forensics.spans import spans
+from megastable.forensics.units import BLOCK, sample
+from megastable.forensics.yardstick import FEATURES, HEAD, Lexicon, Yardstick, cut, document_keys
+from megastable.report.postmortem.texts import Library
+from megastable.report.sheet import Column, Passage, Sheet
+from megastable.report.told import plural
+
+Int64s = npt.NDArray[np.int64]
+
+SAMPLE = 4 << 20  # tokens of a corpus that what is usual in it is learnt from
+AT_ONCE = 1 << 20  # tokens that are measured together
+CLEAR = 6.0  # score from which on a piece is shown as a suspect
+COUNTED = 32  # a shorter piece says little
+
+COLUMNS = (
+    Column(
+        "score", "score", "score", "about -log10 of the share of ordinary text that is as odd", limit=CLEAR
+    ),
+    Column("kind", "looks like"),
+    Column("step", "step", "count", "at which it will be read, as far as is known today"),
+    Column("position", "position", "count"),
+    Column("corpus", "corpus"),
+    Column("shard", "shard"),
+    Column("document", "document", "count"),
+    Column("odd", "odd tokens", "count", "of this part, in pieces that are as odd as that"),
+    Column("tokens", "tokens", "count", "of this part of the document"),
+    Column("first_token", "first token", "count", "of this part, counted in the shard", wide=True),
+    Column("why", "why"),
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A part of a document at a position that is to come. odd: how many of its tokens are in pieces as odd as CLEAR;
+    score, kind, why: of the worst piece, which begins `worst` tokens into the part."""
+
+    position: int
+    part: Part
+    score: float
+    kind: str
+    why: str
+    odd: int
+    worst: int
+
+    @property
+    def document(self) -> Document:
+        return self.part.document
+
+
+class Lookout:
+    """Measures samples of a run before they are read. Raises DataError for damaged corpora."""
+
+    def __init__(self, library: Library) -> None:
+        self.library, self.source = library, library.source
+        self._yardsticks: dict[int, Yardstick] = {}
+        self._heads: dict[tuple[str, int], int] = {}
+
+    def yardstick(self, corpus: int) -> Yardstick:
+        """What is usual in a corpus, learnt once."""
+        if corpus not in self._yardsticks:
+            self._yardsticks[corpus] = learn(self.source.streams[corpus], self.library.tokenizer)
+        return self._yardsticks[corpus]
+
+    def look(self, positions: Int64s, least: float = CLEAR) -> list[Found]:
+        """The parts with a score of at least `least`, in the order of the positions."""
+        length = self.source.order.sequence_length
+        found = []
+        for some in np.split(positions, range(AT_ONCE // length + 1, positions.size, AT_ONCE // length + 1)):
+            found += self._look(some, least)
+        return found
+
+    def _look(self, positions: Int64s, least: float) -> list[Found]:
+        if not positions.size:
+            return []
+        names = [corpus.name for corpus in self.source.order.corpora]
+        by_corpus: dict[int, list[tuple[int, Part]]] = {}
+        for position, parts in parts_by_position(self.source, positions).items():
+            for part in parts:
+                by_corpus.setdefault(names.index(part.document.corpus), []).append((position, part))
+        found = [f for corpus, parts in by_corpus.items() for f in self._measure(corpus, parts, least)]
+        return sorted(found, key=lambda f: (f.position, f.part.offset))
+
+    def _measure(self, corpus: int, parts: list[tuple[int, Part]], least: float) -> Iterator[Found]:
+        stream, yardstick = self.source.streams[corpus], self.yardstick(corpus)
+        # The shards one after the other, each opened once.
+        parts.sort(key=lambda item: (item[1].document.shard, item[1].first_token))
+        shards: dict[str, Shard] = {}
+        ids, keys = [], []
+        for _, part in parts:
+            name = part.document.shard
+            if name not in shards:
+                shards = {name: stream.open(name)}
+            ids.append(shards[name].raw(part.first_token, part.tokens))
+            keys.append(self._key(shards[name], part.document))
+        edges = np.cumsum([0, *(part.tokens for _, part in parts)], dtype=np.int64)
+        pieces, owner = cut(edges)
+        features = yardstick.measure(np.concatenate(ids), pieces, np.array(keys, dtype=np.uint64)[owner])
+        judged = yardstick.judge(features)
+        lengths = np.diff(pieces)
+        score = np.where(lengths >= COUNTED, judged.score, 0.0)
+        for number in np.unique(owner[score >= least]).tolist():
+            mine = np.flatnonzero(owner == number)
+            worst = int(mine[score[mine].argmax()])
+            position, part = parts[number]
+            values = {name: float(column[worst]) for name, column in features.items()}
+            yield Found(
+                position, part, float(score[worst]), KINDS[int(judged.kind[worst])],
+                yardstick.explain(values, FEATURES[int(judged.feature[worst])].name),
+                int(lengths[mine][score[mine] >= least].sum()), int(pieces[worst] - edges[number]),
+            )  # fmt: skip
+
+    def _key(self, shard: Shard, document: Document) -> int:
+        at = document.shard, document.document
+        if at not in self._heads:
+            if len(self._heads) > 1 << 17:
+                self._heads.clear()
+            self._heads[at] = key_of(shard, document.document, document.first_token, document.tokens)
+        return self._heads[at]
+
+
+def key_of(shard: Shard, number: int, first: int, tokens: int) -> int:
+    """The key by which a document is known to be in one half of the tables or the other."""
+    if tokens > BLOCK:
+        return long_key(shard.name, number)
+    head = min(tokens, HEAD)
+    return int(document_keys(shard.raw(first, head), np.array([0, head]))[0])
+
+
+def learn(stream: Stream, tokenizer: Tokenizer | None, most: int = SAMPLE) -> Yardstick:
+    """What is usual in the shards of a stream's corpus, from about `most` tokens spread over all of them."""
+    assert not isinstance(stream, GoneStream)
+    shards = [Shard(stream.directory / info.name, info) for info in stream.manifest.shards]
+
+    def samples() -> Iterator[tuple[Any, Int64s, npt.NDArray[np.uint64]]]:
+        for shard, edges, documents in sample(shards, most):
+            first, end = shard.document_bounds(int(documents[0]))
+            inside = np.unique(edges - edges[0])
+            tokens = shard.raw(int(edges[0]), int(inside[-1]))
+            if len(documents) == 1 and end - first > BLOCK:
+                yield tokens, inside, np.array([long_key(shard.name, int(documents[0]))], dtype=np.uint64)
+            else:
+                yield tokens, inside, document_keys(tokens, inside)
+
+    info = stream.manifest.tokenizer
+    return Yardstick.of(samples(), Lexicon.of(tokenizer, info.vocab_size, info.eod))
+
+
+def to_come(history: History, steps: int) -> tuple[int, Int64s]:
+    """The step that the run has come to, and the positions that its next `steps` steps will read, by what is skipped
+    today."""
+    step, cursor = live_place(history)
+    selection = Selection(history.library().source.order, history.ledger, history.config.data.skip)
+    positions, _ = selection.next_kept(cursor, steps * history.config.train.global_batch)
+    return step, positions
+
+
+def ahead_sheet(history: History, steps: int, texts: int) -> Sheet:
+    """What of the next `steps` steps of a run looks corrupt, the worst first."""
+    step, positions = to_come(history, steps)
+    library, batch = history.library(), history.config.train.global_batch
+    lookout = Lookout(library)
+    found = sorted(lookout.look(positions), key=lambda f: -f.score)
+    at = {position: step + 1 + index // batch for index, position in enumerate(positions.tolist())}
+    rows = [
+        {
+            "score": f.score, "kind": f.kind, "step": at[f.position], "position": f.position,
+            "corpus": f.document.corpus, "shard": f.document.shard, "document": f.document.document, "odd": f.odd,
+            "tokens": f.part.tokens, "first_token": f.part.first_token, "why": f.why,
+        }
+        for f in found
+    ]  # fmt: skip
+    passages = {number: [passage(library, f)] for number, f in enumerate(found[:texts])}
+    bad = len({f.position for f in found})
+    tokens = positions.size * library.source.order.sequence_length
+    return Sheet(
+        title=f"{history.run.root.name}, the next {plural(steps, 'step')}",
+        lead=[
+            f"Steps {step + 1} to {step + steps}: {plural(positions.size, 'sample')}, {tokens:,} tokens; "
+            f"{plural(bad, 'sample')} with something as odd as {CLEAR:g} (one in 10^{CLEAR:g} of ordinary text).",
+        ],
+        columns=COLUMNS, rows=rows, passages=passages,
+        notes=["python tools/prune_data.py skip RUN PLAN leaves documents out; data.look_ahead.steps does it by itself"]
+        if found else [],
+    )  # fmt: skip
+
+
+def passage(library: Library, found: Found) -> Passage:
+    """The text of the part."""
+    source = library.source
+    tokens = source.streams[_index(source.order.corpora, found.document.corpus)].open(found.document.shard)
+    ids = tokens.raw(found.part.first_token, found.part.tokens).tolist()
+    where = f"document {found.document.document} of {found.document.shard}, position {found.position}"
+    return Passage(where, spans(ids, library.tokenizer))
+
+
+def _index(corpora: Sequence[Any], name: str) -> int:
+    return [corpus.name for corpus in corpora].index(name)

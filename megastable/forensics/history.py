@@ -1,0 +1,208 @@
+"""What a run read, step by step, from its directory alone: records, journal, blends, recipe. No training process, no
+model, no GPU.
+
+A step may have been done several times, where the run went back; every time is a row of its own. The order of the data
+is that of the time: of the blends that were decided by then.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+
+from megastable import jsonl
+from megastable.data.blends import BlendEntry, read_blends
+from megastable.data.skips import SkipEntry, Skips, read_ledger
+from megastable.errors import DataError
+from megastable.recipe import load
+from megastable.records import SCHEMA
+from megastable.report.postmortem.facts import Suspect
+from megastable.report.postmortem.passes import LAST, Folder
+from megastable.report.postmortem.texts import Library
+from megastable.report.told import plural
+from megastable.rundir import RunDirectory
+
+Int64s = npt.NDArray[np.int64]
+
+COLUMNS = (
+    "step", "time", "first_position", "next_position", "skipped", "applied", "loss", "grad_norm", "worst_positions",
+    "worst_losses",
+)  # fmt: skip
+SPANS = ("step", "time", "first_position", "next_position", "skipped", "applied", "loss")
+
+
+class Done(BaseModel):
+    """A step, once. undone: the run went back behind it later. skipped: None where an older version wrote it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    step: int
+    time: float
+    first_position: int
+    next_position: int
+    skipped: list[int] | None
+    applied: bool
+    undone: bool
+    loss: float = float("nan")
+    grad_norm: float = float("nan")
+    worst_positions: list[int] = []
+    worst_losses: list[float] = []
+
+    @property
+    def state(self) -> str:
+        if not self.applied:
+            return "refused"
+        return "undone" if self.undone else "trained"
+
+
+class History:
+    """Of the run in `root`. Raises DataError or ConfigError where that is none, or cannot be read."""
+
+    def __init__(self, root: Path) -> None:
+        self.run = RunDirectory(root)
+        if not self.run.recipe.is_file():
+            raise DataError(
+                f"{root} is not the directory of a run that has begun: {self.run.recipe.name} is not there; give one "
+                "such as runs/quickstart"
+            )
+        self.config = load(self.run.recipe)
+        self.blends = read_blends(self.run.blends)
+        self.problems: list[str] = []
+        self._folder = Folder(self.run.steps, SCHEMA, self.config.logging.flush_steps)
+        self._library = lru_cache(maxsize=4)(self._open)
+
+    def library(self, time: float | None = None) -> Library:
+        """The corpora in the order that held at a time, of now without one."""
+        held = [e for e in self.blends if time is None or e.time is None or e.time.timestamp() <= time]
+        return self._library(len(held or self.blends[:1]))
+
+    def _open(self, count: int) -> Library:
+        return Library(self.config, self.blends[:count])
+
+    def steps(self, first: int, last: int, columns: Sequence[str] = COLUMNS) -> list[Done]:
+        """Every time that a step of [first, last] was done, in the order of time; damaged files are named in
+        `problems`."""
+        rows, problems = self._folder.rows(first, last, columns)
+        self.problems += [p for p in problems if p not in self.problems]
+        return [Done(**row, undone=self._undone(row["step"], row["time"])) for row in rows]
+
+    def at(self, first: int, last: int) -> list[Done]:
+        """As `steps`. Raises DataError where none was recorded."""
+        found = self.steps(first, last)
+        if not found:
+            rows = self._folder.files(0, LAST)
+            known = f"{plural(len(rows), 'file')} of records" if rows else "no records"
+            which = f"step {first}" if first == last else f"steps {first} to {last}"
+            raise DataError(
+                f"{self.run.steps}: {which} was not recorded (there are {known}): steps count from 1, and the "
+                f"latest {self.config.logging.flush_steps} of a run at work may not be on the disk yet"
+            )
+        return found
+
+    def positions(self, done: Done) -> Int64s:
+        """What the step trained on: int64, ascending."""
+        positions = np.arange(done.first_position, done.next_position)
+        return positions[~self._left_out(done).mask(positions)]
+
+    def that_read(self, positions: Int64s) -> list[tuple[Done, Int64s]]:
+        """Every step that trained on any of `positions`, ascending, and on which, in the order of time."""
+        found = []
+        for done in self.steps(0, LAST, SPANS):
+            low, high = np.searchsorted(positions, (done.first_position, done.next_position))
+            mine = positions[low:high]
+            if mine.size and (mine := mine[~self._left_out(done).mask(mine)]).size:
+                found.append((done, mine))
+        return found
+
+    @cached_property
+    def ledger(self) -> list[SkipEntry]:
+        return read_ledger(self.run.skips)
+
+    @property
+    def skipped(self) -> Skips:
+        """What is left out by now, whatever its corpus."""
+        return self._ledger_then(math.inf)
+
+    @property
+    def step(self) -> int:
+        """The step that the run has come to, by its records."""
+        return self._latest.step if self._latest else 0
+
+    @property
+    def cursor(self) -> int:
+        """The position that the run has come to, by its records."""
+        return self._latest.next_position if self._latest else 0
+
+    @cached_property
+    def _latest(self) -> Done | None:
+        files = self._folder.files(0, LAST)
+        if not files:
+            return None
+        # A name tells the time of its last row.
+        last = max(files, key=lambda path: int(path.stem.rpartition("-")[2]))
+        first, end = sorted(int(part) for part in last.stem.split("-")[:2])
+        return max(self.steps(first, end, SPANS), key=lambda done: done.time, default=None)
+
+    def _left_out(self, done: Done) -> Skips:
+        if done.skipped is None:
+            return self._ledger_then(done.time)
+        return Skips.of(zip(done.skipped[::2], done.skipped[1::2], strict=True))
+
+    def _ledger_then(self, time: float) -> Skips:
+        told = (e for e in self.ledger if e.corpus is None and (e.time is None or e.time.timestamp() <= time))
+        return Skips.of([*self.config.data.skip, *((e.first, e.end) for e in told)])
+
+    def _undone(self, step: int, time: float) -> bool:
+        return any(at > time and back < step for at, back in self._goings_back)
+
+    @cached_property
+    def _goings_back(self) -> list[tuple[float, int]]:
+        """When the run went back, and after which step it went on."""
+        found = []
+        for event in self._events(b'"rewound"', b'"resumed"'):
+            to = event.get("to_step") if event.get("what") == "rewound" else None
+            to = event.get("step") if event["event"] == "resumed" else to
+            if isinstance(to, int):
+                found.append((float(event["time"]), to))
+        return found
+
+    @cached_property
+    def suspects(self) -> dict[int, Suspect]:
+        """What attribution measured of samples, by position; the newest."""
+        told = [e.get("suspects") or [] for e in self._events(b'"attributed"')]
+        return {s["position"]: Suspect.model_validate(s) for some in told for s in some}
+
+    def _events(self, *marks: bytes) -> list[dict[str, Any]]:
+        # A journal has a hundred times as many lines as are wanted here: most need not be understood.
+        lines, _ = jsonl.read(self.run.journal)
+        found = []
+        for line in lines:
+            if any(mark in line for mark in marks):
+                try:
+                    event = json.loads(line)
+                except ValueError:
+                    continue
+                if (
+                    isinstance(event, dict)
+                    and isinstance(event.get("time"), int | float)
+                    and "event" in event
+                ):
+                    found.append(event)
+        return found
+
+
+def blends_text(blends: Sequence[BlendEntry]) -> list[str]:
+    """The blends in force, a sentence each."""
+    return [
+        f"from position {entry.position:,}: "
+        + ", ".join(f"{s.name} {s.weight / sum(entry.weights.values()):.1%}" for s in entry.corpora)
+        for entry in blends
+    ]

@@ -1,0 +1,134 @@
+"""What a checkpoint thinks of tokens: the loss of each one, as training computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from megastable.checkpoint.plain import PlainModel, load_plain
+from megastable.data.loader import documents_of
+from megastable.data.manifest import Manifest, TokenizerInfo
+from megastable.errors import DataError
+from megastable.model.loss import cross_entropy
+from megastable.recipe import find
+from megastable.report.postmortem.texts import Library
+
+LOGITS = 1 << 26  # bytes of fp32 logits at a time
+BATCH = 1 << 13  # tokens of a forward pass
+
+Int64s = npt.NDArray[np.int64]
+Float32s = npt.NDArray[np.float32]
+
+
+def load(checkpoint: Path, exact: bool = False, device: str | None = None) -> PlainModel:
+    """The model to measure with: in bf16 where it was trained so, unless `exact`; on a GPU where there is one.
+
+    Raises as `load_plain`, and DataError for a device that there is not.
+    """
+    try:
+        on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=on)
+    except (RuntimeError, AssertionError) as error:
+        raise DataError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return load_plain(checkpoint, torch.float32 if exact else None, on)
+
+
+def losses_of(model: PlainModel, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+    """Cross-entropy of each token after the first: int64 [b, s + 1] -> fp32 [b, s], nats; differentiable.
+
+    The logits of `LOGITS` bytes' worth of tokens are in memory at a time, whatever the vocabulary.
+    """
+    x = model.hidden(tokens[:, :-1], segments).flatten(0, 1)
+    labels = tokens[:, 1:].t().flatten()
+    count = max(1, LOGITS // (4 * model.config.padded_vocab))
+
+    def of(x: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(model.logits(x), labels, model.vocabulary)[0]
+
+    parts = []
+    for some, wanted in zip(x.split(count), labels.split(count), strict=True):
+        if torch.is_grad_enabled() and len(x) > count:
+            parts.append(recomputed(of, some, wanted, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(of(some, wanted))
+    return torch.cat(parts).view(tokens.shape[1] - 1, -1).t()
+
+
+def token_losses(model: PlainModel, tokens: Int64s, eod: int | None = None, batch: int = BATCH) -> Float32s:
+    """Cross-entropy of each token after the first of its row: int64 [n, L + 1] -> float32 [n, L], nats.
+
+    An id beyond the vocabulary costs infinity, and is read as 0 by what follows it. eod: where a run kept documents
+    apart, attention ends there, as it did in training. batch: tokens of a forward pass.
+    """
+    found = np.empty((len(tokens), tokens.shape[1] - 1), np.float32)
+    count = max(1, batch // max(found.shape[1], 1))
+    with torch.inference_mode():
+        for first in range(0, len(tokens), count):
+            rows = tokens[first : first + count]
+            given, segments, strange = inputs(model, rows, eod)
+            losses = losses_of(model, given, segments).cpu().numpy()
+            found[first : first + count] = np.where(strange[:, 1:], np.inf, losses)
+    return found
+
+
+def inputs(
+    model: PlainModel, tokens: Int64s, eod: int | None
+) -> tuple[Tensor, Tensor | None, npt.NDArray[np.bool_]]:
+    """(tokens, segments, which ids are beyond the vocabulary) of rows [b, s + 1], on the model's device."""
+    strange = (tokens < 0) | (tokens >= model.vocabulary)
+    tokens = np.where(strange, 0, tokens)
+    segments = None
+    if model.run.data.keep_documents_apart and eod is not None:
+        segments = torch.from_numpy(documents_of(tokens[:, :-1], eod)).to(model.device)
+    return torch.from_numpy(tokens).to(model.device), segments, strange
+
+
+def losses_under(checkpoint: Path) -> Callable[[Library, Int64s], npt.NDArray[np.floating]]:
+    """Loads a checkpoint; what it returns gives losses of samples: (library, positions int64 [n]) -> float32 [n, L].
+
+    That raises DataError for samples of another tokenizer, or longer than the model has read.
+    """
+    model = load(checkpoint)
+
+    def losses(library: Library, positions: Int64s) -> npt.NDArray[np.floating]:
+        length = library.source.order.sequence_length
+        own = None if library.tokenizer is None else library.tokenizer.xxh3
+        check_vocabulary(model, "the samples", library.vocabulary, own)
+        if length > model.config.sequence_length:
+            raise DataError(
+                f"{model.checkpoint} was trained on sequences of {model.config.sequence_length} tokens, the samples "
+                f"have {length}: give a checkpoint that has read as many"
+            )
+        return token_losses(model, library.source.samples(positions), library.source.eod)
+
+    return losses
+
+
+def check_vocabulary(model: PlainModel, what: str, size: int | None, xxh3: str | None) -> None:
+    """Raises DataError when `what` was made with another tokenizer than the model, as far as both are known."""
+    if size is not None and size != model.vocabulary:
+        raise DataError(
+            f"{model.checkpoint} has a vocabulary of {model.vocabulary:,} tokens, {what} one of {size:,}: its losses "
+            "would say nothing; give a checkpoint that was trained with the same tokenizer"
+        )
+    trained = tokenizer_of(model)
+    if trained is not None and xxh3 and trained.xxh3 != xxh3:
+        raise DataError(
+            f"{model.checkpoint} was trained with the tokenizer {trained.file} (xxh3 {trained.xxh3[:8]}), {what} were "
+            f"made with another (xxh3 {xxh3[:8]}): the same ids mean other texts; give a checkpoint that fits"
+        )
+
+
+def tokenizer_of(model: PlainModel) -> TokenizerInfo | None:
+    """What the model was trained with, where its corpus is still there."""
+    corpora = model.run.data.corpora
+    try:
+        return Manifest.load(find(corpora[0].path)).tokenizer if corpora else None
+    except DataError:
+        return None

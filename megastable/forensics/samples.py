@@ -1,0 +1,213 @@
+"""Sheets of samples: what was in the batch of a step, or of an incident, document by document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.data.documents import Part, parts_by_position
+from megastable.data.skips import Skips
+from megastable.errors import DataError
+from megastable.forensics.history import History
+from megastable.forensics.spans import spans
+from megastable.report.postmortem.facts import IncidentFacts
+from megastable.report.postmortem.journal import Journal, summary_of
+from megastable.report.postmortem.texts import Library
+from megastable.report.sheet import Column, Passage, Sheet
+from megastable.report.told import plural, ranges
+
+Int64s = npt.NDArray[np.int64]
+TokenLosses = Callable[
+    [Library, Int64s], npt.NDArray[np.floating]
+]  # positions [n] -> nats [n, sequence length]
+
+MOST = 200_000  # samples of one sheet
+WITH_TEXT = 2_000  # rows whose text a page holds
+
+COLUMNS = (
+    Column("step", "step", "count"),
+    Column("state", "state", help="trained; refused: the update was not applied; undone: the run went back behind it"),
+    Column("guilty", "guilty", help="found guilty of an incident"),
+    Column("position", "position", "count", "absolute number of the sample in the run"),
+    Column("loss", "loss", "number", "nats per token of the sample, where it was recorded or measured"),
+    Column("z", "z", "number", "its loss against ordinary ones, in robust standard deviations", wide=True),
+    Column("gradient_norm", "gradient", "number", "norm of the sample's own, where it was measured", wide=True),
+    Column("corpus", "corpus"),
+    Column("epoch", "epoch", "count", "of the corpus, from 0", wide=True),
+    Column("shard", "shard"),
+    Column("document", "document", "count", "number of the document in its shard"),
+    Column("first_token", "first token", "count", "of this part of the document, counted in the shard"),
+    Column("tokens", "tokens", "count", "of the document that the sample holds"),
+    Column("of_tokens", "of", "count", "tokens of the whole document", wide=True),
+    Column("first_byte", "first byte", "count", "in the shard's .bin", wide=True),
+    Column("bytes", "bytes", "count", wide=True),
+    Column("skipped", "skipped now", help="on the skip ledger by now", wide=True),
+)  # fmt: skip
+
+
+def step_sheet(
+    history: History, first: int, last: int, texts: int, losses: TokenLosses | None = None
+) -> Sheet:
+    """The samples of the steps [first, last], every time they were done. texts: rows with their text.
+
+    Raises DataError for steps that were not recorded.
+    """
+    done = history.at(first, last)
+    rows: list[dict[str, Any]] = []
+    passages: dict[int, list[Passage]] = {}
+    total = 0
+    for one in done:
+        positions = history.positions(one)
+        total += positions.size
+        if total > MOST:
+            raise DataError(
+                f"steps {first} to {last} have more than {MOST:,} samples: look at fewer at a time"
+            )
+        library = history.library(one.time)
+        recorded = dict(zip(one.worst_positions, one.worst_losses))
+        facts = {"step": one.step, "state": one.state}
+        _add(history, library, positions, facts, recorded, texts, losses, rows, passages)
+    which = f"step {first}" if first == last else f"steps {first} to {last}"
+    times = [
+        f"step {d.step}: loss {d.loss:.3f}, gradient norm {d.grad_norm:.3g}, {d.state}" for d in done[:20]
+    ]
+    again = len(done) - len({d.step for d in done})
+    lead = [f"{plural(total, 'sample')}, {plural(_documents(rows), 'document')}."]
+    if again:
+        lead.append("The run went back: what was done more than once is there every time.")
+    return Sheet(
+        title=f"{history.run.root.name}, {which}", lead=[*lead, *times], columns=_columns(rows), rows=rows,
+        passages=passages, notes=_notes(history, losses), legend="loss of a token",
+    )  # fmt: skip
+
+
+def incident_sheet(history: History, number: int, texts: int, losses: TokenLosses | None = None) -> Sheet:
+    """The samples of an incident: guilty ones first, then what else the steps from its onset on read.
+
+    Raises DataError for a number that there is not.
+    """
+    journal = Journal(history.run)
+    if number not in journal.own:
+        known = ranges([(n, n + 1) for n in sorted(journal.own)]) or "none"
+        raise DataError(f"{history.run.journal}: there is no incident {number}; those of this run: {known}")
+    told = [journal.events[index] for index in journal.own[number]]
+    incident = IncidentFacts.model_validate(summary_of(told[-1]))
+    library = history.library(told[0]["time"])
+    rows: list[dict[str, Any]] = []
+    passages: dict[int, list[Passage]] = {}
+    steps = [d for d in history.steps(incident.onset, incident.step) if d.time <= told[0]["time"] + 1]
+    recorded = {p: loss for d in steps for p, loss in zip(d.worst_positions, d.worst_losses)}
+    by_step = {p: d for d in steps for p in history.positions(d).tolist()}
+    guilty = Skips.of(incident.positions)
+    if guilty.count() > MOST:
+        raise DataError(
+            f"incident {number} has {guilty.count():,} positions: look at its steps, a few at a time"
+        )
+    given = np.concatenate([np.empty(0, np.int64), *(np.arange(a, b) for a, b in guilty.ranges)])
+    others = np.setdiff1d(np.array(list(by_step), dtype=np.int64), given)
+    measured = {p: s.loss for p, s in history.suspects.items() if s.loss is not None}
+    worst = np.argsort([-measured.get(p, recorded.get(p, -np.inf)) for p in given.tolist()], kind="stable")
+
+    def facts(position: int) -> dict[str, Any]:
+        step = by_step.get(position)
+        return {
+            "step": step.step if step else None,
+            "state": step.state if step else "never met",
+            "guilty": guilty.contains(position) if incident.guilty else None,
+        }
+
+    for positions in (given[worst], others):
+        _add(history, library, positions, facts, recorded, texts, losses, rows, passages)
+    count, documents = guilty.count(), _documents(rows, guilty.contains)
+    found = "guilty" if incident.guilty else "left out"
+    lead = [
+        f"Step {incident.step}, onset {incident.onset}: {incident.verdict}, {incident.kind}, cause: {incident.cause}; "
+        f"{incident.outcome}.",
+        f"{plural(count, 'sample')} {found} (positions {ranges(incident.positions) or 'none'}), of "
+        f"{plural(documents, 'document')}; {plural(others.size, 'other sample')} of the same steps below them.",
+        *incident.reasons[-2:],
+    ]
+    return Sheet(
+        title=f"{history.run.root.name}, incident {number}", lead=lead, columns=_columns(rows), rows=rows,
+        passages=passages, notes=_notes(history, losses), legend="loss of a token",
+    )  # fmt: skip
+
+
+def _add(
+    history: History,
+    library: Library,
+    positions: Int64s,
+    facts: Mapping[str, Any] | Callable[[int], Mapping[str, Any]],
+    recorded: Mapping[int, float],
+    texts: int,
+    losses: TokenLosses | None,
+    rows: list[dict[str, Any]],
+    passages: dict[int, list[Passage]],
+) -> None:
+    """A row for every part of a document in every sample, and the text of the first `texts` rows."""
+    order = library.source.order
+    places = order.locate(positions)
+    now = history.skipped
+    of = parts_by_position(library.source, positions)
+    for index, position in enumerate(positions.tolist()):
+        suspect = history.suspects.get(position)
+        tokens = heat = None
+        if len(rows) < texts:
+            tokens = library.source.sample(position)
+            heat = losses(library, positions[index : index + 1])[0] if losses is not None else None
+        sample = {
+            **(facts(position) if callable(facts) else facts),
+            "position": position,
+            "loss": suspect.loss if suspect and suspect.loss is not None else recorded.get(position),
+            "z": suspect.z if suspect else None,
+            "gradient_norm": suspect.gradient_norm if suspect else None,
+            "corpus": order.corpora[int(places.corpus[index])].name,
+            "epoch": int(places.epoch[index]),
+            "skipped": now.contains(position),
+        }
+        for part in of[position]:
+            if tokens is not None and len(rows) < texts:
+                passages[len(rows)] = [_passage(library, part, tokens, heat)]
+            rows.append(sample | _place(part))
+
+
+def _place(part: Part) -> dict[str, Any]:
+    d = part.document
+    return {
+        "shard": d.shard, "document": d.document, "first_token": part.first_token, "tokens": part.tokens,
+        "of_tokens": d.tokens, "first_byte": part.first_byte, "bytes": part.bytes,
+    }  # fmt: skip
+
+
+def _passage(library: Library, part: Part, tokens: Int64s, heat: npt.NDArray[np.floating] | None) -> Passage:
+    ids = tokens[part.offset : part.offset + part.tokens].tolist()
+    # The loss at index i is that of token i + 1: the first token of a sample has none of its own.
+    own = None
+    if heat is not None:
+        shifted = np.concatenate([[np.nan], heat])[part.offset : part.offset + part.tokens]
+        own = shifted.tolist()
+    if ids and ids[-1] == library.source.eod:
+        ids, own = ids[:-1], own[:-1] if own is not None else None
+    d = part.document
+    begin = part.first_token - d.first_token
+    where = f"document {d.document} of {d.shard}, its tokens {begin:,} to {begin + part.tokens - 1:,} of {d.tokens:,}"
+    return Passage(where, spans(ids, library.tokenizer, own))
+
+
+def _documents(rows: Sequence[Mapping[str, Any]], chosen: Callable[[int], bool] = lambda _: True) -> int:
+    return len({(r["corpus"], r["shard"], r["document"]) for r in rows if chosen(r["position"])})
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
+    """Those that say something."""
+    return [c for c in COLUMNS if any(row.get(c.key) is not None for row in rows)]
+
+
+def _notes(history: History, losses: TokenLosses | None) -> list[str]:
+    notes = list(history.problems)
+    if losses is None:
+        notes.append("With --checkpoint the tokens are coloured by their loss.")
+    return notes

@@ -1,0 +1,156 @@
+"""Goes ahead of a run and puts what is clearly corrupt on its skip ledger before it can spike: `data.look_ahead`.
+
+    python -m megastable.forensics.scout RUN RECIPE [key=value ...]
+
+The supervisor starts it beside the training, on a core that is to spare. Every skip is journaled with its evidence, and
+there is a budget: a scan that finds half of the data odd is wrong itself, or a person is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable import recipe
+from megastable.config import RunConfig
+from megastable.data.blends import BlendEntry, read_blends
+from megastable.data.skips import Selection, SkipEntry, append_all, read_ledger
+from megastable.errors import MegastableError, user_errors
+from megastable.forensics.ahead import COUNTED, Found, Lookout, passage
+from megastable.report.postmortem.texts import Library
+from megastable.report.told import plural, ranges, visible
+from megastable.rundir import RunDirectory
+from megastable.stability.attribution import ranges as as_ranges
+
+Int64s = npt.NDArray[np.int64]
+
+REASON = "looked ahead: "  # lines of the ledger that begin so were written here
+FREE = 64  # positions that may be skipped before a share counts
+PAUSE = 1.0  # seconds between two looks
+CHUNK = 1 << 19  # tokens after which what was found is written down
+SHOWN, EXCERPT = 8, 100  # pieces of evidence, and characters of each
+
+
+class Scout:
+    """Of one run. `looked` is the position up to which it has looked."""
+
+    def __init__(self, config: RunConfig, run: RunDirectory) -> None:
+        self.config, self.run, self.settings = config, run, config.data.look_ahead
+        self.looked = 0
+        self._blends: list[BlendEntry] | None = None
+        self._lookout: Lookout | None = None
+        self._spent = False
+
+    def look(self) -> bool:
+        """Look at a piece of what is to come; whether there was anything new. Raises MegastableError."""
+        lookout, cursor = self._ready(), self._cursor()
+        order, batch = lookout.source.order, self.config.train.global_batch
+        ledger = read_ledger(self.run.skips)
+        selection = Selection(order, ledger, self.config.data.skip)
+        _, end = selection.next_kept(cursor, self.settings.steps * batch)
+        begin = max(self.looked, cursor)
+        if begin >= end:
+            return False
+        positions, after = selection.next_kept(begin, max(1, CHUNK // order.sequence_length))
+        positions = positions[positions < end]
+        self.looked = min(after, end)
+        if positions.size:
+            self._skip(self._clear(lookout.look(positions, self.settings.score)), ledger)
+        return True
+
+    def _ready(self) -> Lookout:
+        """The order of the data may change while the run trains."""
+        blends = read_blends(self.run.blends)
+        if self._lookout is None or blends != self._blends:
+            # The first line only says what the recipe says.
+            if self._lookout is None or self._blends:
+                self.looked, self._lookout = 0, Lookout(Library(self.config, blends))
+            self._blends = blends
+        return self._lookout
+
+    def _cursor(self) -> int:
+        try:
+            told = json.loads(self.run.progress.read_text()).get("cursor")
+        except (OSError, ValueError):
+            return 0
+        return told if isinstance(told, int) else 0
+
+    def _clear(self, found: Sequence[Found]) -> dict[int, list[Found]]:
+        """Those samples of which enough looks corrupt, by position."""
+        kinds, by_position = set(self.settings.kinds), dict[int, list[Found]]()
+        for one in found:
+            if one.kind in kinds:
+                by_position.setdefault(one.position, []).append(one)
+        least = max(COUNTED, self.settings.share * self.config.model.sequence_length)
+        return {p: some for p, some in by_position.items() if sum(one.odd for one in some) >= least}
+
+    def _skip(self, clear: dict[int, list[Found]], ledger: Sequence[SkipEntry]) -> None:
+        used = sum(entry.end - entry.first for entry in ledger if entry.reason.startswith(REASON))
+        left = FREE + int(self.settings.most * self.looked) - used
+        chosen = dict(list(clear.items())[: max(0, left)])
+        if len(chosen) < len(clear) and not self._spent:
+            self.run.note(
+                "look_ahead_spent", found=len(clear), left=max(0, left), used=used, looked=self.looked,
+                evidence=self._evidence(list(clear.values())[len(chosen) :]),
+            )  # fmt: skip
+        self._spent = len(chosen) < len(clear)
+        if not chosen:
+            return
+        kinds = Counter(max(some, key=lambda one: one.score).kind for some in chosen.values())
+        what = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        positions = as_ranges(sorted(chosen))
+        documents = dict.fromkeys(one.document for some in chosen.values() for one in some)
+        # First the ledger: what is told of a skip that is not there would be a lie, the other way it comes again.
+        append_all(self.run.skips, [SkipEntry(first=a, end=b, reason=REASON + what) for a, b in positions])
+        self.run.note(
+            "looked_ahead", positions=positions, samples=len(chosen), kinds=dict(kinds), looked=self.looked,
+            documents=[document.model_dump() for document in list(documents)[:200]],
+            evidence=self._evidence(list(chosen.values())), budget_left=left - len(chosen),
+        )  # fmt: skip
+        print(
+            f"ahead of the run: {plural(len(chosen), 'sample')} of {plural(len(documents), 'document')} will be "
+            f"skipped, positions {ranges(positions, 4)} ({what})",
+            flush=True,
+        )
+
+    def _evidence(self, found: Sequence[Sequence[Found]]) -> list[dict[str, object]]:
+        assert self._lookout is not None
+        worst = sorted((max(some, key=lambda one: one.score) for some in found), key=lambda one: -one.score)
+        return [
+            {
+                "position": one.position, "shard": one.document.shard, "document": one.document.document,
+                "score": round(one.score, 1), "kind": one.kind, "odd_tokens": one.odd, "why": one.why,
+                "text": visible(passage(self._lookout.library, one).text, EXCERPT),
+            }
+            for one in worst[:SHOWN]
+        ]  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m megastable.forensics.scout", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_intermixed_args(arguments)
+    parent = os.getppid()
+    with user_errors():
+        scout = Scout(recipe.load(args.recipe, args.overrides), RunDirectory(args.run))
+        try:
+            while os.getppid() == parent:  # it ends with the supervisor, however that ends
+                if not scout.look():
+                    time.sleep(PAUSE)
+        except MegastableError as error:
+            scout.run.note("look_ahead_failed", problem=str(error))
+            raise
+
+
+if __name__ == "__main__":
+    main()

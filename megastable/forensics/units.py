@@ -1,0 +1,229 @@
+"""Units of work: runs of whole documents of a shard, found in the index by bisection, and read in blocks.
+
+A unit is what one process handles at a time and what a scan that was interrupted goes on from. Its size in tokens and
+in documents is bounded, so that memory does not grow with the corpus; only a document longer than that makes it
+longer, and is then read in several blocks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.data.shard_format import ShardInfo, with_suffix
+from megastable.data.shards import Shard
+from megastable.errors import DataError
+
+UNIT = 1 << 22  # tokens
+MOST_UNITS = 2048  # units grow beyond `UNIT` in a corpus that would have more
+DOCUMENTS = 1 << 16  # of a unit, at most
+BLOCK = 1 << 19  # tokens measured at once
+SAMPLE = 12_000_000  # tokens that a yardstick is made of
+RUNS = 512  # places that a sample is taken from
+
+Int64s = npt.NDArray[np.int64]
+Raw = npt.NDArray[np.integer]
+Cut = Callable[[Int64s], tuple[Int64s, Int64s]]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Documents [first_document, first_document + documents) of a shard; `number` counts all units, `before` the
+    documents of all shards before this one. prefix, info: how to open the shard in another process; stamp: sizes and
+    times of the last change of its files, by which it is known again."""
+
+    number: int
+    shard: int
+    before: int
+    prefix: Path
+    info: ShardInfo | None
+    stamp: tuple[int, ...]
+    first_document: int
+    documents: int
+    first_token: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Pieces of a unit, one after another: tokens as they are stored [n]; edges int64 [k + 1], first_token is where
+    edges[0] lies in the shard; owner int64 [k]: the document of each, counted from the first of the unit."""
+
+    tokens: Raw
+    edges: Int64s
+    owner: Int64s
+    first_token: int
+
+
+def unit_size(tokens: int) -> int:
+    """Tokens of a unit for shards of so many tokens."""
+    return max(UNIT, -(-tokens // MOST_UNITS))
+
+
+def units(shards: Sequence[Shard], size: int) -> Iterator[Unit]:
+    """All documents of `shards`, in their order, in runs of about `size` tokens. O(log documents) for each.
+
+    Raises DataError for an index that is damaged where it is looked at.
+    """
+    number = before = 0
+    for index, shard in enumerate(shards):
+        document = token = 0
+        prefix = shard.bin_path.with_name(shard.name)
+        stamp = _stamp(prefix)
+        while document < shard.documents:
+            aim = min(token + size, shard.tokens)
+            end = min(shard.documents_before(aim), document + DOCUMENTS)
+            # A document as long as the unit keeps it alone; one at least is in every unit.
+            end = max(end, document + 1)
+            stop = shard.tokens if end == shard.documents else shard.document_bounds(end)[0]
+            if stop < token:
+                raise DataError(
+                    f"{shard.idx_path}: document {end} begins before one that precedes it: write the shard again"
+                )
+            yield Unit(
+                number, index, before, prefix, shard.info, stamp, document, end - document, token, stop - token
+            )
+            document, token, number = end, stop, number + 1
+        before += shard.documents
+
+
+def open_unit(unit: Unit) -> Shard:
+    """The shard of a unit, opened once by each process. Raises DataError when it is not what it was."""
+    # The index is mapped: a file that was cut off would end the process without a word.
+    if _stamp(unit.prefix) != unit.stamp:
+        raise DataError(f"{unit.prefix}.bin or .idx changed while it was in use: start again when it is complete")
+    return _opened(unit.prefix, unit.info, unit.stamp)
+
+
+@lru_cache(maxsize=4)
+def _opened(prefix: Path, info: ShardInfo | None, stamp: tuple[int, ...]) -> Shard:
+    return Shard(prefix, info)
+
+
+def _stamp(prefix: Path) -> tuple[int, ...]:
+    found: list[int] = []
+    for suffix in (".bin", ".idx"):
+        path = with_suffix(prefix, suffix)
+        try:
+            facts = path.stat()
+        except OSError as error:
+            raise DataError(f"{path} cannot be read any more: {error.strerror}") from error
+        found += (facts.st_size, facts.st_mtime_ns)
+    return tuple(found)
+
+
+def edges_of(shard: Shard, unit: Unit) -> Int64s:
+    """Where the documents of a unit begin, and its end: int64 [documents + 1], tokens of the shard.
+
+    Raises DataError when the index is not what it was.
+    """
+    edges = shard.document_edges(unit.first_document, unit.documents)
+    if int(edges[0]) != unit.first_token or int(edges[-1]) != unit.first_token + unit.tokens:
+        raise DataError(
+            f"{shard.idx_path} changed while it was in use, or is not ascending near document "
+            f"{unit.first_document}: write the shard again"
+        )
+    return edges
+
+
+def blocks(shard: Shard, edges: Int64s, cut: Cut) -> Iterator[Block]:
+    """The pieces of documents with these `edges` (int64 [d + 1], tokens of the shard), in blocks of about `BLOCK`
+    tokens. Documents without tokens have no pieces; one longer than a block is in several, and alone in each.
+
+    Raises DataError when they cannot be read.
+    """
+    filled = np.flatnonzero(np.diff(edges) > 0)
+    if not filled.size:
+        return
+    pieces, owner = cut(np.append(edges[filled], edges[-1]) - edges[filled[0]])
+    begin = 0
+    while begin < len(owner):
+        end = int(np.searchsorted(pieces, pieces[begin] + BLOCK, side="right")) - 1
+        end = min(max(end, begin + 1), len(owner))
+        if edges[filled[owner[begin]] + 1] - edges[filled[owner[begin]]] > BLOCK:
+            end = min(end, int(np.searchsorted(owner, owner[begin], side="right")))
+        elif end < len(owner) and owner[begin] != owner[end]:
+            # The last document goes on beyond the block: the next one begins with it.
+            end = int(np.searchsorted(owner, owner[end]))
+        first, count = int(edges[filled[0]] + pieces[begin]), int(pieces[end] - pieces[begin])
+        yield Block(
+            shard.raw(first, count), pieces[begin : end + 1] - pieces[begin], filled[owner[begin:end]], first
+        )
+        begin = end
+
+
+def sample(shards: Sequence[Shard], most: int = SAMPLE) -> Iterator[tuple[Shard, Int64s, Int64s]]:
+    """Documents spread evenly over all tokens of `shards`: (shard, edges int64 [d + 1], numbers of the documents [d]).
+
+    All of them where they have no more than `most` tokens; else those in up to `RUNS` stretches of equal length. A
+    document longer than `BLOCK` comes in parts, of a larger corpus only those that lie in a stretch. Raises DataError
+    for a damaged index.
+    """
+    if sum(shard.tokens for shard in shards) <= most:
+        for unit in units(shards, BLOCK):
+            edges = shards[unit.shard].document_edges(unit.first_document, unit.documents)
+            yield from _parts(shards[unit.shard], edges, unit.first_document, int(edges[0]), int(edges[-1]))
+        return
+    before, done = -1, 0
+    for number, begin, end in _stretches(shards, most):
+        done = done if number == before else 0
+        shard, before = shards[number], number
+        first, edges = _touched(shard, begin, end)
+        # The last document of the stretch before; other parts of a long one were taken there.
+        known = max(done - first, 0) if edges[1] - edges[0] <= BLOCK else 0
+        if known < len(edges) - 1:
+            yield from _parts(shard, edges[known:], first + known, begin, end)
+        done = first + len(edges) - 1
+
+
+def _stretches(shards: Sequence[Shard], most: int) -> list[tuple[int, int, int]]:
+    """(shard, first token, end), ascending: as many as have about `most` tokens with all of their documents."""
+    offsets = np.cumsum([0, *(shard.tokens for shard in shards)])
+    length, left, found = -(-most // RUNS), most, []
+    # Each next one falls into a large gap between those before (van der Corput): any number of them is evenly spread.
+    digits = RUNS.bit_length() - 1
+    for at in range(RUNS):
+        place = (int(f"{at:0{digits}b}"[::-1], 2) + 0.5) / RUNS * int(offsets[-1])
+        number = int(np.searchsorted(offsets, place, side="right")) - 1
+        begin = max(int(place) - length // 2 - int(offsets[number]), 0)
+        end = min(begin + length, shards[number].tokens)
+        found.append((number, begin, end))
+        _, edges = _touched(shards[number], begin, end)
+        whole = np.diff(edges)
+        left -= int(np.where(whole > BLOCK, np.minimum(whole, length), whole).sum())
+        if left <= 0:
+            break
+    return sorted(found)
+
+
+def _touched(shard: Shard, begin: int, end: int) -> tuple[int, Int64s]:
+    """The documents that hold any of the tokens [begin, end): the first one, edges int64 [d + 1]."""
+    first = shard.document_of(begin)
+    last = min(max(shard.documents_before(end), first + 1), first + DOCUMENTS)
+    return first, shard.document_edges(first, last - first)
+
+
+def _parts(
+    shard: Shard, edges: Int64s, first: int, begin: int, end: int
+) -> Iterator[tuple[Shard, Int64s, Int64s]]:
+    """Runs of documents without a long one; of each long one what lies in [begin, end), `BLOCK` tokens at a time."""
+    done = 0
+    for at in [*np.flatnonzero(np.diff(edges) > BLOCK).tolist(), len(edges) - 1]:
+        if edges[done] < edges[at]:
+            yield shard, edges[done : at + 1], np.arange(first + done, first + at)
+        if at < len(edges) - 1:
+            low, high = max(int(edges[at]), begin), min(int(edges[at + 1]), end)
+            for part in range(low, high, BLOCK):
+                yield shard, np.array([part, min(part + BLOCK, high)]), np.array([first + at])
+        done = at + 1
+
+
+def workers_for(asked: int | None) -> int:
+    """As many processes as were asked for; else one for each CPU."""
+    return asked if asked is not None else len(os.sched_getaffinity(0))

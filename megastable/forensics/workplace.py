@@ -1,0 +1,113 @@
+"""The folder of a scan: what was asked for, what is measured so far, and nobody else in it.
+
+begun.json         of what and how it is a scan: goes on only with the same
+yardstick.npz      what is usual; reference.json: how the sample that it is made of does by it
+parts/N.parquet    the rows of unit N, complete when it has its name
+near/N.npy         signatures of its documents, for near duplicates
+duplicates.parquet copies, ascending
+scan.json          the result: the scan is complete when it is there
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megastable.data.staging import write_file
+from megastable.durable import hold
+from megastable.errors import DataError
+
+BEGUN, RESULT, YARDSTICK, REFERENCE = "begun.json", "scan.json", "yardstick.npz", "reference.json"
+DUPLICATES, PARTS, NEAR, SPOOL, LOCK = "duplicates.parquet", "parts", "near", "spool", ".lock"
+NAMES = {
+    "fingerprint": "the shards",
+    "tokenizer": "the tokenizer",
+    "against": "the reference",
+    "format": "the version",
+}
+
+
+def part(folder: Path, number: int) -> Path:
+    """The file of the rows of unit `number`."""
+    return folder / PARTS / f"{number:06d}.parquet"
+
+
+def near_part(folder: Path, number: int) -> Path:
+    """The file of the signatures of unit `number`."""
+    return folder / NEAR / f"{number:06d}.npy"
+
+
+@contextmanager
+def occupied(folder: Path, asked: dict[str, Any], again: bool) -> Iterator[None]:
+    """Have the folder for this process alone, for a scan of `asked`: one begun before goes on, or is removed (again).
+
+    Raises DataError for a folder that holds anything else, that another process scans into, or that cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        others = [path.name for path in folder.iterdir() if path.name != LOCK]
+        if others and BEGUN not in others:
+            raise DataError(
+                f"{folder} is not the folder of a scan, {others[0]} is in it: choose another --out"
+            )
+        lock = hold(folder / LOCK)
+        if lock is None:
+            raise DataError(f"{folder}: another process scans into it: wait for it, or choose another --out")
+        with lock:
+            try:
+                _begin(folder, asked, again)
+                yield
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+    except OSError as error:
+        raise DataError(f"{folder} cannot be used: {error.strerror or error}") from error
+
+
+def _begin(folder: Path, asked: dict[str, Any], again: bool) -> None:
+    path = folder / BEGUN
+    if path.exists() and not again:
+        try:
+            there = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"{path} cannot be read ({error}): start anew with --again") from error
+        if there == asked:
+            return
+        keys = [key for key in asked if not isinstance(there, dict) or there.get(key) != asked[key]]
+        what = ", ".join(dict.fromkeys(NAMES.get(key, key) for key in keys))
+        raise DataError(
+            f"{folder} holds a scan of something else (other: {what}): choose another --out, or replace it with --again"
+        )
+    # What was asked for goes last: a folder half cleared is still known for what it was.
+    for name in (RESULT, YARDSTICK, REFERENCE, DUPLICATES):
+        (folder / name).unlink(missing_ok=True)
+    for name in (PARTS, NEAR, SPOOL):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    write_file(path, (json.dumps(asked, indent=1) + "\n").encode())
+    for name in (PARTS, NEAR):
+        (folder / name).mkdir(exist_ok=True)
+
+
+def write_rows(path: Path, rows: pa.Table) -> None:
+    """Write a part, whole or not at all. Raises DataError when the disk refuses."""
+    content = io.BytesIO()
+    pq.write_table(rows, content, compression="zstd", compression_level=1)
+    write_file(path, content.getvalue())
+
+
+def read_rows(path: Path, columns: list[str] | None = None) -> pa.Table | None:
+    """The rows of a part; None when it is missing or damaged. Raises DataError when it cannot be read."""
+    try:
+        return pq.read_table(path, columns=columns, memory_map=False, partitioning=None)
+    except (FileNotFoundError, pa.ArrowException):
+        return None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error

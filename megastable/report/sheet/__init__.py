@@ -1,0 +1,14 @@
+"""A sheet: what a command found in the data, for a terminal, a browser, a spreadsheet and a program.
+
+The positions of a step, the documents of an incident, ten thousand suspects of a scan: rows, with texts to read below
+them. Text of documents is untrusted: whatever the output is, it shows, and nothing obeys it.
+"""
+
+from __future__ import annotations
+
+from megastable.report.sheet.files import as_csv, as_json
+from megastable.report.sheet.model import Column, Histogram, Passage, Sheet, Span
+from megastable.report.sheet.page import as_html
+from megastable.report.sheet.terminal import console
+
+__all__ = ["Column", "Histogram", "Passage", "Sheet", "Span", "as_csv", "as_html", "as_json", "console"]

@@ -1,0 +1,49 @@
+"""Where a sheet goes: as a command's options say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from megastable.durable import write_output
+from megastable.report.sheet.files import as_csv, as_json
+from megastable.report.sheet.model import Sheet
+from megastable.report.sheet.page import as_html
+from megastable.report.sheet.terminal import console
+
+
+@dataclass(frozen=True)
+class Output:
+    """json: print all of it for machines, instead of a table; csv, html: files to write besides. rows, texts: how many
+    a terminal shows. on_page: rows whose text a page shows."""
+
+    json: bool = False
+    csv: Path | None = None
+    html: Path | None = None
+    rows: int = 20
+    texts: int = 1
+    on_page: int = 2_000
+
+    @property
+    def wanted_texts(self) -> int:
+        """How many rows need a text."""
+        return max(self.texts, self.on_page if self.html is not None else 0)
+
+    def put(self, sheet: Sheet) -> None:
+        """Raises DataError when a file cannot be written."""
+        if self.csv is not None:
+            write_output(self.csv, as_csv(sheet))
+        if self.html is not None:
+            write_output(self.html, as_html(sheet))
+        if self.json:
+            print(as_json(sheet))
+            return
+        terminal = Console()
+        if not terminal.is_terminal:
+            terminal = Console(width=160)  # of a file or a pipe nobody knows how wide it is
+        terminal.print(console(sheet, self.rows, self.texts))
+        for path in (self.csv, self.html):
+            if path is not None:
+                print(f"written: {path}")

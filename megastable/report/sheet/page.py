@@ -1,0 +1,174 @@
+"""A sheet as one page that needs nothing else: no network, no library; its script and its style are named by hash.
+
+What the page shows comes as data and is put there as text: `marked` makes it visible, so that what reaches the browser
+has no control characters at all, and sets escapes apart; `embed` keeps it from ending the element that it is in.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from megastable.report.postmortem import safe
+from megastable.report.sheet.model import Column, Histogram, Passage, Sheet
+from megastable.report.sheet.values import SAFE, plain, tones
+from megastable.report.told import escaped
+
+SCRIPTS = ("rows.js", "histogram.js", "reader.js", "page.js")
+CARDS = 6  # facts that stand in cards above the others
+PART = 256  # rows whose texts are read together, once one of them is wanted
+SHORT = 11  # characters of a fact that fits a card
+# Around an escape. Private characters do not show, so `marked` leaves none of a text's own.
+BEGIN, END = "\ue000", "\ue001"
+
+_UNSAFE = re.compile("[<>&\u2028\u2029\x7f\ud800-\udfff]")
+
+
+def as_html(sheet: Sheet) -> str:
+    """The page: histograms, and the rows to be searched, sorted, picked and read."""
+    style, script = _style(), _script()
+    cards = [fact for fact in sheet.facts if len(fact[1]) <= SHORT][:CARDS]
+    return _environment().get_template("sheet.html.jinja").render(
+        sheet=sheet, cards=cards, facts=[fact for fact in sheet.facts if fact not in cards],
+        style=Markup(style), script=Markup(script), style_hash=_hash(style), script_hash=_hash(script),
+        data=Markup(embed(content(sheet))), parts={n: Markup(embed(part)) for n, part in texts(sheet).items()},
+    )  # fmt: skip
+
+
+def content(sheet: Sheet) -> dict[str, Any]:
+    """What the script shows: columns with their values, and histograms."""
+    keys = [column.key for column in sheet.columns]
+    return {
+        "columns": [_column(column, sheet) for column in sheet.columns],
+        "rows": len(sheet.rows),
+        "plan": _plan(sheet),
+        "part": PART,
+        "histograms": [_histogram(histogram, keys) for histogram in sheet.histograms],
+        "legend": marked(sheet.legend),
+    }
+
+
+def texts(sheet: Sheet) -> dict[int, dict[str, Any]]:
+    """The passages by the index of their row, in parts of PART rows: a browser opens at once, whatever there is."""
+    parts: dict[int, dict[str, Any]] = {}
+    for number, passages in sheet.passages.items():
+        parts.setdefault(number // PART, {})[str(number)] = [_passage(passage) for passage in passages]
+    return parts
+
+
+def embed(value: Any) -> str:
+    """JSON for inside of a script element; its reader gets `value` back."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def marked(text: str) -> str:
+    """`text` as safe.block shows it, every escape between BEGIN and END."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else f"{BEGIN}{escaped(c)}{END}" for c in text)
+
+
+def _column(column: Column, sheet: Sheet) -> dict[str, Any]:
+    return {
+        "key": column.key, "title": marked(column.title), "kind": column.kind, "help": marked(column.help),
+        "tones": tones(column, sheet.rows), "values": [_value(row.get(column.key)) for row in sheet.rows],
+    }  # fmt: skip
+
+
+def _value(value: Any) -> Any:
+    value = plain(value)
+    if isinstance(value, list):
+        return [_value(part) for part in value]
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int):
+        return value if abs(value) <= SAFE else str(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return marked(value)
+
+
+def _plan(sheet: Sheet) -> list[str | None] | None:
+    """For every row the line "SHARD DOCUMENT"; None where a shard's name could not be pasted as it is."""
+    if not sheet.rows or not all("shard" in row and "document" in row for row in sheet.rows):
+        return None
+    pairs = [(str(plain(row["shard"])), str(plain(row["document"]))) for row in sheet.rows]
+    return [
+        f"{shard} {document}" if shard.isprintable() and document.isdecimal() else None
+        for shard, document in pairs
+    ]
+
+
+def _passage(passage: Passage) -> dict[str, Any]:
+    """Short keys and a digit per token: there may be millions of them."""
+    told: dict[str, Any] = {
+        "title": marked(passage.title),
+        "spans": [marked(span.text) for span in passage.spans],
+    }
+    levels = "".join(str(span.level) for span in passage.spans)
+    if levels.strip("0"):
+        told["heat"] = levels
+    if any(span.hint for span in passage.spans):
+        told["hints"] = [marked(span.hint) for span in passage.spans]
+    return told
+
+
+def _histogram(histogram: Histogram, keys: Sequence[str]) -> dict[str, Any]:
+    return {
+        "title": marked(histogram.title), "edges": _floats(histogram.edges), "counts": plain(histogram.counts),
+        "marks": [[float(at), marked(label)] for at, label in histogram.marks if math.isfinite(at)],
+        "note": marked(histogram.note),
+        "column": keys.index(histogram.column) if histogram.column in keys else None,
+    }  # fmt: skip
+
+
+def _floats(values: Iterable[float]) -> list[float]:
+    return [float(value) for value in values]
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("megastable.report.sheet"), undefined=StrictUndefined, autoescape=True, finalize=_visible,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    return environment
+
+
+@cache
+def _style() -> str:
+    """One family with the post-mortem: its style, and what a sheet has beyond it."""
+    return (
+        "\n"
+        + _source("megastable.report.postmortem", "style.css")
+        + _source("megastable.report.sheet", "sheet.css")
+    )
+
+
+@cache
+def _script() -> str:
+    parts = "\n".join(_source("megastable.report.sheet", name) for name in SCRIPTS)
+    return f'\n"use strict";\n(() => {{\n{parts}}})();\n'
+
+
+def _source(package: str, name: str) -> str:
+    return PackageLoader(package).get_source(_environment(), name)[0]
+
+
+def _hash(text: str) -> str:
+    """As a content security policy names an element."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _visible(value: Any) -> Any:
+    return safe.block(value) if isinstance(value, str) and not isinstance(value, Markup) else value

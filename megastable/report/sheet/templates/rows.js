@@ -1,0 +1,96 @@
+// The rows: what they hold, how a person reads it, and which of them, in which order, are wanted.
+
+const ESCAPE = /\ue000([^\ue001]*)\ue001/; // what `marked` of page.py sets apart
+const same = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+const collator = new Intl.Collator("en", { numeric: true });
+const bare = (text) => text.replace(/[\ue000\ue001]/g, "");
+
+/** A value as text; values.py says it in the same way. */
+function told(value, kind) {
+  if (value === null || value === undefined) return "";
+  if (typeof value === "boolean") return value ? "yes" : "no";
+  if (Array.isArray(value)) return value.map((part) => told(part, kind)).join(", ");
+  if (typeof value === "string" || kind === "text") return String(value);
+  const size = Math.abs(value);
+  if (kind === "share") {
+    if (value > 0 && value < 0.001) return "<0.1%";
+    return value > 0.999 && value < 1 ? ">99.9%" : `${(100 * value).toFixed(1)}%`;
+  }
+  const power = (text) => text.replace(/e([+-])(\d)$/, "e$10$2");
+  if (size >= 1000 || kind === "count")
+    return size < 1e15 || Number.isSafeInteger(value) ? same.format(Math.round(value) || 0) : power(value.toExponential(3));
+  if (kind === "number" && size > 0 && size < 0.001) return power(value.toExponential(2));
+  return value.toFixed(size >= 100 ? 1 : kind === "score" ? 2 : 3);
+}
+
+class Rows {
+  /** read(n): the n-th part of the texts, by row; undefined where there is none. */
+  constructor(data, read) {
+    Object.assign(this, { columns: data.columns, count: data.rows, lines: data.plan, part: data.part, read });
+    this.texts = [];
+    this.parts = [];
+  }
+
+  passages(row) {
+    const part = Math.floor(row / this.part);
+    return (this.parts[part] ??= this.read(part) ?? {})[row] ?? [];
+  }
+
+  text(column, row) {
+    return told(this.columns[column].values[row], this.columns[column].kind);
+  }
+
+  /** All text of a row in lower case: what a search looks through. */
+  searched(row) {
+    let text = this.texts[row];
+    if (text === undefined) {
+      const parts = this.columns.flatMap((column) =>
+        column.kind === "text" ? [told(column.values[row], "text")] : []);
+      for (const passage of this.passages(row)) parts.push(passage.title, passage.spans.join(""));
+      text = this.texts[row] = bare(parts.join("\n")).toLowerCase();
+    }
+    return text;
+  }
+
+  /** The values of a column of text, the most frequent first; null where they are too many to choose from. */
+  categories(column, most) {
+    const counts = new Map();
+    for (const value of this.columns[column].values)
+      for (const part of new Set([].concat(value ?? []))) {
+        const text = told(part, "text");
+        counts.set(text, (counts.get(text) ?? 0) + 1);
+        if (counts.size > most) return null;
+      }
+    return [...counts].sort((a, b) => b[1] - a[1] || collator.compare(a[0], b[0]));
+  }
+
+  /** Indices of the rows that have all words, a picked value in every picked column, and a value in every range. */
+  wanted({ query, picks, ranges }) {
+    const words = query.toLowerCase().split(/\s+/).filter(Boolean);
+    const found = [];
+    for (let row = 0; row < this.count; row++) {
+      if (![...picks].every(([column, values]) =>
+        [].concat(this.columns[column].values[row] ?? []).some((part) => values.has(told(part, "text"))))) continue;
+      if (!ranges.every(({ column, low, high, open }) => {
+        const value = this.columns[column].values[row];
+        return typeof value === "number" && value >= low && (open || value < high);
+      })) continue;
+      if (words.length && !words.every((word) => this.searched(row).includes(word))) continue;
+      found.push(row);
+    }
+    return found;
+  }
+
+  /** Sorted by a column, equal ones as they were, those without a value last. */
+  sorted(rows, { column, down }) {
+    const { values, kind } = this.columns[column];
+    const number = (value) => (typeof value === "string" ? { inf: Infinity, "-inf": -Infinity }[value] ?? Number(value || NaN) : Number(value ?? NaN));
+    const keys = kind === "text" ? values.map((value) => told(value, kind)) : values.map(number);
+    const none = (key) => key === "" || Number.isNaN(key);
+    const compare = kind === "text"
+      ? (a, b) => collator.compare(keys[a], keys[b])
+      : (a, b) => (keys[a] < keys[b] ? -1 : keys[a] > keys[b] ? 1 : 0);
+    const some = rows.filter((row) => !none(keys[row])), others = rows.filter((row) => none(keys[row]));
+    return some.sort((a, b) => (down ? compare(b, a) : compare(a, b))).concat(others);
+  }
+}

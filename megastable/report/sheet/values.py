@@ -1,0 +1,66 @@
+"""The values of a sheet's rows: as plain Python, and as text for a person. rows.js shows them in the same way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from megastable.report.sheet.model import Column, Row
+from megastable.report.told import visible
+
+SAFE = 2**53 - 1  # integers beyond are not exact in a browser, nor in a spreadsheet
+
+
+def plain(value: Any) -> Any:
+    """None, a boolean, a number or a text; lists of these. What numpy has is as Python has it, all else as its text."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(part) for part in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def told(value: Any, column: Column) -> str:
+    """A plain value for a person, made visible; "" for None."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(told(part, column) for part in value)
+    if isinstance(value, str) or column.kind == "text":
+        return visible(value)
+    if not math.isfinite(value):
+        return str(value)
+    return _number(value, column)
+
+
+def tones(column: Column, rows: Iterable[Row]) -> tuple[float, float] | None:
+    """From where on a score is bad, and very bad; None where nothing is."""
+    if column.kind != "score":
+        return None
+    if column.limit is not None:
+        return column.limit, 2 * column.limit
+    highest = max((v for v in (plain(row.get(column.key)) for row in rows) if _counts(v)), default=0.0)
+    return (0.4 * highest, 0.75 * highest) if highest > 0 else None
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _number(value: float, column: Column) -> str:
+    if column.kind == "share":
+        # What is not quite none or all must not look like it.
+        if 0 < value < 0.001:
+            return "<0.1%"
+        return ">99.9%" if 0.999 < value < 1 else f"{100 * value:.1f}%"
+    if abs(value) >= 1000 or column.kind == "count":
+        return f"{round(value):,}" if abs(value) < 1e15 or isinstance(value, int) else f"{value:.3e}"
+    digits = 2 if column.kind == "score" else 3
+    if column.kind == "number" and 0 < abs(value) < 0.001:
+        return f"{value:.2e}"
+    return f"{value:.{digits}f}" if abs(value) < 100 else f"{value:.1f}"

@@ -1,0 +1,154 @@
+"""The command line as its users meet it: from a list to a corpus without these documents, and to the proof."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from megastable.bench.prune import prune_cost
+from megastable.data.manifest import Manifest
+from tests.forensics.shelves import Plain, corpus
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "prune_data.py"
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "xterm"}
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, str(TOOL), *map(str, arguments)]
+
+
+def run(*arguments: object, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command(*arguments), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shards = [Plain(name, [[([n + 1, n + 2], 0)] for n in range(5)]) for name in ("a", "b")]
+    splits = {"train": [("a", 0, 5), ("b", 0, 4)], "validation": [("b", 4, 5)]}
+    corpus(tmp_path / "corpus", shards, splits, "uint16")
+    (tmp_path / "list.txt").write_text("a 1\nb 0\nb 4\n")
+    return tmp_path
+
+
+def test_from_a_list_to_the_proof(folder: Path) -> None:
+    planned = run("plan", "corpus", "--list", "list.txt", "--output", "bad.txt", cwd=folder).stdout
+    assert "bad.txt: 3 documents, 6 tokens" in planned
+    refused = run("apply", "bad.txt", "pruned", cwd=folder, code=2).stderr
+    assert "nothing of the split 'validation': delete its line 12" in refused
+    assert not (folder / "pruned").exists()
+    lines = (folder / "bad.txt").read_text().splitlines()
+    (folder / "bad.txt").write_text("\n".join(lines[:-1]))
+    told = run("apply", "bad.txt", "pruned", cwd=folder).stdout
+    assert told == "pruned pruned: 2 documents and 4 tokens are gone, 8 documents and 16 tokens are left\n"
+    proof = json.loads(run("verify", "pruned", "--plan", "bad.txt", "--json", cwd=folder).stdout)
+    assert proof == {
+        "documents": 8, "tokens": 16, "gone": 2, "gone_tokens": 4, "original": str(folder.resolve() / "corpus"),
+    }  # fmt: skip
+    with (folder / "pruned" / "a.bin").open("r+b") as file:
+        file.write(b"\x09")
+    damaged = run("verify", "pruned", cwd=folder, code=2)
+    assert damaged.stdout == ""
+    assert "a.bin: token 0 of document 0 is 9; in the original, as document 0 of" in damaged.stderr
+
+
+def test_for_machines(folder: Path) -> None:
+    planned = run("plan", "corpus", "--list", "list.txt", "--json", cwd=folder)
+    assert json.loads(planned.stdout) == {"plan": "prune-plan.txt", "documents": 3, "tokens": 6}
+    assert planned.stderr == ""
+    text = (folder / "prune-plan.txt").read_text().splitlines()
+    (folder / "prune-plan.txt").write_text("\n".join(text[:-1]))
+    made = run("apply", "prune-plan.txt", "pruned", "--json", cwd=folder)
+    found = json.loads(made.stdout)
+    assert (found["documents"], found["tokens_left"], made.stderr) == (2, 16, "")
+    assert found == json.loads((folder / "pruned" / "pruned.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("plan corpus", "nothing says which documents"),
+        ("plan nowhere --list list.txt", "nowhere"),
+        ("plan corpus --list list.txt --output list.txt", "list.txt exists already"),
+        ("plan corpus --incident runs/none:1", "runs/none"),
+        ("plan corpus --scan nowhere --kind noise", "nowhere"),
+        ("apply list.txt pruned", "does not say of which corpus"),
+        ("apply list.txt pruned --corpus corpus", "no fingerprint"),
+        ("apply nowhere pruned", "there is no such plan"),
+        ("verify corpus", "is no pruned corpus"),
+    ],
+)
+def test_mistakes(folder: Path, arguments: str, message: str) -> None:
+    before = sorted(os.listdir(folder))
+    assert message in run(*arguments.split(), cwd=folder, code=2).stderr
+    assert sorted(os.listdir(folder)) == before
+
+
+def test_help_has_examples_of_every_command() -> None:
+    told = run("--help", cwd=ROOT).stdout
+    for name in ("plan", "apply", "verify"):
+        assert f"python tools/prune_data.py {name} " in told
+        assert run(name, "--help", cwd=ROOT).stdout
+
+
+def test_a_bar_and_ctrl_c(tmp_path: Path) -> None:
+    """On a terminal: how far it is; after Ctrl-C nothing is left and the exit code says so."""
+    shards = [Plain("a", [[([1, 2], 0)], [([3], 0)]])]
+    corpus(tmp_path / "corpus", shards, {"train": [("a", 0, 2)]}, "uint16")
+    # Large enough that it is still at work: a document of a gigabyte, of which next to nothing is on the disk.
+    size = 1 << 29
+    with (tmp_path / "corpus" / "a.bin").open("r+b") as file:
+        file.truncate(2 * (size + 1))
+    index = (tmp_path / "corpus" / "a.idx").read_bytes()
+    lengths = size.to_bytes(4, "little") + index[38:42]
+    pointers = index[42:50] + (2 * size).to_bytes(8, "little")
+    (tmp_path / "corpus" / "a.idx").write_bytes(index[:34] + lengths + pointers + index[58:])
+    manifest = json.loads((tmp_path / "corpus" / "manifest.json").read_text())
+    manifest["shards"][0] |= {"tokens": size + 1, "bin_bytes": 2 * (size + 1)}
+    manifest["shards"][0]["idx_xxh3"] = _xxh3((tmp_path / "corpus" / "a.idx").read_bytes())
+    manifest["splits"]["train"][0]["tokens"] = size + 1
+    (tmp_path / "corpus" / "manifest.json").write_text(json.dumps(manifest))
+    fingerprint = Manifest.load(tmp_path / "corpus").fingerprint()
+    (tmp_path / "plan").write_text(f"fingerprint: {fingerprint}\na 0\n")
+    before = sorted(os.listdir(tmp_path))
+    master, slave = pty.openpty()
+    tool = command("apply", "plan", "pruned", "--corpus", "corpus")
+    process = subprocess.Popen(tool, cwd=tmp_path, env=ENVIRONMENT, stdout=slave, stderr=slave)
+    os.close(slave)
+    shown = b""
+    while b"pruning" not in shown:
+        shown += os.read(master, 4096)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    try:
+        while block := os.read(master, 4096):
+            shown += block
+    except OSError:  # the terminal's other end is closed
+        pass
+    os.close(master)
+    assert process.wait(30) == 130
+    assert b"interrupted" in shown and b"Traceback" not in shown
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def _xxh3(content: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def test_what_it_costs_is_measured(tmp_path: Path) -> None:
+    found = prune_cost(tmp_path, 200_000, share=0.1, rounds=2)
+    assert found["removed"] > 0 and len(found["cp_seconds"]) == len(found["apply_seconds"]) == 2
+    assert found["ratio_low"] <= found["ratio"] <= found["ratio_high"]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,87 @@
+"""Documents out of a corpus: a plan to read and edit, a new corpus without them, the proof that the rest is intact."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megastable.errors import user_errors
+from megastable.forensics import choose, prune, prune_check
+from megastable.forensics.bar import bar
+from megastable.forensics.prune import corpus_bytes
+from megastable.report.told import plural
+
+EXAMPLES = """Examples:
+
+PRUNE plan data/mine --incident runs/7b:3 --output bad.txt
+
+PRUNE plan data/mine --scan data/mine-scan --kind noise --score 12 --output bad.txt
+
+PRUNE plan data/mine --list ids.txt --output bad.txt
+
+PRUNE apply bad.txt data/mine-pruned
+
+PRUNE verify data/mine-pruned --plan bad.txt""".replace("PRUNE", "python tools/prune_data.py")
+app = typer.Typer(help=__doc__, epilog=EXAMPLES, add_completion=False, pretty_exceptions_enable=False)
+Json = Annotated[bool, typer.Option("--json", help="Print a summary for machines")]
+
+
+@app.command()
+@user_errors()
+def plan(
+    corpus: Path,
+    incident: Annotated[list[str] | None, typer.Option(help="RUN:NUMBER, e.g. runs/7b:3; repeatable")] = None,
+    scan: Annotated[Path | None, typer.Option(help="A scan that tools/inspect_data.py made")] = None,
+    score: Annotated[float | None, typer.Option(help="Of the scan: this and more")] = None,
+    kind: Annotated[list[str] | None, typer.Option(help="Of the scan: of this kind; repeatable")] = None,
+    duplicates: Annotated[bool, typer.Option("--duplicates", help="Of the scan: copies, but the first")] = False,
+    listed: Annotated[list[Path] | None, typer.Option("--list", help="Lines of SHARD DOCUMENT, CSV, JSONL")] = None,
+    output: Annotated[Path, typer.Option(help="The plan")] = Path("prune-plan.txt"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there")] = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Write down which documents are to go, and why: a text file to read and to edit."""
+    found = choose.make_plan(
+        corpus, output, lists=listed or (), incidents=incident or (), scan=scan, score=score, kinds=kind or (),
+        duplicates=duplicates, overwrite=overwrite,
+    )  # fmt: skip
+    tokens = sum(removal.tokens for removal in found)
+    told = {"plan": str(output), "documents": len(found), "tokens": tokens}
+    what = f"{output}: {plural(len(found), 'document')}, {plural(tokens, 'token')}; delete the lines of those to keep"
+    print(json.dumps(told) if as_json else f"{what}, then: python tools/prune_data.py apply {output} OUTPUT")
+
+
+@app.command()
+@user_errors()
+def apply(
+    plan: Path,
+    output: Path,
+    corpus: Annotated[Path | None, typer.Option(help="Where it lies now, if not where the plan says")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make OUTPUT, a new corpus without the documents of a plan; the old one stays as it is."""
+    with bar("pruning", corpus_bytes(plan, corpus), as_json) as progress:
+        made = prune.apply(plan, output, corpus, progress)
+    print(made.model_dump_json() if as_json else f"pruned {output}: {made}")
+
+
+@app.command()
+@user_errors()
+def verify(
+    pruned: Path,
+    original: Annotated[Path | None, typer.Option(help="Where it lies now, if not where it lay")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Are just its documents gone?")] = None,
+    as_json: Json = False,
+) -> None:
+    """Prove that PRUNED is the original without the documents that are gone; ends with 2 if it is not."""
+    with bar("comparing", prune_check.original_bytes(pruned, original), as_json) as progress:
+        proof = prune_check.verify(pruned, original, plan, progress)
+    print(json.dumps(asdict(proof), default=str) if as_json else f"verified {pruned}: {proof}")
+
+
+if __name__ == "__main__":
+    app()
