@@ -23,10 +23,10 @@ from megastable.checkpoint import store
 from megastable.checkpoint.store import RunState
 from megastable.config import RunConfig
 from megastable.data.loader import Loader, Step
-from megastable.data.skips import Selection, read_ledger
+from megastable.data.skips import Selection, SkipEntry, read_ledger
 from megastable.data.source import Source
 from megastable.engine import Engine, Measured
-from megastable.errors import HandoverError, MegastableError, UnstableError
+from megastable.errors import DataError, HandoverError, MegastableError, UnstableError
 from megastable.evidence import Laboratory, Trained
 from megastable.ranks import agree, first, gathered, shared
 from megastable.recall import TELLING, Memory, recall
@@ -349,7 +349,10 @@ class Recovery:
         return self.laboratory.examine(window, history, cursor, left_out, recurred)
 
     def _selection(self) -> Selection:
-        return selection(self.config, self.source, self.run)
+        found, odd = selection_that_can_be(self.config, self.source, self.run)
+        for problem in odd:
+            self.note("skips_refused", problem=problem)
+        return found
 
     def _forget(self, step: int) -> None:
         """The samples of the steps that are undone."""
@@ -399,3 +402,28 @@ def selection(config: RunConfig, source: Source, run: RunDirectory) -> Selection
     """What the recipe and the ledger leave of the data. Rank 0 reads: no rank sees a line that others do not."""
     entries = first(lambda: read_ledger(run.skips))
     return Selection(source.order, entries, config.data.skip)
+
+
+def selection_that_can_be(
+    config: RunConfig, source: Source, run: RunDirectory
+) -> tuple[Selection, list[str]]:
+    """As `selection`, in the middle of a run, which a line that somebody got wrong does not end: those lines are left
+    out, and what is wrong with them is the second answer."""
+
+    def read() -> tuple[list[SkipEntry], list[str]]:
+        odd: list[str] = []
+        entries = read_ledger(run.skips, odd)
+        known = {corpus.name for corpus in source.order.corpora}
+        odd += [
+            f"{run.skips}: there is no corpus {e.corpus!r}" for e in entries if e.corpus not in (None, *known)
+        ]
+        entries = [e for e in entries if e.corpus is None or e.corpus in known]
+        try:
+            Selection(source.order, entries, config.data.skip)
+        except DataError as error:
+            odd.append(str(error))
+            entries = [e for e in entries if e.corpus is None]
+        return entries, odd
+
+    entries, odd = first(read)
+    return Selection(source.order, entries, config.data.skip), odd

@@ -38,7 +38,7 @@ from megastable.data.skips import Selection, Skips, append
 from megastable.data.source import Source
 from megastable.data.statistics import token_counts, unigram_entropy
 from megastable.engine import Engine, Judge, Measured, start_distributed, stop_distributed
-from megastable.errors import CheckpointError, DataError, SpaceError, UnstableError
+from megastable.errors import CheckpointError, SpaceError, UnstableError
 from megastable.hardware import peak_tflops
 from megastable.heartbeat import Heartbeat
 from megastable.messages import attempt_of
@@ -47,7 +47,7 @@ from megastable.optim.schedule import rate
 from megastable.parallel.topology import Layout, Topology
 from megastable.ranks import agree, first, gathered, shared
 from megastable.recall import interrupted
-from megastable.recovery import Recovery, selection
+from megastable.recovery import Recovery, selection, selection_that_can_be
 from megastable.report.observer import Observer
 from megastable.report.summary import incidents, summarise
 from megastable.report.told import plural
@@ -323,13 +323,10 @@ class Trainer:
     def _skip_more(self, loader: Loader, cursor: int) -> None:
         """Somebody added to the skip ledger: go on at `cursor` without those positions."""
         first(self.heart.skips_read)
-        try:
-            wanted = selection(self.config, self.corpora.train, self.run)
-        except DataError as error:
-            # It ends no run that works: the ledger is read again once it has changed.
-            self.note("skips_refused", step=self.state.step, problem=str(error))
-            self.say(f"WARNING: {error}. Training goes on with the skips of before")
-            return
+        wanted, odd = selection_that_can_be(self.config, self.corpora.train, self.run)
+        for problem in odd:
+            self.note("skips_refused", step=self.state.step, problem=problem)
+            self.say(f"WARNING: {problem}. Training goes on without that line")
         before = loader.skips.entries if isinstance(loader.skips, Selection) else 0
         loader.go_to(cursor, wanted)
         if (more := wanted.entries - before) > 0:

@@ -57,6 +57,9 @@ def line(first: int, end: int) -> str:
     return SkipEntry(first=first, end=end, reason="bad").model_dump_json(exclude_none=True)
 
 
+OUT = SkipEntry(first=9, end=10, reason="bad", corpus="nowhere").model_dump_json(exclude_none=True)
+
+
 def positions(run: Path) -> dict[int, list[int]]:
     """What every step trained on, by its record."""
     found = {}
@@ -77,15 +80,18 @@ def test_a_live_run_leaves_out_what_is_added_from_the_next_step_on(
 ) -> None:
     config = tiny(corpus, tmp_path / "run", train={"steps": 12})
     # In step 3, positions of 4 (skipped in part), of 5 (whole) and far ahead; then what is no line, then more.
-    lines = [(3, line(27, 30) + "\n" + line(34, 44)), (6, "{not a line"), (8, line(1000, 1001))]
+    lines = [(3, line(27, 30) + "\n" + line(34, 44)), (6, "{not a line"), (8, line(100, 101) + "\n" + OUT)]
     assert run_ranks(world, train_and_skip, config, lines) == [0] * world
     trained = positions(tmp_path / "run")
-    kept = [p for p in range(200) if p not in {*range(27, 30), *range(34, 44)}]
+    kept = [p for p in range(200) if p not in {*range(27, 30), *range(34, 44), 100}]
     assert [trained[step] for step in range(1, 13)] == [kept[8 * i : 8 * i + 8] for i in range(12)]
-    (read,) = events(tmp_path / "run", "skips_read")
+    read, again = events(tmp_path / "run", "skips_read")
     assert (read["step"], read["cursor"], read["entries"]) == (3, 24, 2)
+    assert (again["step"], again["entries"]) == (8, 1)
+    # What somebody got wrong ends no run: the other lines hold.
     refused = events(tmp_path / "run", "skips_refused")
-    assert [e["step"] for e in refused] == [6, 8] and "line 3 is not JSON" in refused[0]["problem"]
+    assert [e["step"] for e in refused] == [6, 8, 8]
+    assert "line 3 is not JSON" in refused[0]["problem"] and "no corpus 'nowhere'" in refused[2]["problem"]
 
 
 def test_a_new_blend_begins_at_the_next_block_and_is_journaled(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +64,7 @@ class PlainModel(nn.Module):
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., hidden] -> [..., padded vocabulary] in the weights' dtype; columns from `vocabulary` on are no tokens."""
+        """[..., hidden] -> [..., padded vocabulary] in the weights' dtype; columns beyond `vocabulary` are none."""
         if self.gpt.tied:
             embedding = self.gpt[0]
             assert isinstance(embedding, VocabParallelEmbedding)
@@ -185,15 +186,9 @@ class _Masters(WholeState):
     def weight(self, name: str) -> Tensor:
         try:
             return self.tensor(name, "weight")
-        except (
-            OSError,
-            RuntimeError,
-            KeyError,
-            IndexError,
-            TypeError,
-            ValueError,
-            pickle.UnpicklingError,
-        ) as error:
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever torch and pickle raise for a file that is not what it should be
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise CheckpointError(f"{self.checkpoint}: {name} cannot be read: {what}") from error
 
@@ -216,18 +211,6 @@ class _Masters(WholeState):
         return self._buffers[file]
 
 
-# What a pickle may call; `torch.load` itself takes care of storages.
-_KNOWN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("torch", "Size"): torch.Size,
-    ("torch", "device"): torch.device,
-    **{
-        ("torch._utils", name): getattr(torch._utils, name)
-        for name in ("_rebuild_tensor_v2", "_rebuild_parameter")
-    },
-}
-
-
 class _Stranger:
     """In place of anything else in a pickle, such as DeepSpeed's own classes: it takes everything and does nothing."""
 
@@ -240,6 +223,20 @@ class _Stranger:
     def append(self, _: Any) -> None: ...
 
     def extend(self, _: Any) -> None: ...
+
+
+def _without_attributes(make: Callable[..., Any], _type: Any, arguments: tuple[Any, ...], _state: Any) -> Any:
+    """A tensor that was pickled with attributes of its own, as ZeRO-3's are."""
+    return make(*arguments)
+
+
+# What a pickle may call; `torch.load` itself takes care of storages.
+_KNOWN: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("torch", "Size"): torch.Size,
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
+}
 
 
 class _Unpickler(pickle.Unpickler):

@@ -40,16 +40,25 @@ def append_all(path: Path, entries: list[E]) -> None:
         jsonl.append(path, "\n".join(entry.model_dump_json(exclude_none=True) for entry in stamped))
 
 
-def read(path: Path, kind: type[E]) -> list[E]:
+def read(path: Path, kind: type[E], odd: list[str] | None = None) -> list[E]:
     """The entries of a ledger, oldest first; none when there is no such file. Empty lines are ignored.
 
     A torn last line (a crash while it was written) is reported as a warning and left out. Raises DataError
-    naming the line for anything else that is not a valid entry.
+    naming the line for anything else that is not a valid entry; where `odd` is given, what is wrong goes in there
+    instead, and the line is left out: a run that works goes on.
     """
     lines, torn = jsonl.read(path)
     if torn:
         log.warning("%s: line %d was torn by a crash and is ignored: %r", path, len(lines) + 1, torn[:200])
-    return [_parse(path, number, line, kind) for number, line in enumerate(lines, start=1) if line.strip()]
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found += [_parse(path, number, line, kind)] if line.strip() else []
+        except DataError as error:
+            if odd is None:
+                raise
+            odd.append(str(error))
+    return found
 
 
 def _parse(path: Path, number: int, line: bytes, kind: type[E]) -> E:

@@ -14,10 +14,11 @@ import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from megastable.errors import DataError
@@ -169,3 +170,34 @@ def file_sizes(prefix: Path) -> tuple[int, int]:
 def chunks(count: int) -> Iterator[slice]:
     """Slices that cover `count` entries, `CHUNK` at a time."""
     return (slice(first, min(first + CHUNK, count)) for first in range(0, count, CHUNK))
+
+
+def fill(path: Path, descriptor: int, into: npt.NDArray[Any], at: int) -> None:
+    """Read an array from byte `at` of a file on. Raises DataError when the disk fails or the file ends too early."""
+    view = into.data.cast("B") if into.size else memoryview(b"")
+    done = 0
+    while done < len(view):
+        try:
+            got = os.preadv(descriptor, [view[done:]], at + done)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read at byte {at + done}: {error.strerror}") from error
+        if got == 0:
+            shorter(path)
+        done += got
+
+
+def shorter(path: Path) -> NoReturn:
+    """A file has ended too early."""
+    raise DataError(f"{path} became shorter while it was in use: restore it, then resume")
+
+
+def hash_file(path: Path) -> str:
+    """xxh3-128 (hex) of a file. Raises DataError when it cannot be read."""
+    digest = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()

@@ -30,8 +30,11 @@ from megastable.data.shard_format import (
     Tokens,
     chunks,
     file_sizes,
+    fill,
+    hash_file,
     little_endian,
     read_index_ends,
+    shorter,
     with_suffix,
 )
 from megastable.data.shard_writer import ShardWriter
@@ -96,7 +99,7 @@ class Shard:
         """As `read`, but as they are stored, uint16 or int32 [count], whatever the vocabulary."""
         self._check_range(first, count)
         raw = np.empty(count, dtype=little_endian(self.dtype))
-        _fill(self.bin_path, self._descriptor, raw, first * self._itemsize)
+        fill(self.bin_path, self._descriptor, raw, first * self._itemsize)
         return raw
 
     def document_of(self, token: int) -> int:
@@ -284,7 +287,7 @@ class Shard:
 
     def _entries(self, kind: str, at: int, count: int) -> npt.NDArray[Any]:
         entries = np.empty(count, dtype=kind)
-        _fill(self.idx_path, self._index.descriptor, entries, at)
+        fill(self.idx_path, self._index.descriptor, entries, at)
         return entries
 
     def _numbers(self, kind: struct.Struct, at: int) -> tuple[int, ...]:
@@ -294,7 +297,7 @@ class Shard:
         except OSError as error:
             raise DataError(f"{self.idx_path} cannot be read: {error.strerror}") from error
         if len(content) < kind.size:
-            _shorter(self.idx_path)
+            shorter(self.idx_path)
         return kind.unpack(content)
 
     def _pointers(self, sequences: slice) -> Tokens:
@@ -382,33 +385,3 @@ class Shard:
             f"{self.idx_path}: the document index is not ascending near document {document}: "
             "write the shard again"
         )
-
-
-def _fill(path: Path, descriptor: int, into: npt.NDArray[Any], at: int) -> None:
-    """Read an array from byte `at` of a file on. Raises DataError when the disk fails or the file ends too early."""
-    view = into.data.cast("B") if into.size else memoryview(b"")
-    done = 0
-    while done < len(view):
-        try:
-            got = os.preadv(descriptor, [view[done:]], at + done)
-        except OSError as error:
-            raise DataError(f"{path} cannot be read at byte {at + done}: {error.strerror}") from error
-        if got == 0:
-            _shorter(path)
-        done += got
-
-
-def _shorter(path: Path) -> NoReturn:
-    raise DataError(f"{path} became shorter while it was in use: restore it, then resume")
-
-
-def hash_file(path: Path) -> str:
-    """xxh3-128 (hex) of a file. Raises DataError when it cannot be read."""
-    digest = xxhash.xxh3_128()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    return digest.hexdigest()

@@ -187,9 +187,9 @@ class SkipEntry(Entry):
         return self
 
 
-def read_ledger(path: Path) -> list[SkipEntry]:
+def read_ledger(path: Path, odd: list[str] | None = None) -> list[SkipEntry]:
     """The entries of skips.jsonl, oldest first; see `ledger.read`."""
-    return ledger.read(path, SkipEntry)
+    return ledger.read(path, SkipEntry, odd)
 
 
 def _checked(item: Range) -> Range:

@@ -20,6 +20,8 @@ Features = dict[str, Floats]
 
 MIXER = np.uint64(0x9E3779B97F4A7C15)
 GRAM = 5  # tokens: a repeated run of so many is seldom chance
+LONGEST_PERIOD = 64  # tokens
+LOOPED = 0.3  # of the n-grams of a loop, at least, came before
 FAR = 0.381966  # of a piece: how far apart two tokens are that have nothing to do with each other
 
 
@@ -73,6 +75,14 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "repeats", "high", 0.2, f"{{}} of its {GRAM}-grams came before in it", share=True, scale="halvings"
+    ),
+    Feature(
+        "period",
+        "high",
+        0.5,
+        "{} of its tokens come again after the same distance",
+        share=True,
+        scale="halvings",
     ),
     Feature("pairs", "", 0.02, "{} of its pairs of tokens came before in it", share=True),
     Feature("entropy", "", 0.02, "its tokens have {} of the entropy that so many could have", share=True),
@@ -180,7 +190,7 @@ def _order(ids: Ids, starts: Int64s, n: Int64s, half: npt.NDArray[np.uint32], ta
 
 
 def _repetition(ids: Ids, starts: Int64s, n: Int64s, vocab_size: int) -> Features:
-    """Entropy, top, run, repeats, pairs."""
+    """Entropy, top, run, repeats, pairs, period."""
     size = len(ids)
     piece = np.repeat(np.arange(len(n), dtype=np.uint64), n)
     # Runs of the sorted (piece, id) are the counts of each token in its piece.
@@ -205,6 +215,7 @@ def _repetition(ids: Ids, starts: Int64s, n: Int64s, vocab_size: int) -> Feature
     for name, length in (("pairs", 2), ("repeats", GRAM)):
         again = _again(ids, piece, starts, n, length)
         found[name] = np.add.reduceat(again, starts, dtype=np.int32) / np.maximum(n - length + 1, 1)
+    found["period"] = _period(ids, starts, n, found["repeats"])
     return {name: values.astype(np.float32) for name, values in found.items()}
 
 
@@ -231,6 +242,27 @@ def _again(
     again[0] = False
     np.equal(mixed[1:], mixed[:-1], out=again[1:])
     return again
+
+
+def _period(ids: Ids, starts: Int64s, n: Int64s, repeats: Floats) -> Floats:
+    """The largest share of tokens that equal the one p before them, p up to LONGEST_PERIOD and half of the piece; 0 for
+    pieces that hardly repeat themselves, so that few need the look."""
+    found = np.zeros(len(n), dtype=np.float32)
+    some = np.flatnonzero(repeats > LOOPED)
+    if not some.size:
+        return found
+    size = n[some]
+    ends = np.cumsum(size)
+    begins = ends - size
+    place = np.arange(int(ends[-1])) - np.repeat(begins, size)
+    these = ids.take(place + np.repeat(starts[some], size))
+    for period in range(1, LONGEST_PERIOD + 1):
+        same = np.zeros(len(these), dtype=bool)
+        np.equal(these[period:], these[:-period], out=same[period:])
+        same &= place >= period
+        share = np.add.reduceat(same, begins, dtype=np.int32) / np.maximum(size - period, 1)
+        found[some] = np.maximum(found[some], np.where(size >= 2 * period, share, 0))
+    return found
 
 
 def _characters(ids: Ids, starts: Int64s, n: Int64s, lexicon: Lexicon) -> Features:

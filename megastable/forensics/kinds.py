@@ -46,7 +46,9 @@ def looks_like(
         | (odd["latin1"] & (f["latin1"] > 0.01))
         | (odd["replacements"])
         | ((f["foreign"] > 0.95) & (f["top"] > 0.25)),
-        "repetition": (odd["repeats"] & (f["repeats"] > 0.5)) | (f["run"] > 0.3 * f["length"]),
+        "repetition": (odd["repeats"] & (f["repeats"] > 0.5))
+        | (odd["period"] & (f["period"] > 0.7))
+        | (f["run"] > 0.3 * f["length"]),
         "encoded data": (f["spaces"] < 0.06)
         & (f["letters"] + f["digits"] > 0.8)
         & ((f["capitals"] > 0.2) | (f["digits"] > 0.2)),

@@ -112,12 +112,13 @@ def losses_under(checkpoint: Path) -> Callable[[Library, Int64s], npt.NDArray[np
 
 def check_vocabulary(model: PlainModel, what: str, size: int | None, xxh3: str | None) -> None:
     """Raises DataError when `what` was made with another tokenizer than the model, as far as both are known."""
-    if size is not None and size != model.vocabulary:
+    trained = tokenizer_of(model)
+    # A model may have more ids than its tokenizer.
+    if size is not None and (size > model.vocabulary or (trained is None and size != model.vocabulary)):
         raise DataError(
             f"{model.checkpoint} has a vocabulary of {model.vocabulary:,} tokens, {what} one of {size:,}: its losses "
             "would say nothing; give a checkpoint that was trained with the same tokenizer"
         )
-    trained = tokenizer_of(model)
     if trained is not None and xxh3 and trained.xxh3 != xxh3:
         raise DataError(
             f"{model.checkpoint} was trained with the tokenizer {trained.file} (xxh3 {trained.xxh3[:8]}), {what} were "

@@ -20,6 +20,9 @@ RECALL = 0.995  # of pairs just as alike as asked for
 
 CHUNK = 4096  # signatures completed at once
 
+# A number of up to 16 bits before a hash of 48: that two different 5-grams of a pair have the same is out of question.
+_NUMBER, _HASH = np.uint64(16), np.uint64(48)
+_LOW = np.uint64((1 << 48) - 1)
 _EMPTY = np.uint32(0xFFFFFFFF)
 _ROUNDS = 32  # of the search for a bin to take the value of
 _FACTORS = np.array(
@@ -131,9 +134,26 @@ def estimate(one: Signatures, other: Signatures) -> npt.NDArray[np.float64]:
     return np.maximum(0.0, (equal - 2.0**-16) / (1 - 2.0**-16))
 
 
-def similarity(one: UInt64s, other: UInt64s) -> float:
-    """The exact similarity of two documents by their sets of 5-grams (each ascending, without repetition)."""
-    if not len(one) and not len(other):
-        return 1.0
-    common = len(np.intersect1d(one, other, assume_unique=True))
-    return common / (len(one) + len(other) - common)
+def similarities(
+    tokens: npt.NDArray[np.integer], edges: Int64s, one: Int64s, other: Int64s
+) -> npt.NDArray[np.float64]:
+    """The exact similarity of pairs of documents by their sets of 5-grams: float64 [n].
+
+    tokens: [t]; edges: int64 [d + 1], of d documents; one, other: int64 [n], which of them. At most 65,536 of either.
+    """
+    hashes, documents = grams(tokens), len(edges) - 1
+    owner = np.repeat(np.arange(documents), np.maximum(np.diff(edges) - GRAM + 1, 0))
+    kept = hashes[_inside(edges, len(hashes))] >> _NUMBER
+    sets = np.unique((owner.astype(np.uint64) << _HASH) | kept)
+    sizes = np.bincount((sets >> _HASH).astype(np.int64), minlength=documents)
+    begins = np.cumsum(sizes) - sizes
+    # Both sets of each pair, one after the other; what is there twice is in both.
+    members = np.stack([one, other], axis=1).ravel()
+    counts = sizes[members]
+    pair = np.repeat(np.arange(len(members)) // 2, counts)
+    place = np.arange(len(pair)) + np.repeat(begins[members] - (np.cumsum(counts) - counts), counts)
+    keys = np.sort((pair.astype(np.uint64) << _HASH) | (sets[place] & _LOW))
+    twice = (keys[1:][keys[1:] == keys[:-1]] >> _HASH).astype(np.int64)
+    common = np.bincount(twice, minlength=len(one))
+    union = sizes[one] + sizes[other] - common
+    return np.where(union > 0, common / np.maximum(union, 1), 1.0)

@@ -24,14 +24,12 @@ from megastable.forensics.minhash import (
     BINS,
     GRAM,
     Signatures,
-    UInt64s,
     band_keys,
     banding,
     estimate,
-    grams,
     mix,
     signatures,
-    similarity,
+    similarities,
 )
 from megastable.forensics.spool import Records, Spool, partitions_for
 from megastable.forensics.units import BLOCK, Int64s, Raw, Unit, edges_of, open_unit
@@ -41,6 +39,7 @@ CHEAP = 1 << 16  # tokens of a document up to which its text is compared
 BUDGET = 1 << 30  # tokens read to compare texts; beyond it signatures decide
 MARGIN = 0.15  # four standard errors: a pair whose estimate is that far below the threshold is not read
 BATCH = 1 << 15  # pairs
+READ = 1 << 22  # tokens compared at once
 
 BAND = np.dtype([("key", "<u8"), ("document", "<i8")])
 PAIR = np.dtype([("one", "<i8"), ("other", "<i8")])
@@ -135,7 +134,6 @@ class _Look:
         self.budget = BUDGET
         self._held: tuple[int, Int64s] | None = None
         self._table = lru_cache(maxsize=64)(self._open)
-        self._grams = lru_cache(maxsize=64)(self._gram_set)
         self._span = lru_cache(maxsize=1 << 16)(self._find)
 
     def pairs(self, copies: Copies) -> Iterator[tuple[int, int]]:
@@ -174,13 +172,30 @@ class _Look:
     def similarities(self, one: Int64s, other: Int64s) -> npt.NDArray[np.float64]:
         """How alike pairs are, float64 [n]: by their texts where those are short and near the threshold."""
         found = estimate(self._signatures(one), self._signatures(other))
+        batch: list[int] = []
+        tokens = 0
         for at in np.flatnonzero(found >= self.threshold - MARGIN).tolist():
-            a, b = int(one[at]), int(other[at])
-            tokens = self.tokens_of(a), self.tokens_of(b)
-            if max(tokens) <= CHEAP and sum(tokens) <= self.budget:
-                self.budget -= sum(tokens)
-                found[at] = similarity(self._grams(a), self._grams(b))
+            sizes = self.tokens_of(int(one[at])), self.tokens_of(int(other[at]))
+            if max(sizes) > CHEAP or sum(sizes) > self.budget:
+                continue
+            self.budget -= sum(sizes)
+            batch.append(at)
+            tokens += sum(sizes)
+            if tokens > READ:
+                found[batch] = self._exact(one[batch], other[batch])
+                batch, tokens = [], 0
+        if batch:
+            found[batch] = self._exact(one[batch], other[batch])
         return found
+
+    def _exact(self, one: Int64s, other: Int64s) -> npt.NDArray[np.float64]:
+        documents, places = np.unique(np.concatenate([one, other]), return_inverse=True)
+        texts = []
+        for document in documents.tolist():
+            first, count = self._span(document)
+            texts.append(self.shards[self._place(document)[0].shard].raw(first, count))
+        edges = np.cumsum([0, *map(len, texts)])
+        return similarities(np.concatenate(texts), edges, places[: len(one)], places[len(one) :])
 
     def tokens_of(self, document: int) -> int:
         return self._span(document)[1]
@@ -190,10 +205,6 @@ class _Look:
         unit, number = self._place(document)
         first, end = self.shards[unit.shard].document_bounds(number)
         return first, end - first
-
-    def _gram_set(self, document: int) -> UInt64s:
-        first, count = self._span(document)
-        return np.unique(grams(self.shards[self._place(document)[0].shard].raw(first, count)))
 
     def _place(self, document: int) -> tuple[Unit, int]:
         unit = self.units[int(np.searchsorted(self.firsts, document, side="right")) - 1]

@@ -56,7 +56,7 @@ def between(shelf: Shelf, first: int, end: int) -> dict[str, Int64s]:
     """The documents [first, end), counted over all shards. Raises DataError when there are none."""
     if not 0 <= first < min(end, shelf.documents):
         raise DataError(
-            f"{shelf.name} has the documents 0 to {shelf.documents - 1}: there is none in {first} to {end - 1}"
+            f"{shelf.name} has the documents 0 to {shelf.documents - 1}, none of {first} to {end - 1}"
         )
     return _by_shard(shelf, np.arange(first, min(end, shelf.documents)))
 

@@ -29,7 +29,7 @@ WHY, EXCERPT = 300, 120  # characters of a line
 
 Int64s = npt.NDArray[np.int64]
 
-_LINE = re.compile(r'("(?:[^"\\]|\\.)*"|[^\s"#{,]\S*?)[\s,]+([0-9]{1,18})\s*(?:#.*)?')
+_LINE = re.compile(r'\s*("(?:[^"\\]|\\.)*"|[^\s"#{,]\S*?)[\s,]+([0-9]{1,18})\s*(?:#.*)?', re.DOTALL)
 _KEY = re.compile(rf"({'|'.join(KEYS)}):\s+(.*)")
 _WORD = re.compile(r"[\w.+=@%~-]*[\w.+=@%~-]", re.ASCII)
 
@@ -100,7 +100,7 @@ class Plan:
                     f"{self.path} lines {lines[first]} and {lines[second]} name the same document: "
                     f"{numbers[first]} of {shard}; delete one"
                 )
-            found[shard] = np.unique(numbers)
+            found[shard] = numbers[order][np.append(True, np.diff(numbers[order]) > 0)]
         if sum(len(documents) for documents in found.values()) == sum(
             info.documents for info in infos.values()
         ):
@@ -186,15 +186,20 @@ def _unquoted(path: Path, number: int, text: str) -> str:
 def _lines(plan: Plan, lines: list[str]) -> Iterator[tuple[int, str, int]]:
     """(number of the line, shard, document) of plain lines and JSON ones; keys go into the plan."""
     for number, line in enumerate(lines, start=1):
+        found = _LINE.fullmatch(line)
+        if found and (
+            plan.lines or not found[1].endswith(":")
+        ):  # `format: 1` is a key as long as no document came
+            name = found[1]
+            yield number, _unquoted(plan.path, number, name) if name[0] == '"' else name, int(found[2])
+            continue
         line = line.strip()
         if not line or line.startswith("#"):
             continue
         if line.startswith("{"):
             yield number, *_json(plan.path, number, line)
-        elif not plan.lines and (key := _KEY.fullmatch(line)):  # `format: 1` could be a document, too
+        elif not plan.lines and (key := _KEY.fullmatch(line)):
             _take(plan, number, key[1], _unquoted(plan.path, number, key[2]))
-        elif found := _LINE.fullmatch(line):
-            yield number, _unquoted(plan.path, number, found[1]), int(found[2])
         else:
             _bad(plan.path, number, line)
 

@@ -44,7 +44,7 @@ from megastable.forensics.shelf import Shelf
 from megastable.forensics.windows import Windows, batches, windows, worst
 from megastable.forensics.windows import rows as window_rows
 
-__all__ = ["Scores", "Scorer", "losses_under", "rows", "score_shelf", "token_losses"]
+__all__ = ["Scorer", "Scores", "losses_under", "rows", "score_shelf", "token_losses"]
 
 FORMAT = 1
 PARCEL = 1 << 18  # tokens of a part
@@ -71,8 +71,8 @@ def score_shelf(
     """Score documents of a shelf into `folder` (`scored.rows`); what an earlier call did there is reused.
 
     documents: these only (`pick.py` makes them); sample: so many of them, evenly spread. gradients: the norm of the
-    gradient of each document's mean loss, too, at three times the cost. exact: in fp32. batch: tokens of a forward pass.
-    again: remove earlier scores from `folder`, whatever they are of.
+    gradient of each document's mean loss, too, at three times the cost. exact: in fp32. batch: tokens of a forward
+    pass. again: remove earlier scores from `folder`, whatever they are of.
 
     Raises CheckpointError for a checkpoint that cannot be used; DataError for shards that are damaged or of another
     tokenizer, a folder that is occupied or holds something else, and a full disk.
@@ -159,6 +159,18 @@ class Scorer:
             "gradient_norm": self._gradient_norms(of, tokens, edges, count),
         }
         return pa.table(columns, schema=SCHEMA)
+
+    def losses(self, parcel: Parcel, begin: int, end: int) -> npt.NDArray[np.float32]:
+        """The loss of each of the tokens [begin, end) of a parcel of one document, nats: float32 [end - begin]; nan for
+        a first one that is not told."""
+        tokens, edges = _read(parcel)
+        of = windows(np.diff(edges), self.window, int(self.eod is None))
+        found = np.full(len(tokens), np.nan, np.float32)
+        for window in np.flatnonzero((of.begin < end) & (of.begin + of.length > begin))[:, None]:
+            at, fresh, length = (int(values[window[0]]) for values in (of.begin, of.fresh, of.length))
+            losses = token_losses(self.model, self._rows(of, window, tokens, edges), self.eod)[0]
+            found[at + fresh : at + length] = losses[fresh:]
+        return found[begin:end]
 
     def _rows(self, of: Windows, chosen: Int64s, tokens: Raw, edges: Int64s) -> Int64s:
         return window_rows(of, chosen, tokens, edges, self.eod or 0)

@@ -106,7 +106,7 @@ class Scores(_Part):
             return cls.model_validate_json(path.read_bytes())
         except OSError as error:
             raise DataError(
-                f"{path} cannot be read ({error.strerror}): when scoring was interrupted, the same command goes on with it"
+                f"{path} cannot be read ({error.strerror}): an interrupted scoring goes on by the same command"
             ) from None
         except ValidationError as error:
             raise DataError(f"{path} is damaged or of another version: score again with --again") from error

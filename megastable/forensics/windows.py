@@ -17,8 +17,8 @@ Floats = npt.NDArray[np.floating]
 class Windows:
     """Stretches of documents whose tokens are told from those before them in the stretch, int64 [w] each.
 
-    owner: index of the document. begin, length: its tokens [begin, begin + length) are told; what is read besides is the
-    one before. fresh: how many of the first ones another window has told already.
+    owner: index of the document. begin, length: its tokens [begin, begin + length) are told; the one before is
+    read besides. fresh: how many of the first ones another window has told already.
     """
 
     owner: Int64s

@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -158,7 +159,7 @@ class Yardstick:
             for part in parts.values():
                 part |= {key: plain[key](value) for key, value in part.items() if key in plain}
             return cls(Lexicon(**parts["lexicon"]), Tables(**parts["tables"]), Usual(**parts["usual"]))
-        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
             raise DataError(f"{path} cannot be read: {error}; remove it, it is made again") from error
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megastable.data.shards import Shard
 from megastable.errors import DataError
 from megastable.forensics import spool
 from megastable.forensics.duplicates import COPY, HASHED, Copies, exact, read_copies
@@ -18,14 +19,16 @@ from megastable.forensics.minhash import (
     band_keys,
     banding,
     estimate,
-    grams,
     mix,
     signatures,
-    similarity,
+    similarities,
 )
+from megastable.forensics.near import BAND, SMALL, find_near, sign
 from megastable.forensics.near import _candidates as candidates
 from megastable.forensics.near import _Groups as Groups
 from megastable.forensics.spool import Spool
+from megastable.forensics.units import units
+from tests.forensics.shelves import Plain, write
 from tests.full_disk import files_no_larger_than
 
 
@@ -92,10 +95,15 @@ def jaccard(one: list[int], other: list[int]) -> float:
     return len(a & b) / len(a | b) if a | b else 1.0
 
 
-@given(st.lists(st.integers(0, 3), max_size=40), st.lists(st.integers(0, 3), max_size=40))
-def test_similarity_is_that_of_sets_of_5_grams(one: list[int], other: list[int]) -> None:
-    hashes = [np.unique(grams(np.array(tokens, np.int32))) for tokens in (one, other)]
-    assert similarity(*hashes) == jaccard(one, other)
+@given(st.lists(st.lists(st.integers(0, 3), max_size=40), min_size=1, max_size=6), st.data())
+def test_similarity_is_that_of_sets_of_5_grams(documents: list[list[int]], data: st.DataObject) -> None:
+    number = st.integers(0, len(documents) - 1)
+    pairs = data.draw(st.lists(st.tuples(number, number), max_size=12))
+    tokens = np.array([token for document in documents for token in document], np.int32)
+    edges = np.cumsum([0, *map(len, documents)])
+    one, other = np.array(pairs, np.int64).reshape(-1, 2).T
+    found = similarities(tokens, edges, one, other).tolist()
+    assert found == [jaccard(documents[a], documents[b]) for a, b in pairs]
 
 
 def mutated(random: np.random.Generator, tokens: np.ndarray, share: float) -> np.ndarray:
@@ -164,8 +172,6 @@ def test_bands_find_pairs_that_are_as_alike_as_asked_for(threshold: float) -> No
 def test_candidates_of_small_buckets_are_all_pairs_and_of_large_ones_connected(
     entries: list[tuple[int, int]],
 ) -> None:
-    from megastable.forensics.near import BAND, SMALL
-
     part = np.array(entries, dtype=BAND)
     found = {(one, other) for one, other in candidates(part).tolist()}
     buckets: dict[int, set[int]] = {}
@@ -194,3 +200,47 @@ def test_groups_are_the_connected_parts_with_their_first_document(pairs: list[tu
         label = [low if mark == high else mark for mark in label]
     expected = [[number, mark] for number, mark in enumerate(label) if number != mark]
     assert groups.members().tolist() == expected
+
+
+def test_near_duplicates_of_shards_are_those_of_a_plain_comparison(tmp_path: Path) -> None:
+    """Sets of 5-grams of all pairs: nothing is found that is not as alike, and next to nothing is missed."""
+    random = np.random.default_rng(3)
+    documents: list[list[int]] = []
+    for number in range(60):
+        tokens = random.integers(0, 60_000, int(random.integers(6, 400)))
+        documents.append(tokens.tolist())
+        for _ in range(number % 4):
+            documents.append(mutated(random, tokens, random.random() / 15).tolist())
+    documents[30:33] = [[], [1, 2, 3], [1, 2, 3, 4]]
+    random.shuffle(documents)
+    documents += [documents[8]] * 2
+    shards = []
+    for name, part in (("a", documents[:70]), ("b", documents[70:])):
+        write(tmp_path, Plain(name, [[(tokens, 0)] for tokens in part]), "uint16")
+        shards.append(Shard(tmp_path / name))
+    found = list(units(shards, 3000))
+    for unit in found:
+        sign(unit, tmp_path)
+    with Copies(tmp_path / "copies", len(documents)) as copies:
+        extra = np.zeros(2, COPY)
+        extra["document"], extra["of"] = [len(documents) - 2, len(documents) - 1], 8
+        copies.add(extra)
+        near = find_near(shards, found, tmp_path, copies, 0.8)
+        written = copies.between(0, len(documents))
+    written = written[written["near"]]
+    groups, alike = Groups(), {}
+    for b in range(len(documents) - 2):
+        for a in range(b):
+            alike[a, b] = jaccard(documents[a], documents[b])
+            if min(len(documents[a]), len(documents[b])) >= GRAM and alike[a, b] >= 0.8:
+                groups.join(a, b)
+    expected = {document: first for document, first in groups.members().tolist()}
+    got = dict(zip(written["document"].tolist(), written["of"].tolist()))
+    assert len(expected) > 30
+    assert got.keys() <= expected.keys()
+    assert sum(expected[document] == first for document, first in got.items()) >= 0.97 * len(expected)
+    assert near.documents == len(got) and near.groups == len(set(got.values()))
+    for copy in written:
+        exact_value = alike[int(copy["of"]), int(copy["document"])]
+        assert copy["similarity"] == pytest.approx(exact_value, abs=1e-6 if exact_value >= 0.8 else 0.2)
+        assert copy["tokens"] == len(documents[int(copy["document"])])

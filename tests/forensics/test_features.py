@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import groupby, pairwise
 from math import log
+from random import Random
 
 import numpy as np
 import pytest
@@ -29,8 +30,7 @@ def _reference(piece: list[int], key: int, lexicon: Lexicon, tables: Tables) -> 
 
     def together(pairs: list[tuple[int, int]]) -> float:
         told = [
-            tables.start[half, a]
-            + tables.bonus[half, int(bucket(np.array([a]), np.array([b]))[0])] / BONUS
+            tables.start[half, a] + tables.bonus[half, int(bucket(np.array([a]), np.array([b]))[0])] / BONUS
             for a, b in pairs
         ]
         return float(np.mean(told)) if told else 0.0
@@ -47,7 +47,14 @@ def _reference(piece: list[int], key: int, lexicon: Lexicon, tables: Tables) -> 
         grams = [tuple(piece[at : at + length]) for at in range(n - length + 1)]
         return (len(grams) - len(set(grams))) / max(len(grams), 1)
 
-    total = {name: int(lexicon.table(name)[piece].sum()) for name in ("characters", "letters", "digits", "spaces")}
+    shares = [
+        sum(a == b for a, b in zip(piece[period:], piece)) / (n - period)
+        for period in range(1, 65)
+        if n >= 2 * period
+    ]
+    total = {
+        name: int(lexicon.table(name)[piece].sum()) for name in ("characters", "letters", "digits", "spaces")
+    }
     characters = max(total["characters"], 1)
     return {
         "surprise": surprise,
@@ -59,6 +66,7 @@ def _reference(piece: list[int], key: int, lexicon: Lexicon, tables: Tables) -> 
         "run": max(len(list(group)) for _, group in groupby(piece)),
         "pairs": again(2),
         "repeats": again(GRAM),
+        "period": max(shares, default=0) if again(GRAM) > 0.3 else 0,
         "bytes": int(lexicon.table("bytes")[piece].sum()) / n,
         "letters": total["letters"] / characters,
         "digits": total["digits"] / characters,
@@ -89,6 +97,16 @@ def test_real_pieces_are_as_the_slow_reference_says() -> None:
     for number, piece in enumerate(pieces):
         for name, value in _reference(piece, number, yardstick().lexicon, yardstick().tables).items():
             assert found[name][number] == pytest.approx(value, abs=1e-3), name
+
+
+@given(st.lists(IDS, min_size=1, max_size=12), st.integers(20, 250), st.randoms(use_true_random=False))
+def test_loops_are_as_the_slow_reference_says(unit: list[int], length: int, random: Random) -> None:
+    loop = [random.choice(unit) if random.random() < 0.02 else unit[at % len(unit)] for at in range(length)]
+    found = _measure([[5, 6, 7], loop, loop[3:]])
+    for number, piece in ((1, loop), (2, loop[3:])):
+        reference = _reference(piece, number, yardstick().lexicon, yardstick().tables)
+        for name in ("period", "repeats", "run", "pairs"):
+            assert found[name][number] == pytest.approx(reference[name], abs=1e-5), name
 
 
 def test_a_piece_is_measured_the_same_whatever_lies_beside_it() -> None:

@@ -72,6 +72,16 @@ def skip(run: Path, told: Path) -> None:
     told.write_text(json.dumps([done.live, done.taken_up, done.samples]))
 
 
+def positions_of(root: Path) -> list[int]:
+    """What a run trained on, in the order of time."""
+    history = History(root)
+    return [p for done in history.steps(1, LAST) for p in history.positions(done).tolist()]
+
+
+def events_of(root: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (root / "journal.jsonl").read_text().splitlines()]
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
     """Ten steps of 8 samples with skips that come in the middle; back to step 5, on with 16 samples a step, a part of

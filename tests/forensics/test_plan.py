@@ -18,6 +18,8 @@ from megastable.data.shards import Shard
 from megastable.errors import DataError
 from megastable.forensics.choose import make_plan
 from megastable.forensics.plan import KEYS, Removal, read_plan, text_of
+from megastable.forensics.scan import scan_shards
+from megastable.forensics.shelf import open_shelf
 from megastable.recipe import load
 from megastable.stability.incident import Incident
 from tests.conftest import write_corpus
@@ -280,3 +282,34 @@ def test_the_keys_are_no_shards(folder: Path) -> None:
     path = folder.parent / "plan.txt"
     path.write_text(text)
     assert list(read_plan(path).lines) == [f"{key}:" for key in KEYS]
+
+
+def test_the_findings_of_a_scan(tmp_path: Path) -> None:
+    """Those that are asked for, of this very corpus."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(20, 300, 200).tolist()
+    walks = [(random.integers(250) + random.integers(-3, 4, length).cumsum()) % 249 + 1 for length in lengths]
+    documents = [[([*walk.tolist(), 0], 0)] for walk in walks]
+    shards = [Plain("a", [*documents, [([7] * 400, 0)], documents[3]]), Plain("b", documents[:5])]
+    folder, output = tmp_path / "corpus", tmp_path / "plan.txt"
+    corpus(folder, shards, {"train": [("a", 0, 202), ("b", 0, 5)]}, "uint16")
+    scan = tmp_path / "scan"
+    result = scan_shards(open_shelf([folder]), scan, progress=False)
+    copies = {("a", 201), *(("b", n) for n in range(5))}
+    found = make_plan(folder, output, scan=scan, duplicates=True)
+    assert {(r.shard, r.document) for r in found} == copies
+    worst = max(worst.score for worst in result.worst)
+    found = make_plan(folder, output, scan=scan, score=worst, duplicates=True, overwrite=True)
+    assert {(r.shard, r.document) for r in found} == {*copies, ("a", 200)}
+    assert [r.tokens for r in found if r.document == 200] == [400]
+    assert {k: set(v) for k, v in documents_of(output, folder).items()} == {
+        "a": {200, 201},
+        "b": set(range(5)),
+    }
+    with pytest.raises(DataError, match="nothing says which of its findings"):
+        make_plan(folder, output, scan=scan, overwrite=True)
+    with pytest.raises(DataError, match=r"no document of .* is named"):
+        make_plan(folder, output, scan=scan, score=worst + 1, overwrite=True)
+    Manifest.load(folder).model_copy(update={"name": "other"}).save(folder)
+    with pytest.raises(DataError, match="is the scan of another corpus"):
+        make_plan(folder, output, scan=scan, duplicates=True, overwrite=True)

@@ -147,7 +147,11 @@ def test_a_row_is_what_its_pieces_are(shards: Path, reference: Path, monkeypatch
         assert row["feature"] == NAMES[judged.feature[worst]]
         assert row["value"] == measured[row["feature"]][worst]
         for name in NAMES:
-            mean = measured[name].max() if name in LARGEST else np.average(measured[name], weights=np.diff(pieces))
+            mean = (
+                measured[name].max()
+                if name in LARGEST
+                else np.average(measured[name], weights=np.diff(pieces))
+            )
             assert row[name] == pytest.approx(mean, rel=1e-5, abs=1e-6)
     for module in (units_module, rows_module):
         monkeypatch.setattr(module, "BLOCK", 1000)

@@ -1,0 +1,160 @@
+"""What looks ahead of a run: finds what was planted where it will be read, and puts that, no more, on the ledger."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from megastable.config import Corruption, RunConfig
+from megastable.data.manifest import TokenizerInfo, adopt
+from megastable.data.plant import Kind, plant
+from megastable.data.shards import ShardWriter
+from megastable.data.skips import Skips, read_ledger
+from megastable.errors import DataError
+from megastable.forensics.ahead import Lookout, ahead_sheet
+from megastable.forensics.history import History
+from megastable.forensics.kinds import KINDS
+from megastable.forensics.scout import FREE, REASON, Scout
+from megastable.report.postmortem.texts import Library
+from megastable.rundir import RunDirectory, make
+from tests.conftest import tiny
+
+VOCABULARY, LENGTH = 250, 128
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of 300 to 900 tokens, a random walk each: the next token says something of the one after it."""
+    folder = tmp_path_factory.mktemp("walks")
+    random = np.random.default_rng(0)
+    with ShardWriter(folder / "part-0", VOCABULARY) as writer:
+        while writer.tokens < 1_200_000:
+            steps = random.integers(-3, 4, random.integers(300, 900))
+            writer.add_document(
+                np.append((random.integers(1, VOCABULARY) + steps.cumsum()) % (VOCABULARY - 1) + 1, 0)
+            )
+    info = TokenizerInfo(
+        file="tokenizer.model", kind="sentencepiece", xxh3="0" * 32, vocab_size=VOCABULARY, eod=0
+    )
+    (folder / "tokenizer.model").write_bytes(b"none")
+    adopt(folder, info, 0.0).save(folder)
+    return folder
+
+
+def planted(
+    clean: Path, tmp_path: Path, kind: Kind, samples: int, **look_ahead: Any
+) -> tuple[RunConfig, Skips]:
+    """A run on a copy with corruption from step 20 on, and the positions of that."""
+    settings = {"steps": 40, **look_ahead}
+
+    def config(corpus: Path) -> RunConfig:
+        data = {"corpora": [{"path": corpus}], "look_ahead": settings}
+        model = {
+            "layers": 1,
+            "hidden": 32,
+            "heads": 2,
+            "ffn": 64,
+            "sequence_length": LENGTH,
+            "vocab_multiple": 64,
+        }
+        return tiny(corpus, tmp_path / "run", data=data, model=model, train={"steps": 60, "global_batch": 16})
+
+    other = clean if kind == "shuffled" else None
+    found, _ = plant(clean, tmp_path / "bad", config(clean), step=20, samples=samples, kind=kind, other=other)
+    return config(tmp_path / "bad"), Skips.of([found.positions])
+
+
+@pytest.mark.parametrize("kind", ["random", "repeated", "shuffled"])
+def test_finds_what_was_planted_and_nothing_else(kind: Kind, clean: Path, tmp_path: Path) -> None:
+    config, bad = planted(clean, tmp_path, kind, 20)
+    found = Lookout(Library(config)).look(np.arange(800), config.data.look_ahead.score)
+    positions = {f.position for f in found}
+    assert not {p for p in positions if not bad.contains(p)}
+    assert len(positions) >= 18
+    # Where all tokens are as frequent as any other, shuffled ones are random ones.
+    named = {"repetition"} if kind == "repeated" else {"random tokens", "shuffled text"}
+    assert sum(f.kind in named for f in found) >= 0.9 * len(found)
+
+
+def test_the_scout_writes_what_is_clear_with_its_evidence_once(clean: Path, tmp_path: Path) -> None:
+    config, bad = planted(clean, tmp_path, "random", 20)
+    run = make(config, Path("recipe.yaml"))
+    scout = Scout(config, run)
+    while scout.look():
+        assert scout.looked <= 40 * 16 + 20
+    skipped = Skips.of((e.first, e.end) for e in read_ledger(run.skips))
+    assert skipped.count() >= 18 and all(bad.contains(p) for a, b in skipped.ranges for p in range(a, b))
+    assert all(e.reason.startswith(REASON) for e in read_ledger(run.skips))
+    told = list(run.events("looked_ahead"))
+    assert sum(e["samples"] for e in told) == skipped.count()
+    assert {(a, b) for e in told for a, b in e["positions"]} == {
+        (e.first, e.end) for e in read_ledger(run.skips)
+    }
+    evidence = told[0]["evidence"][0]
+    assert evidence["why"] and evidence["text"] and evidence["score"] >= 5
+    assert evidence["kind"] in config.data.look_ahead.kinds
+    again = Scout(config, run)
+    while again.look():
+        pass
+    assert len(list(run.events("looked_ahead"))) == len(told)
+    # It goes on with the run, and no further than it was told to.
+    run.progress.write_text(json.dumps({"step": 3, "cursor": 48}))
+    assert (
+        again.look()
+        and not again.look()
+        and again.looked == 48 + 40 * 16 + sum(b - a for a, b in skipped.ranges)
+    )
+
+
+def test_the_budget(clean: Path, tmp_path: Path) -> None:
+    config, _ = planted(clean, tmp_path, "random", 90, most=0.0)
+    run = make(config, Path("recipe.yaml"))
+    scout = Scout(config, run)
+    while scout.look():
+        pass
+    assert sum(e.end - e.first for e in read_ledger(run.skips)) == FREE
+    (spent,) = run.events("look_ahead_spent")
+    assert spent["left"] < spent["found"] and spent["evidence"]
+
+
+def test_what_does_not_look_like_it_stays(clean: Path, tmp_path: Path) -> None:
+    config, _ = planted(clean, tmp_path, "random", 20, kinds=["wrong encoding"])
+    run = make(config, Path("recipe.yaml"))
+    scout = Scout(config, run)
+    while scout.look():
+        pass
+    assert not run.skips.exists() and not run.journal.exists()
+
+
+def test_a_damaged_corpus_is_an_error_with_its_file(clean: Path, tmp_path: Path) -> None:
+    config, _ = planted(clean, tmp_path, "random", 20)
+    path = tmp_path / "bad/part-0.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"part-0\.bin has .* bytes"):
+        Scout(config, RunDirectory(tmp_path / "run")).look()
+
+
+def test_the_sheet_of_what_is_to_come(clean: Path, tmp_path: Path) -> None:
+    from megastable.bench.inspect import recorded_run
+
+    config, bad = planted(clean, tmp_path, "random", 20)
+    run = recorded_run(tmp_path / "run", tmp_path / "bad", steps=1, batch=16)
+    run.recipe.write_text(
+        run.recipe.read_text().replace("sequence_length: 4096", f"sequence_length: {LENGTH}")
+    )
+    history = History(run.root)
+    assert history.config.model.sequence_length == config.model.sequence_length
+    sheet = ahead_sheet(history, 30, texts=3)
+    assert {r["position"] for r in sheet.rows} <= {p for a, b in bad.ranges for p in range(a, b)}
+    assert len(sheet.rows) >= 18 and sorted(sheet.passages) == [0, 1, 2]
+    scores = [row["score"] for row in sheet.rows]
+    assert scores == sorted(scores, reverse=True)
+    assert all(row["step"] == 1 + 1 + (row["position"] - 16) // 16 for row in sheet.rows)
+
+
+def test_the_kinds_of_the_recipe_are_those_of_the_judgement() -> None:
+    assert set(get_args(Corruption)) == set(KINDS) - {"usual", "odd"}

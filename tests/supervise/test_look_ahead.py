@@ -1,0 +1,65 @@
+"""The supervisor's look ahead: a real run on a corpus with noise in it, which it never meets."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from megastable.config import RunConfig
+from megastable.data.skips import Skips, read_ledger
+from megastable.rundir import RunDirectory
+from megastable.supervise import scout
+from megastable.supervise.scout import ScoutProcess
+from tests.forensics.test_ahead import clean, planted
+from tests.forensics.test_history import events_of, positions_of
+from tests.supervise.test_supervisor import Supervised
+
+__all__ = ["clean"]  # the fixture
+
+
+def test_a_supervised_run_never_meets_what_was_planted(clean: Path, tmp_path: Path) -> None:
+    config, bad = planted(clean, tmp_path, "random", 20)
+    given = Supervised(config, tmp_path, steps=60)
+    given.start()
+    assert given.finish() == 0, given.output.read_text()
+    run = given.run
+    skipped = Skips.of((e.first, e.end) for e in read_ledger(run.skips))
+    assert skipped.count() >= 18 and all(bad.contains(p) for a, b in skipped.ranges for p in range(a, b))
+    trained = positions_of(run.root)
+    assert not [p for p in trained if skipped.contains(p)] and max(trained) > 19 * 16 + 20
+    told = events_of(run.root)
+    assert {"looked_ahead"} <= {e["event"] for e in told} and not [
+        e for e in told if e["event"] == "incident"
+    ]
+    assert "ahead of the run: " in given.output.read_text()
+    assert not json.loads(run.summary.read_text())["incidents"]
+
+
+def test_one_that_fails_is_started_again_and_then_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scout, "AGAIN", 0.0)
+    monkeypatch.setattr(scout, "TRIES", 2)
+    said: list[str] = []
+    config = RunConfig.model_validate({"data": {"look_ahead": {"steps": 5}}})
+    process = ScoutProcess(config, RunDirectory(tmp_path), "no-such-recipe.yaml", [], said.append)
+    until = time.monotonic() + 60
+    while sum("ended with 2" in line for line in said) < 2 and time.monotonic() < until:
+        process.poll()
+        time.sleep(0.05)
+    process.poll()
+    process.close()
+    assert [line.rpartition("; ")[2] for line in said if "ended with 2" in line] == [
+        "again in a minute", "not again: what comes is trained on unseen",
+    ]  # fmt: skip
+    assert any("no such recipe" in line for line in said)
+
+
+def test_a_recipe_that_wants_none_starts_none(tmp_path: Path) -> None:
+    process = ScoutProcess(RunConfig(), RunDirectory(tmp_path), "x", [], print)
+    process.poll()
+    process.close()
+    assert not (tmp_path / "logs").exists()
