@@ -48,9 +48,11 @@ class Run:
 
 @dataclass(frozen=True)
 class ScanCost:
-    """learning: first scans of each size, with what is usual to be learnt; scanning: with that known. growth, memory: how
-    many times longer the largest takes per token than the smallest, and how many times the memory it takes (1: linear
-    time, constant memory)."""
+    """learning: first scans of each size, with what is usual to be learnt; scanning: with that known.
+
+    growth, memory: how many times longer the largest takes per token than the smallest, and how many times the memory
+    it takes (1: linear time, constant memory).
+    """
 
     learning: list[Run]
     scanning: list[Run]
@@ -118,7 +120,7 @@ def _measured(folder: Path, shelf: Shelf, near: bool) -> Run:
     """A scan in a process of its own."""
     tokenizer = str(shelf.tokenizer.file) if shelf.tokenizer else ""
     command = [sys.executable, "-m", "megastable.bench.data", str(folder), tokenizer, str(int(near))]
-    one_thread = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     found = subprocess.run(command, env=os.environ | one_thread, capture_output=True, text=True)
     if found.returncode:
         raise MegastableError(

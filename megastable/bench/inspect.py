@@ -95,8 +95,8 @@ def recorded_run(root: Path, corpus: Path, steps: int, batch: int) -> RunDirecto
     }  # fmt: skip
     for step in range(1, steps + 1):
         first = batch * (step - 1)
-        place = {"first_position": first, "next_position": first + batch, "worst_position": first}
-        recorder.add(StepRecord(step=step, time=1.7e9 + step, worst_positions=[first], **place, **usual))
+        place: dict[str, Any] = {"first_position": first, "next_position": first + batch, "worst_position": first}
+        recorder.add(StepRecord(step=step, time=1.7e9 + step, **place, **usual | {"worst_positions": [first]}))
     recorder.flush()
     return run
 

@@ -1,4 +1,4 @@
-"""How far the preparation of a corpus, or a look through it, is: a bar on a terminal, a line now and then elsewhere, on stderr."""
+"""How far a command is with a corpus: a bar on a terminal, a line now and then elsewhere, on stderr."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Meter:
         self._bar.stop()
 
     def update(self, read: int, documents: int, tokens: int) -> None:
-        """Totals so far: `read` in bytes or tokens, as the total is; the others since the beginning, for their rates."""
+        """Totals so far; `read` as the total is, in bytes or tokens, the others for the rates."""
         now = time.monotonic()
         seconds = max(now - self._begin, 1e-9)
         rates = f"{documents / seconds:,.0f} documents/s {tokens / seconds:,.0f} tokens/s"

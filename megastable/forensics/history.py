@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from megastable import jsonl
-from megastable.data.blends import BlendEntry, read_blends
+from megastable.data.blends import BlendEntry, Share, read_blends
 from megastable.data.skips import SkipEntry, Skips, read_ledger
 from megastable.errors import DataError
 from megastable.recipe import load
@@ -86,6 +86,18 @@ class History:
 
     def _open(self, count: int) -> Library:
         return Library(self.config, self.blends[:count])
+
+    def share(self, fingerprint: str) -> Share:
+        """The corpus of the present blend with that manifest fingerprint. Raises DataError where there is none."""
+        shares = self.blends[-1].corpora if self.blends else []
+        found = next((share for share in shares if share.fingerprint == fingerprint), None)
+        if found is None:
+            known = ", ".join(share.path for share in shares) or "none that it wrote down"
+            raise DataError(
+                f"{self.run.root} does not train on the corpus that the plan was made for (fingerprint "
+                f"{fingerprint[:12]}...), but on {known}: make a plan of one of those"
+            )
+        return found
 
     def steps(self, first: int, last: int, columns: Sequence[str] = COLUMNS) -> list[Done]:
         """Every time that a step of [first, last] was done, in the order of time; damaged files are named in

@@ -68,7 +68,8 @@ def token_losses(model: PlainModel, tokens: Int64s, eod: int | None = None, batc
     """
     found = np.empty((len(tokens), tokens.shape[1] - 1), np.float32)
     count = max(1, batch // max(found.shape[1], 1))
-    with torch.inference_mode():
+    # Not inference_mode: the table of positions that the model keeps is for gradients, too.
+    with torch.no_grad():
         for first in range(0, len(tokens), count):
             rows = tokens[first : first + count]
             given, segments, strange = inputs(model, rows, eod)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from megastable import __version__
 from megastable.data.pool import ordered_map
@@ -33,7 +34,19 @@ from megastable.forensics.scanned import SHARES, USUAL, Bars, Copied, Scan, Shar
 from megastable.forensics.shelf import Shelf
 from megastable.forensics.spool import Records
 from megastable.forensics.tally import STEP, THRESHOLDS, Tally, tally
-from megastable.forensics.units import BLOCK, Int64s, Raw, Unit, edges_of, open_unit, sample, unit_size, units
+from megastable.forensics.units import (
+    BLOCK,
+    SAMPLE,
+    Int64s,
+    Raw,
+    Unit,
+    edges_of,
+    open_unit,
+    sample,
+    stamp_of,
+    unit_size,
+    units,
+)
 from megastable.forensics.yardstick import NAMES, Lexicon, Yardstick
 
 FORMAT = 1  # of what is in the folder
@@ -81,10 +94,18 @@ def scan_shards(
     asked = {
         "format": FORMAT, "version": __version__, "name": shelf.name, "fingerprint": shelf.fingerprint,
         "tokenizer": _tokenizer(shelf), "against": against.fingerprint if against else "",
+        "files": _files(shelf, against),
     }  # fmt: skip
     with workplace.occupied(folder, asked, again):
         job = _Job(shelf, folder, against, workers, near, threshold, top, progress, warnings)
         return job.finished() or job.run()
+
+
+def _files(*shelves: Shelf | None) -> str:
+    """A hash of the sizes and times of all files: a manifest does not know that a file was changed after it."""
+    shards = [shard for shelf in shelves if shelf is not None for shard in shelf.shards]
+    stamps = [(shard.name, stamp_of(shard.bin_path.with_name(shard.name))) for shard in shards]
+    return xxhash.xxh3_128_hexdigest(repr(stamps).encode())
 
 
 def _tokenizer(shelf: Shelf) -> str:
@@ -203,11 +224,23 @@ class _Job:
             except DataError:
                 pass  # damaged: made again
         reference = self.against or self.shelf
-        yardstick = Yardstick.of(_samples(reference), _lexicon(reference), reference.eod)
-        usual = Tally(1)
-        for shard, edges, documents, key in _keyed(reference):
-            rows = measure_rows(yardstick, shard, int(documents[0]), edges, key)
-            usual.add(tally(rows, 0, 0, 1 << 62, 1))
+        usual, done, count = Tally(1), 0, 0
+        total = 2 * min(reference.tokens, SAMPLE)  # it is read, and later measured by what was learnt of it
+        with Meter(total, not self.progress, "learning what is usual", "learnt", "tokens") as meter:
+
+            def noted() -> Iterator[tuple[Raw, Int64s, UInt64s]]:
+                nonlocal done, count
+                for tokens, edges, keys in _samples(reference):
+                    done, count = done + len(tokens), count + len(keys)
+                    meter.update(done, count, done)
+                    yield tokens, edges, keys
+
+            yardstick = Yardstick.of(noted(), _lexicon(reference), reference.eod)
+            for shard, edges, documents, key in _keyed(reference):
+                rows = measure_rows(yardstick, shard, int(documents[0]), edges, key)
+                usual.add(tally(rows, 0, 0, 1 << 62, 1))
+                done, count = done + int(edges[-1] - edges[0]), count + len(rows)
+                meter.update(done, count, done)
         yardstick.save(path)
         content = {"documents": usual.documents.tolist(), "tokens": usual.tokens.tolist()}
         write_file(told_path, json.dumps(content).encode())

@@ -10,17 +10,21 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from megastable import durable
 from megastable.data.blends import GoneStream
+from megastable.data.manifest import Manifest
 from megastable.data.order import LAST_POSITION
 from megastable.data.skips import Selection, SkipEntry, append_all
 from megastable.errors import DataError
 from megastable.forensics.history import History
+from megastable.forensics.plan import read_plan
 from megastable.forensics.whereabouts import positions_with
+from megastable.recipe import find
 from megastable.stability.attribution import ranges as as_ranges
 
 Int64s = npt.NDArray[np.int64]
@@ -65,7 +69,7 @@ def skip_documents(
     library = history.library()
     step, cursor = live_place(history)
     order = library.source.order
-    corpus = corpus_with(history, fingerprint)
+    corpus = [c.name for c in order.corpora].index(history.share(fingerprint).name)
     selection = Selection(order, history.ledger, history.config.data.skip)
     stream, until = library.source.streams[corpus], end_of(history, selection, step, cursor)
     found = [np.empty(0, np.int64)]
@@ -84,7 +88,20 @@ def skip_documents(
     )  # fmt: skip
 
 
-def swap_out(history: History, corpus: str, reason: str) -> Skipped:
+def skip_plan(history: History, path: Path) -> Skipped:
+    """The documents of a plan (forensics/plan.py), which must be of one of the run's corpora. Raises DataError."""
+    plan = read_plan(path)
+    if plan.fingerprint is None:
+        raise DataError(
+            f"{path} does not say of which corpus it is: make a plan of it with prune_data.py plan --list"
+        )
+    share = history.share(plan.fingerprint)
+    directory = find(Path(share.path))
+    documents = plan.documents(directory, Manifest.load(directory))
+    return skip_documents(history, plan.fingerprint, documents, f"plan {path.name}, {plan.sha256[:12]}")
+
+
+def swap_out(history: History, corpus: str, reason: str = "swapped out by a person") -> Skipped:
     """A whole corpus, from the run's cursor on. Raises DataError where there is none, or no other would be left."""
     _, cursor = live_place(history)
     entry = SkipEntry(first=cursor, end=LAST_POSITION, reason=reason, corpus=corpus)
@@ -106,20 +123,6 @@ def end_of(history: History, selection: Selection, step: int, cursor: int) -> in
     c = history.config
     left = max(0, c.train.steps - step) * c.train.global_batch / selection.share_without()
     return cursor + int(1.1 * left) + selection.skips.count() + c.train.global_batch
-
-
-def corpus_with(history: History, fingerprint: str) -> int:
-    """The index of the run's corpus with that fingerprint."""
-    entry = history.blends[-1] if history.blends else None
-    found = [s.name for s in (entry.corpora if entry else ()) if s.fingerprint == fingerprint]
-    if not found:
-        known = ", ".join(s.path for s in (entry.corpora if entry else ())) or "none that it wrote down"
-        raise DataError(
-            f"{history.run.root} does not train on the corpus that the plan was made for (fingerprint "
-            f"{fingerprint[:12]}...), but on {known}: make a plan of one of those"
-        )
-    names = [corpus.name for corpus in history.library().source.order.corpora]
-    return names.index(found[0])
 
 
 def _stretches(

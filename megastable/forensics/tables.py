@@ -25,8 +25,8 @@ Keys = npt.NDArray[np.uint64]
 class Tables:
     """rarity: float32 [2, V + 1], -log p(token) in nats; start: float32 [2, V + 1] and bonus: uint8 [2, buckets].
 
-    log p(b|a) / p(b) is start[a] + bonus[bucket(a, b)] / BONUS. The first axis: the half that a document is measured
-    with. `usual`: float [2], the cross-entropy between the halves in nats per token.
+    log p(b|a) / p(b) is start[a] + bonus[bucket(a, b)] / BONUS. The first axis: the half of the documents
+    that are measured with it, made of the other half.
     """
 
     rarity: npt.NDArray[np.float32]

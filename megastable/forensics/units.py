@@ -75,7 +75,7 @@ def units(shards: Sequence[Shard], size: int) -> Iterator[Unit]:
     for index, shard in enumerate(shards):
         document = token = 0
         prefix = shard.bin_path.with_name(shard.name)
-        stamp = _stamp(prefix)
+        stamp = stamp_of(prefix)
         while document < shard.documents:
             aim = min(token + size, shard.tokens)
             end = min(shard.documents_before(aim), document + DOCUMENTS)
@@ -105,7 +105,7 @@ def units(shards: Sequence[Shard], size: int) -> Iterator[Unit]:
 def open_unit(unit: Unit) -> Shard:
     """The shard of a unit, opened once by each process. Raises DataError when it is not what it was."""
     # The index is mapped: a file that was cut off would end the process without a word.
-    if _stamp(unit.prefix) != unit.stamp:
+    if stamp_of(unit.prefix) != unit.stamp:
         raise DataError(
             f"{unit.prefix}.bin or .idx changed while it was in use: start again when it is complete"
         )
@@ -117,7 +117,8 @@ def _opened(prefix: Path, info: ShardInfo | None, stamp: tuple[int, ...]) -> Sha
     return Shard(prefix, info)
 
 
-def _stamp(prefix: Path) -> tuple[int, ...]:
+def stamp_of(prefix: Path) -> tuple[int, ...]:
+    """Sizes and times of the last change of a shard's files. Raises DataError when they are not there."""
     found: list[int] = []
     for suffix in (".bin", ".idx"):
         path = with_suffix(prefix, suffix)

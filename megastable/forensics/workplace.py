@@ -30,6 +30,7 @@ BEGUN, RESULT, YARDSTICK, REFERENCE = "begun.json", "scan.json", "yardstick.npz"
 DUPLICATES, PARTS, NEAR, SPOOL, LOCK = "duplicates.parquet", "parts", "near", "spool", ".lock"
 NAMES = {
     "fingerprint": "the shards",
+    "files": "the shards or the reference, whose files changed",
     "tokenizer": "the tokenizer",
     "against": "the reference",
     "format": "the version",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ from tests.forensics.shelves import Plain, write
 from tests.full_disk import files_no_larger_than
 
 
-def hashed(values: list[int], empty: list[int] = []) -> np.ndarray:
+def hashed(values: list[int], empty: Sequence[int] = ()) -> np.ndarray:
     """A record for each document, whose hash is made of its value."""
     records = np.zeros(len(values), HASHED)
     records["high"] = mix(np.array(values, np.uint64))
@@ -72,11 +73,14 @@ def test_every_document_but_the_first_of_its_hash_is_a_copy(
 
 
 def test_a_full_disk_is_an_error_that_leaves_no_spool(tmp_path: Path) -> None:
-    with files_no_larger_than(1000), pytest.raises(DataError, match="cannot be used"):  # noqa: SIM117
+    def fill() -> None:
         with Spool(tmp_path / "spool", 1, HASHED) as held:
             for _ in range(100):
                 held.add(hashed([1] * 100), np.zeros(100, np.int64))
             held.read(0)
+
+    with files_no_larger_than(1000), pytest.raises(DataError, match="cannot be used"):
+        fill()
     assert not list(tmp_path.iterdir())
 
 
@@ -234,7 +238,7 @@ def test_near_duplicates_of_shards_are_those_of_a_plain_comparison(tmp_path: Pat
             alike[a, b] = jaccard(documents[a], documents[b])
             if min(len(documents[a]), len(documents[b])) >= GRAM and alike[a, b] >= 0.8:
                 groups.join(a, b)
-    expected = {document: first for document, first in groups.members().tolist()}
+    expected = dict(groups.members().tolist())
     got = dict(zip(written["document"].tolist(), written["of"].tolist()))
     assert len(expected) > 30
     assert got.keys() <= expected.keys()

@@ -254,12 +254,12 @@ def test_a_folder_of_something_else_is_left_alone(shards: Path, reference: Path,
     own.mkdir()
     (own / "thesis.tex").write_text("years of work")
     for again in (False, True):
-        with pytest.raises(DataError, match="not the folder of a scan, thesis.tex is in it"):
+        with pytest.raises(DataError, match=r"not the folder of a scan, thesis\.tex is in it"):
             scan_shards(shelf(shards), own, again=again, progress=False)
     assert [path.name for path in own.iterdir()] == ["thesis.tex"]
     folder = tmp_path / "scan"
     scan_shards(shelf(shards), folder, progress=False)
-    with pytest.raises(DataError, match=r"something else \(other: name, the shards\).*--again"):
+    with pytest.raises(DataError, match=r"something else \(other: name, the shards.*--again"):
         scan_shards(shelf(reference), folder, progress=False)
     with pytest.raises(DataError, match="other: the reference"):
         scan_shards(shelf(shards), folder, against=shelf(reference), progress=False)
@@ -279,7 +279,7 @@ def test_another_tokenizer_is_an_error_and_an_unknown_one_a_warning(
     write_corpus(tmp_path / "other", tokens=5000)
     manifest = tmp_path / "other" / "manifest.json"
     manifest.write_text(manifest.read_text().replace("0" * 32, "1" * 32))
-    with pytest.raises(DataError, match="corpus.*other.*different tokenizers"):
+    with pytest.raises(DataError, match=r"corpus.*other.*different tokenizers"):
         scan_shards(shelf(corpus), tmp_path / "scan", against=shelf(tmp_path / "other"), progress=False)
     scan = scan_shards(shelf(shards), tmp_path / "scan", against=shelf(reference), progress=False)
     assert any("taken for granted" in warning for warning in scan.warnings)
@@ -312,7 +312,7 @@ def test_files_that_are_swapped_or_gone_are_named(shards: Path, tmp_path: Path, 
     with pytest.raises(DataError, match=rf"a\{suffix} cannot be read"):
         scan_shards(opened, tmp_path / "scan", progress=False)
     shutil.copy(shards / f"b{suffix}", copy / f"a{suffix}")
-    with pytest.raises(DataError, match="describes a .bin of"):
+    with pytest.raises(DataError, match=r"describes a \.bin of"):
         shelf(copy)
 
 
@@ -366,3 +366,15 @@ def test_progress_is_lines_on_stderr(
     scan_shards(shelf(shards), tmp_path / "scan")
     shown = capsys.readouterr()
     assert shown.out == "" and "scanned 0.1 M of 0.1 M tokens" in shown.err
+
+
+def test_a_file_that_changed_after_its_scan_is_another_one(corpus: Path, tmp_path: Path) -> None:
+    """Of the same size, and described by the same manifest."""
+    copy = tmp_path / "corpus"
+    shutil.copytree(corpus, copy)
+    scan_shards(shelf(copy), tmp_path / "scan", progress=False)
+    with (copy / "part-0.bin").open("r+b") as file:
+        file.seek(1000)
+        file.write(b"\x01\x00" * 500)
+    with pytest.raises(DataError, match="whose files changed"):
+        scan_shards(shelf(copy), tmp_path / "scan", progress=False)

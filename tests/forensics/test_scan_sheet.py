@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ def scanned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Scan, Shelf]:
     tokenizer = load_tokenizer(folder / "tokenizer.model")
     shard = Shard(folder / "corpus" / "corpus-train-00000")
     edges = shard.document_edges(0, shard.documents)
-    content = [shard.raw(int(a), int(b - a)).tolist() for a, b in zip(edges[:-1], edges[1:])]
+    content = [shard.raw(int(a), int(b - a)).tolist() for a, b in pairwise(edges)]
     content.append([*tokenizer.encode(HOSTILE * 12), tokenizer.eod])
     content.append([OUTSIDE] * 60 + tokenizer.encode("after that"))
     content.append([])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ def shelf(folder: Path, documents: Lengths) -> list[Shard]:
         for length in shard:
             tokens = list(range(at, at + length))
             cuts = [0, length // 3, length // 3, length] if length % 2 else [0, length]
-            content.append([(tokens[a:b], 0) for a, b in zip(cuts[:-1], cuts[1:])])
+            content.append([(tokens[a:b], 0) for a, b in pairwise(cuts)])
             at += length
         write(folder, Plain(f"s{number}", content), "int32")
         shards.append(Shard(folder / f"s{number}"))
@@ -71,7 +72,7 @@ def test_units_are_all_documents_in_order(
 def test_blocks_hold_every_token_once_and_cut_only_long_documents(
     tmp_path_factory: pytest.TempPathFactory, documents: Lengths, size: int
 ) -> None:
-    (shard,) = shelf(tmp_path_factory.mktemp("blocks"), [sum(documents, [])])
+    (shard,) = shelf(tmp_path_factory.mktemp("blocks"), [list(chain(*documents))])
     edges = shard.document_edges(0, shard.documents)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK", size)
