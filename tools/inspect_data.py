@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megastable.errors import DataError, user_errors
+from megastable.errors import user_errors
 from megastable.report.sheet.options import Csv, Html, Json, Rows, Texts
 from megastable.report.sheet.output import Output
 
@@ -15,14 +15,24 @@ EXAMPLES = """Examples:
 
 INSPECT step runs/quickstart 120-122 --html batch.html
 
-INSPECT incident runs/quickstart 1
+INSPECT incident runs/quickstart 1 --checkpoint runs/quickstart
 
 INSPECT document data/stdlib-planted/stdlib-train-00000 490 --run runs/quickstart
 
-INSPECT run runs/quickstart --json""".replace("INSPECT", "python tools/inspect_data.py")
+INSPECT run runs/quickstart --json
+
+INSPECT scan data/mine --html mine.html
+
+INSPECT score data/mine --checkpoint runs/7b --sample 1000
+
+INSPECT ahead runs/7b --steps 500""".replace("INSPECT", "python tools/inspect_data.py")
 app = typer.Typer(help=__doc__, epilog=EXAMPLES, add_completion=False, pretty_exceptions_enable=False)
 Run = Annotated[Path, typer.Argument(help="Directory of a run, such as runs/quickstart")]
-Checkpoint = Annotated[Path | None, typer.Option(help="Colour every token by its loss under this one")]
+Shards = Annotated[list[Path], typer.Argument(help="A corpus, or shards by prefix, .idx or .bin")]
+Tokenizer = Annotated[Path | None, typer.Option(help="For shards without a manifest")]
+Checkpoint = Annotated[Path | None, typer.Option(help="Colour every token by its loss: a checkpoint, or a run")]
+Again = Annotated[bool, typer.Option("--again", help="Forget what an earlier call left in --out")]
+# Imports are where they are needed: some take torch with them, and what is asked most takes a second in all.
 
 
 @app.command(epilog=EXAMPLES)
@@ -31,12 +41,10 @@ def step(run: Run, steps: Annotated[str, typer.Argument(metavar="STEP[-STEP]")],
          as_json: Json = False, csv: Csv = None, html: Html = None, rows: Rows = 20,
          texts: Texts = 1) -> None:  # fmt: skip
     """What a step trained on: positions, corpora, shards, documents, tokens, bytes, losses, text."""
-    from megastable.forensics.history import History
-    from megastable.forensics.samples import step_sheet
+    from megastable.forensics.samples import losses_under, step_range, step_sheet
 
-    first, last = step_range(steps)
-    out = Output(as_json, csv, html, rows, texts)
-    out.put(step_sheet(History(run), first, last, out.wanted_texts, losses(checkpoint)))
+    out, (first, last) = Output(as_json, csv, html, rows, texts), step_range(steps)
+    out.put(step_sheet(history(run), first, last, out.wanted_texts, losses_under(checkpoint)))
 
 
 @app.command(epilog=EXAMPLES)
@@ -44,29 +52,24 @@ def step(run: Run, steps: Annotated[str, typer.Argument(metavar="STEP[-STEP]")],
 def incident(run: Run, number: int, checkpoint: Checkpoint = None, as_json: Json = False, csv: Csv = None,
              html: Html = None, rows: Rows = 20, texts: Texts = 3) -> None:  # fmt: skip
     """The samples of an incident, the guilty ones first."""
-    from megastable.forensics.history import History
-    from megastable.forensics.samples import incident_sheet
+    from megastable.forensics.samples import incident_sheet, losses_under
 
     out = Output(as_json, csv, html, rows, texts)
-    out.put(incident_sheet(History(run), number, out.wanted_texts, losses(checkpoint)))
+    out.put(incident_sheet(history(run), number, out.wanted_texts, losses_under(checkpoint)))
 
 
 @app.command(epilog=EXAMPLES)
 @user_errors()
 def document(shard: Annotated[Path, typer.Argument(help="PREFIX, .idx or .bin of a shard")], number: int,
              run: Annotated[list[Path] | None, typer.Option(help="Every step of it that read the document")] = None,
-             tokenizer: Annotated[Path | None, typer.Option(help="For a shard without a corpus")] = None,
-             as_json: Json = False, csv: Csv = None, html: Html = None, rows: Rows = 20,
-             texts: Texts = 1) -> None:  # fmt: skip
+             tokenizer: Tokenizer = None, as_json: Json = False, csv: Csv = None, html: Html = None,
+             rows: Rows = 20, texts: Texts = 1) -> None:  # fmt: skip
     """A document, and every step of the runs given that ever trained on it."""
-    from megastable.forensics.history import History
     from megastable.forensics.shelf import open_shelf, prefix_of
     from megastable.forensics.whereabouts import document_sheet
 
-    shelf = open_shelf([shard], tokenizer)
-    Output(as_json, csv, html, rows, texts).put(
-        document_sheet(shelf, prefix_of(shard).name, number, [History(path) for path in run or ()])
-    )
+    shelf, runs = open_shelf([shard], tokenizer), [history(one) for one in run or ()]
+    Output(as_json, csv, html, rows, texts).put(document_sheet(shelf, prefix_of(shard).name, number, runs))
 
 
 @app.command("run", epilog=EXAMPLES)
@@ -74,26 +77,75 @@ def document(shard: Annotated[Path, typer.Argument(help="PREFIX, .idx or .bin of
 def run_(run: Run, as_json: Json = False, csv: Csv = None, html: Html = None) -> None:
     """What a run has read so far: tokens and epochs of every corpus, skips, blends."""
     from megastable.forensics.consumption import run_sheet
+
+    Output(as_json, csv, html).put(run_sheet(history(run)))
+
+
+@app.command(epilog=EXAMPLES)
+@user_errors()
+def scan(shards: Shards,
+         against: Annotated[Path | None, typer.Option(help="A corpus that says what is usual, else this one")] = None,
+         out: Annotated[Path | None, typer.Option(help="Where it is kept, and continued; else scans/NAME")] = None,
+         workers: Annotated[int | None, typer.Option(min=1, show_default="one per CPU", help="Processes")] = None,
+         near: Annotated[bool, typer.Option("--near", help="Look for near duplicates, too")] = False,
+         top: Annotated[int, typer.Option(min=1, help="Worst documents in tables and pages")] = 200,
+         tokenizer: Tokenizer = None, again: Again = False, as_json: Json = False, csv: Csv = None, html: Html = None,
+         rows: Rows = 20, texts: Texts = 1) -> None:  # fmt: skip
+    """Measure every document of a corpus, and rank the odd ones, with reasons; interrupted, it goes on where it was."""
+    from megastable.forensics.scanning.scan import default_folder, scan_shards
+    from megastable.forensics.scanning.sheet import sheet_of
+    from megastable.forensics.scanning.units import workers_for
+    from megastable.forensics.shelf import open_shelf
+
+    shelf, reference = open_shelf(shards, tokenizer), open_shelf([against]) if against else None
+    folder = out or default_folder(shelf)
+    made = scan_shards(shelf, folder, against=reference, workers=workers_for(workers), near=near, top=top, again=again,
+                       progress=not as_json)  # fmt: skip
+    Output(as_json, csv, html, rows, texts).put(sheet_of(made, shelf, top))
+
+
+@app.command(epilog=EXAMPLES)
+@user_errors()
+def score(shards: Shards, checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or a run: its newest")],
+          out: Annotated[Path | None, typer.Option(help="Where the scores are kept; else scores/NAME")] = None,
+          documents: Annotated[Path | None, typer.Option(help="Only those of a plan or a list")] = None,
+          sample: Annotated[int | None, typer.Option(min=1, help="Only so many, evenly spread")] = None,
+          gradients: Annotated[bool, typer.Option("--gradients", help="Norms of gradients: thrice the time")] = False,
+          exact: Annotated[bool, typer.Option("--exact", help="In fp32, slower")] = False,
+          by: Annotated[str, typer.Option(help="Order: window, loss, low, odd or gradient")] = "window",
+          top: Annotated[int, typer.Option(min=1, help="Documents in tables and pages")] = 200,
+          tokenizer: Tokenizer = None, again: Again = False, as_json: Json = False, csv: Csv = None, html: Html = None,
+          rows: Rows = 20, texts: Texts = 1) -> None:  # fmt: skip
+    """Loss and gradient norm of every document under a checkpoint, and where in it the worst is."""
+    from megastable.forensics.scoring.losses import load
+    from megastable.forensics.scoring.pick import listed
+    from megastable.forensics.scoring.score import Scorer, score_shelf
+    from megastable.forensics.scoring.sheet import score_sheet
+    from megastable.forensics.shelf import open_shelf
+
+    shelf, show = open_shelf(shards, tokenizer), Output(as_json, csv, html, rows, texts, on_page=50)
+    folder = out or Path("scores") / shelf.folder_name
+    chosen = listed(shelf, documents) if documents is not None else None
+    score_shelf(shelf, checkpoint, folder, documents=chosen, sample=sample, gradients=gradients, exact=exact,
+                again=again, progress=not as_json)  # fmt: skip
+    show.put(score_sheet(folder, shelf, Scorer.of(shelf, load(checkpoint, exact)), top, show.wanted_texts, by))
+
+
+@app.command(epilog=EXAMPLES)
+@user_errors()
+def ahead(run: Run, steps: Annotated[int, typer.Option(min=1, help="How many")] = 100, as_json: Json = False,
+          csv: Csv = None, html: Html = None, rows: Rows = 20, texts: Texts = 1) -> None:  # fmt: skip
+    """What of the next steps of a run looks corrupt."""
+    from megastable.forensics.ahead import ahead_sheet
+
+    out = Output(as_json, csv, html, rows, texts)
+    out.put(ahead_sheet(history(run), steps, out.wanted_texts))
+
+
+def history(run: Path):  # type: ignore[no-untyped-def]
     from megastable.forensics.history import History
 
-    Output(as_json, csv, html).put(run_sheet(History(run)))
-
-
-def step_range(text: str) -> tuple[int, int]:
-    """STEP or STEP-STEP."""
-    first, dash, last = text.partition("-")
-    if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
-        raise DataError(f"{text!r} is no step and no range of steps: write 120 or 120-122")
-    return int(first), int(last or first)
-
-
-def losses(checkpoint: Path | None):  # type: ignore[no-untyped-def]
-    """What colours the tokens; imports torch only where it is wanted."""
-    if checkpoint is None:
-        return None
-    from megastable.forensics.score import losses_under
-
-    return losses_under(checkpoint)
+    return History(run)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 
 from megastable.errors import DataError, user_errors
-from megastable.forensics import choose, prune, prune_check
-from megastable.forensics.bar import bar
-from megastable.forensics.prune import corpus_bytes
+from megastable.forensics.pruning import check as prune_check
+from megastable.forensics.pruning import choose, prune
+from megastable.forensics.pruning.bar import bar
+from megastable.forensics.pruning.prune import corpus_bytes
 from megastable.report.told import plural
 
 EXAMPLES = """Examples:

@@ -23,8 +23,8 @@ from typing import Any
 
 from megastable.data.shards import ShardWriter
 from megastable.errors import MegastableError
-from megastable.forensics import workplace
-from megastable.forensics.scan import scan_shards
+from megastable.forensics.scanning import workplace
+from megastable.forensics.scanning.scan import scan_shards
 from megastable.forensics.shelf import Shelf, open_shelf
 
 SIZES = (20_000_000, 80_000_000)  # tokens

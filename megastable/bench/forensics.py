@@ -15,9 +15,9 @@ from megastable.data.manifest import Manifest
 from megastable.data.shards import Shard
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
 from megastable.errors import DataError
-from megastable.forensics.corruption import PLANTED, corrupt, corrupt_span
-from megastable.forensics.lexicon import Lexicon
-from megastable.forensics.yardstick import KINDS, Yardstick, cut, document_keys
+from megastable.forensics.oddness.corruption import PLANTED, corrupt, corrupt_span
+from megastable.forensics.oddness.lexicon import Lexicon
+from megastable.forensics.oddness.yardstick import KINDS, Yardstick, cut, document_keys
 
 Ids = npt.NDArray[np.int64]
 Row = dict[str, Any]

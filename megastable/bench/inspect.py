@@ -54,19 +54,9 @@ def sparse_corpus(folder: Path, shards: int, tokens: int, documents: int) -> Man
         (folder / f"{name}.idx").write_bytes(index)
         with (folder / f"{name}.bin").open("wb") as file:
             file.truncate(4 * total)
-        infos.append(
-            ShardInfo(
-                name=name,
-                dtype="int32",
-                tokens=total,
-                documents=documents,
-                sequences=documents,
-                bin_bytes=4 * total,
-                idx_bytes=len(index),
-                bin_xxh3="0" * 32,
-                idx_xxh3="0" * 32,
-            )  # fmt: skip
-        )
+        sizes = {"tokens": total, "documents": documents, "sequences": documents}
+        files = {"bin_bytes": 4 * total, "idx_bytes": len(index), "bin_xxh3": "0" * 32, "idx_xxh3": "0" * 32}
+        infos.append(ShardInfo.model_validate({"name": name, "dtype": "int32"} | sizes | files))
     info = TokenizerInfo(file="none", kind="sentencepiece", xxh3="0" * 32, vocab_size=100_000, eod=1)
     train = [Segment(shard=i.name, first_token=0, tokens=total, documents=documents) for i in infos]
     manifest = Manifest(name="web", tokenizer=info, dtype="int32", shards=infos, splits={"train": train})
@@ -95,8 +85,14 @@ def recorded_run(root: Path, corpus: Path, steps: int, batch: int) -> RunDirecto
     }  # fmt: skip
     for step in range(1, steps + 1):
         first = batch * (step - 1)
-        place: dict[str, Any] = {"first_position": first, "next_position": first + batch, "worst_position": first}
-        recorder.add(StepRecord(step=step, time=1.7e9 + step, **place, **usual | {"worst_positions": [first]}))
+        place: dict[str, Any] = {
+            "first_position": first,
+            "next_position": first + batch,
+            "worst_position": first,
+        }
+        recorder.add(
+            StepRecord(step=step, time=1.7e9 + step, **place, **usual | {"worst_positions": [first]})
+        )
     recorder.flush()
     return run
 

@@ -18,9 +18,9 @@ from megastable.data.manifest import Manifest, TokenizerInfo, adopt
 from megastable.data.shard_writer import ShardWriter
 from megastable.data.staging import write_file
 from megastable.durable import sync_directory
-from megastable.forensics.plan import Removal, text_of
-from megastable.forensics.prune import apply
-from megastable.forensics.prune_check import verify
+from megastable.forensics.pruning.check import verify
+from megastable.forensics.pruning.plan import Removal, text_of
+from megastable.forensics.pruning.prune import apply
 
 VOCABULARY = 50_000
 DOCUMENT = 800  # tokens, on average

@@ -52,12 +52,12 @@ class Tokenizer(ABC):
 
     def __init__(self, file: Path, content: bytes) -> None:
         self.file = file
-        self._content = content
+        self.content = content
 
     @cached_property
     def xxh3(self) -> str:
         """xxh3-128 (hex) of the file as it was when it was read."""
-        return xxhash.xxh3_128_hexdigest(self._content)
+        return xxhash.xxh3_128_hexdigest(self.content)
 
     @property
     def info(self) -> TokenizerInfo:
@@ -68,7 +68,7 @@ class Tokenizer(ABC):
 
     def copy_to(self, directory: Path) -> Path:
         """Write the file into `directory` under its own name, as it was when it was read."""
-        write_file(directory / self.file.name, self._content)
+        write_file(directory / self.file.name, self.content)
         return directory / self.file.name
 
     def encode(self, text: str) -> list[int]:
@@ -123,18 +123,18 @@ class SentencePieceTokenizer(Tokenizer):
         super().__init__(file, content)
         if not content:
             raise DataError(f"{file} is empty: it is no SentencePiece model")
-        self._model = SentencePieceProcessor()
+        self.model = SentencePieceProcessor()
         try:
-            self._model.LoadFromSerializedProto(content)
+            self.model.LoadFromSerializedProto(content)
         except RuntimeError as error:
             raise DataError(f"{file} is no SentencePiece model: {error}") from error
-        self.vocab_size = int(self._model.get_piece_size())
-        if eod is None and self._model.eos_id() >= 0:
-            eod = int(self._model.eos_id())
+        self.vocab_size = int(self.model.get_piece_size())
+        if eod is None and self.model.eos_id() >= 0:
+            eod = int(self.model.eos_id())
         self.eod = self._choose_eod(eod, self._id_of)
         # Models that prepend or collapse spaces take every text whole: a part of it would change too.
-        self._keeps_spaces = self._model.normalize("  a  b ") == "  a  b ".replace(" ", SPACE)
-        pieces = (str(self._model.id_to_piece(token)) for token in range(self.vocab_size))
+        self._keeps_spaces = self.model.normalize("  a  b ") == "  a  b ".replace(" ", SPACE)
+        pieces = (str(self.model.id_to_piece(token)) for token in range(self.vocab_size))
         self._cuttable = self._keeps_spaces and not any(map(_SPACE_INSIDE.search, pieces))
         spelled = [self._id_of(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         self._spelled_space = np.array([token for token in spelled if token is not None], dtype=np.int32)
@@ -142,14 +142,14 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         parts = [list(self._parts(text)) for text in texts]
         plain = [part for of_text in parts for part in of_text if part is not None]
-        encoded = iter(self._model.encode(plain, return_type="numpy", num_threads=1))
+        encoded = iter(self.model.encode(plain, return_type="numpy", num_threads=1))
         return [
             np.concatenate([self._spelled_space if part is None else next(encoded) for part in of_text])
             for of_text in parts
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._model.decode(self._checked(ids)))
+        return str(self.model.decode(self._checked(ids)))
 
     def _parts(self, text: str) -> Iterator[str | None]:
         """Cut `text` at each literal "▁", given as None: SentencePiece would take it for a space."""
@@ -176,8 +176,8 @@ class SentencePieceTokenizer(Tokenizer):
         yield text[start:]
 
     def _id_of(self, piece: str) -> int | None:
-        token = int(self._model.piece_to_id(piece))  # the id of <unk> when there is no such piece
-        return token if str(self._model.id_to_piece(token)) == piece else None
+        token = int(self.model.piece_to_id(piece))  # the id of <unk> when there is no such piece
+        return token if str(self.model.id_to_piece(token)) == piece else None
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -188,23 +188,23 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, file: Path, content: bytes, eod: str | int | None = None) -> None:
         super().__init__(file, content)
         try:
-            self._model = HuggingFaceModel.from_str(content.decode("utf-8"))
+            self.model = HuggingFaceModel.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises plain Exception for all that is wrong with a file
             raise DataError(f"{file} is no Hugging Face tokenizer.json: {error}") from error
-        self._model.no_truncation()
-        self._model.no_padding()
-        self._model.encode_special_tokens = True  # as text, that is
-        self.vocab_size = 1 + max(self._model.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.model.no_truncation()
+        self.model.no_padding()
+        self.model.encode_special_tokens = True  # as text, that is
+        self.vocab_size = 1 + max(self.model.get_vocab(with_added_tokens=True).values(), default=-1)
         if self.vocab_size == 0:
             raise DataError(f"{file} has an empty vocabulary")
-        self.eod = self._choose_eod(eod, self._model.token_to_id)
+        self.eod = self._choose_eod(eod, self.model.token_to_id)
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
-        encoded = self._model.encode_batch_fast(texts, add_special_tokens=False)
+        encoded = self.model.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._model.decode(self._checked(ids), skip_special_tokens=True))
+        return str(self.model.decode(self._checked(ids), skip_special_tokens=True))
 
 
 def load_tokenizer(path: Path, eod: str | int | None = None) -> Tokenizer:

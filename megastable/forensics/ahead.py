@@ -20,12 +20,12 @@ from megastable.data.shards import Shard
 from megastable.data.skips import Selection
 from megastable.data.tokenizer import Tokenizer
 from megastable.forensics.history import History
-from megastable.forensics.kinds import KINDS
-from megastable.forensics.rows import long_key
+from megastable.forensics.oddness.kinds import KINDS
+from megastable.forensics.oddness.yardstick import FEATURES, HEAD, Lexicon, Yardstick, cut, document_keys
+from megastable.forensics.scanning.rows import long_key
+from megastable.forensics.scanning.units import BLOCK, sample
 from megastable.forensics.skip import live_place
 from megastable.forensics.spans import spans
-from megastable.forensics.units import BLOCK, sample
-from megastable.forensics.yardstick import FEATURES, HEAD, Lexicon, Yardstick, cut, document_keys
 from megastable.report.postmortem.texts import Library
 from megastable.report.sheet import Column, Passage, Sheet
 from megastable.report.told import plural

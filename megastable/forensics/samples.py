@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,23 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
         title=f"{history.run.root.name}, incident {number}", lead=lead, columns=_columns(rows), rows=rows,
         passages=passages, notes=_notes(history, losses), legend="loss of a token",
     )  # fmt: skip
+
+
+def step_range(text: str) -> tuple[int, int]:
+    """STEP or STEP-STEP. Raises DataError for anything else."""
+    first, dash, last = text.partition("-")
+    if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
+        raise DataError(f"{text!r} is no step and no range of steps: write 120 or 120-122")
+    return int(first), int(last or first)
+
+
+def losses_under(checkpoint: Path | None) -> TokenLosses | None:
+    """What colours the tokens: their losses under a checkpoint. Imports torch only where there is one."""
+    if checkpoint is None:
+        return None
+    from megastable.forensics.scoring.losses import losses_under
+
+    return losses_under(checkpoint)
 
 
 def _add(

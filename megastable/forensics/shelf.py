@@ -43,6 +43,11 @@ class Shelf:
     def documents(self) -> int:
         return sum(shard.documents for shard in self.shards)
 
+    @property
+    def folder_name(self) -> str:
+        """What tells it from other corpora of the same name."""
+        return self.directory.resolve().name if self.directory is not None else self.name
+
     def shard(self, name: str) -> Shard:
         """The shard of that name. Raises DataError where there is none."""
         found = next((shard for shard in self.shards if shard.name == name), None)

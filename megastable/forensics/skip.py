@@ -22,7 +22,7 @@ from megastable.data.order import LAST_POSITION
 from megastable.data.skips import Selection, SkipEntry, append_all
 from megastable.errors import DataError
 from megastable.forensics.history import History
-from megastable.forensics.plan import read_plan
+from megastable.forensics.pruning.plan import read_plan
 from megastable.forensics.whereabouts import positions_with
 from megastable.recipe import find
 from megastable.stability.attribution import ranges as as_ranges
@@ -89,7 +89,7 @@ def skip_documents(
 
 
 def skip_plan(history: History, path: Path) -> Skipped:
-    """The documents of a plan (forensics/plan.py), which must be of one of the run's corpora. Raises DataError."""
+    """The documents of a plan (pruning/plan.py), which must be of one of the run's corpora. Raises DataError."""
     plan = read_plan(path)
     if plan.fingerprint is None:
         raise DataError(

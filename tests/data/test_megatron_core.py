@@ -16,9 +16,9 @@ from megastable.data.manifest import Manifest, TokenizerInfo, adopt
 from megastable.data.shard_format import CODES, dtype_for
 from megastable.data.shards import Shard, ShardWriter
 from megastable.errors import DataError
-from megastable.forensics.plan import Removal, text_of
-from megastable.forensics.prune import apply
-from megastable.forensics.prune_check import verify
+from megastable.forensics.pruning.check import verify
+from megastable.forensics.pruning.plan import Removal, text_of
+from megastable.forensics.pruning.prune import apply
 from tests.forensics.shelves import VOCABULARY, Plain, corpus, read
 
 Sequences = list[tuple[list[int], int]]

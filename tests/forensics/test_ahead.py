@@ -17,7 +17,7 @@ from megastable.data.skips import Skips, read_ledger
 from megastable.errors import DataError
 from megastable.forensics.ahead import Lookout, ahead_sheet
 from megastable.forensics.history import History
-from megastable.forensics.kinds import KINDS
+from megastable.forensics.oddness.kinds import KINDS
 from megastable.forensics.scout import FREE, REASON, Scout
 from megastable.report.postmortem.texts import Library
 from megastable.rundir import RunDirectory, make

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from megastable.data.stdlib import stdlib_files
 from megastable.data.tokenizer import Tokenizer
 from megastable.data.train_tokenizer import train_sentencepiece
-from megastable.forensics.lexicon import Lexicon
-from megastable.forensics.yardstick import Yardstick, cut, document_keys
+from megastable.forensics.oddness.lexicon import Lexicon
+from megastable.forensics.oddness.yardstick import Yardstick, cut, document_keys
 
 Ids = npt.NDArray[np.int64]
 VOCABULARY = 1500

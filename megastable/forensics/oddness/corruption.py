@@ -1,0 +1,150 @@
+"""Seven ways in which documents go wrong, to be planted in good text and found again: what a scan is measured with.
+
+All are of a kind that real corpora hold, none is anybody's: the text of a document is encoded, dumped or decoded as it
+should not be, or its tokens are replaced. The other languages are babble: letters drawn by the statistics of the
+opening lines of works in the public domain, so that no two documents share their text. They look like the language to
+a tokenizer, and mean nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.data.tokenizer import Tokenizer
+from megastable.forensics.oddness.foreign import LANGUAGES
+
+Ids = npt.NDArray[np.int64]
+Random = np.random.Generator
+
+# What each planted kind should be called: the names in kinds.KINDS that are right.
+PLANTED: dict[str, tuple[str, ...]] = {
+    "random": ("random tokens",),
+    "shuffled": ("shuffled text",),
+    "loop": ("repetition",),
+    "encoding": ("wrong encoding",),
+    "binary": ("binary data",),
+    "base64": ("encoded data",),
+    "language": ("another language or register",),
+}
+NOISY = 0.02  # of the tokens of some loops is something else
+LONGEST_PERIOD = 64
+
+
+def corrupt(kind: str, ids: npt.NDArray[np.integer], tokenizer: Tokenizer, random: Random) -> Ids:
+    """A document [n >= 1] without its end-of-document token, gone wrong as `kind` of PLANTED says: int64 [m], m <= n.
+
+    Deterministic by the state of `random`. m is about n unless there is less of such a text. Raises ValueError for an
+    unknown kind.
+    """
+    given: Ids = np.asarray(ids, dtype=np.int64)
+    if kind in BY_TOKENS:
+        return BY_TOKENS[kind](given, tokenizer, random)
+    if kind not in BY_TEXT:
+        raise ValueError(f"no corruption {kind!r}: one of {', '.join(PLANTED)}")
+    text = tokenizer.decode(given.tolist())
+    spoiled = BY_TEXT[kind](text, random)
+    return np.asarray(tokenizer.encode(spoiled)[: len(given)] or given[:1].tolist(), dtype=np.int64)
+
+
+def corrupt_span(
+    kind: str, ids: npt.NDArray[np.integer], tokenizer: Tokenizer, random: Random, span: int
+) -> tuple[Ids, int, int]:
+    """The document with up to `span` tokens of it, anywhere, gone wrong: (ids, first, end) of the span in it."""
+    ids = np.asarray(ids, dtype=np.int64)
+    span = min(span, len(ids))
+    first = int(random.integers(0, len(ids) - span + 1))
+    wrong = corrupt(kind, ids[first : first + span], tokenizer, random)
+    return np.concatenate([ids[:first], wrong, ids[first + span :]]), first, first + len(wrong)
+
+
+def _random(ids: Ids, tokenizer: Tokenizer, random: Random) -> Ids:
+    drawn = random.integers(0, tokenizer.vocab_size - 1, len(ids))
+    return drawn + (drawn >= tokenizer.eod)
+
+
+def _shuffled(ids: Ids, tokenizer: Tokenizer, random: Random) -> Ids:
+    return random.permutation(ids)
+
+
+def _loop(ids: Ids, tokenizer: Tokenizer, random: Random) -> Ids:
+    """A few of its tokens, again and again; one loop in three is not quite regular."""
+    period = min(int(np.exp(random.uniform(0, np.log(LONGEST_PERIOD + 1)))), len(ids))
+    first = int(random.integers(0, len(ids) - period + 1))
+    looped = np.resize(ids[first : first + period], len(ids))
+    if random.random() < 1 / 3:
+        looped = np.where(random.random(len(ids)) < NOISY, random.permutation(ids), looped)
+    return looped
+
+
+def _encoding(text: str, random: Random) -> str:
+    """UTF-16 read as Latin-1 or in the wrong byte order, EBCDIC read as Latin-1, or a text in another language whose
+    UTF-8 was read as Windows-1252 or Latin-1 (English and source code, nearly all ASCII, would not change)."""
+    way = int(random.integers(4))
+    if way == 0:
+        return text.encode("utf-16-le", "surrogatepass").decode("latin-1")
+    if way == 1:
+        return text.encode("utf-16-be", "surrogatepass").decode("utf-16-le", "replace")
+    if way == 2:
+        return text.encode("cp500", "replace").decode("latin-1")
+    utf8 = _language(text, random).encode()
+    return utf8.decode("cp1252", "replace") if random.random() < 0.5 else utf8.decode("latin-1")
+
+
+def _binary(text: str, random: Random) -> str:
+    """Compressed data, floats or integers, read as Latin-1 or as UTF-8 with replacement characters."""
+    way, size = int(random.integers(3)), len(text) + 64
+    if way == 0:
+        data = zlib.compress(random.bytes(size // 2) + text.encode("utf-8", "surrogatepass"))
+    elif way == 1:
+        data = random.standard_normal(size // 8).tobytes()
+    else:
+        data = b"".join(
+            struct.pack("<ih", *pair) for pair in random.integers(-9999, 9999, (size // 6, 2)).tolist()
+        )
+    return data.decode("latin-1") if random.random() < 0.5 else data.decode("utf-8", "replace")
+
+
+def _base64(text: str, random: Random) -> str:
+    """Base64 of the text, of its compressed form or of random bytes, in one line or in lines of 76."""
+    plain = text.encode("utf-8", "surrogatepass")
+    data = (plain, zlib.compress(plain) + random.bytes(len(plain)), random.bytes(len(plain)))[
+        int(random.integers(3))
+    ]
+    return (base64.encodebytes(data) if random.random() < 0.5 else base64.b64encode(data)).decode()
+
+
+def _language(text: str, random: Random) -> str:
+    language = list(LANGUAGES)[int(random.integers(len(LANGUAGES)))]
+    return babble(LANGUAGES[language].strip(), len(text), random)
+
+
+def babble(text: str, count: int, random: Random) -> str:
+    """`count` characters with the letter statistics of `text`: each drawn from those that follow the two before it."""
+    follow: dict[str, list[str]] = {}
+    for a, b, c in zip(text, text[1:], text[2:]):
+        follow.setdefault(a + b, []).append(c)
+    said = list(text[:2])
+    draws = random.random(count)
+    for draw in draws[2:].tolist():
+        choices = follow.get(said[-2] + said[-1]) or list(text)
+        said.append(choices[int(draw * len(choices))])
+    return "".join(said[:count])
+
+
+BY_TOKENS: dict[str, Callable[[Ids, Tokenizer, Random], Ids]] = {
+    "random": _random,
+    "shuffled": _shuffled,
+    "loop": _loop,
+}
+BY_TEXT: dict[str, Callable[[str, Random], str]] = {
+    "encoding": _encoding,
+    "binary": _binary,
+    "base64": _base64,
+    "language": _language,
+}

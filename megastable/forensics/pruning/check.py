@@ -1,0 +1,272 @@
+"""The proof that a pruned corpus is the original without the documents of its plan, and nothing else.
+
+Both are read whole, side by side, and compared along the map of documents: the map names every document of either just
+once and in order, every document that is left has the same sequences, lengths, modes and tokens, and hashes, splits and
+tokenizer are what the manifests say. Memory does not grow with the corpora, but for 8 bytes per document left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from megastable.data.manifest import FILE as MANIFEST
+from megastable.data.manifest import Manifest
+from megastable.data.shard_format import HEADER, ShardInfo, chunks, little_endian
+from megastable.data.shards import Shard, hash_file
+from megastable.errors import DataError
+from megastable.forensics.pruning.gaps import Gaps, blocks, without
+from megastable.forensics.pruning.plan import read_plan
+from megastable.forensics.pruning.prune import Progress, check_splits, moved, splits_at, tokenizer_bytes
+from megastable.forensics.pruning.pruned import FILE, MAP, Cut, Pruned, Removed, read_map
+from megastable.recipe import find
+from megastable.report.told import plural
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was compared: documents and tokens that are left, and how many are gone."""
+
+    documents: int
+    tokens: int
+    gone: int
+    gone_tokens: int
+    original: Path
+
+    def __str__(self) -> str:
+        same = f"{plural(self.documents, 'document')} and {plural(self.tokens, 'token')} are those of {self.original}"
+        return (
+            f"{same}; {plural(self.gone, 'document')} and {plural(self.gone_tokens, 'token')} of it are gone"
+        )
+
+
+def verify(
+    directory: Path,
+    original: Path | None = None,
+    plan: Path | None = None,
+    progress: Progress = lambda count: None,
+) -> Proof:
+    """Compare a pruned corpus with its original, which lies where it lay if not given; plan: compare that, too.
+
+    Raises DataError naming the first difference.
+    """
+    directory = find(directory)
+    pruned = Pruned.load(directory)
+    for name, wanted in ((MANIFEST, pruned.manifest_xxh3), (MAP, pruned.map_xxh3)):
+        if hash_file(directory / name) != wanted:
+            raise DataError(
+                f"{directory / name} was changed after {FILE} was written: restore it, or prune again"
+            )
+    new = Manifest.load(directory)
+    original = find(original or Path(pruned.original))
+    old = Manifest.load(original)
+    if old.fingerprint() != pruned.fingerprint:
+        raise DataError(
+            f"{original} is not what {directory} was pruned of: its fingerprint is {old.fingerprint()[:12]}..., not "
+            f"{pruned.fingerprint[:12]}...; give the original with --original"
+        )
+    if (new.name, new.dtype, new.tokenizer) != (old.name, old.dtype, old.tokenizer):
+        raise DataError(f"{directory / MANIFEST}: name, dtype or tokenizer is not that of {original}")
+    for folder, manifest in ((original, old), (directory, new)):
+        tokenizer_bytes(folder, manifest)
+    _no_others(directory, new)
+    return _compare(directory, new, original, old, pruned, plan, progress)
+
+
+def original_bytes(directory: Path, original: Path | None = None) -> int:
+    """How many bytes `verify` will tell its progress of."""
+    found = find(original or Path(Pruned.load(find(directory)).original))
+    return sum(info.bin_bytes for info in Manifest.load(found).shards)
+
+
+def _compare(
+    directory: Path, new: Manifest, original: Path, old: Manifest, pruned: Pruned, plan: Path | None,
+    progress: Progress,
+) -> Proof:  # fmt: skip
+    listed = None if plan is None else read_plan(plan).documents(original, old)
+    news = {info.name: info for info in new.shards}
+    rows = _Rows(directory)
+    all_gaps, removed, cuts = dict[str, Gaps](), Removed(), list[Cut]()
+    for info in old.shards:
+        shard = Shard(original / info.name, info)
+        gone = rows.gone(info.name, info.documents)
+        if listed is not None and not np.array_equal(gone, listed.get(info.name, gone[:0])):
+            raise DataError(f"{plan} does not name the documents of {info.name} that {directory} lacks")
+        removed.add(info.name, gone)
+        gaps = all_gaps[info.name] = Gaps.of(shard, gone)
+        left = gone.size < info.documents or not gone.size
+        if left != (info.name in news):
+            there = "is missing" if left else "should not be there: none of its documents is left"
+            raise DataError(f"{directory / MANIFEST}: the shard {info.name} {there}")
+        if left:
+            _same(shard, info, Shard(directory / info.name, news[info.name]), news[info.name], gaps, progress)
+        cuts.append(Cut(shard=info.name, documents=gone.size, tokens=gaps.tokens.total, left=left))
+    rows.end()
+    _told(directory, new, pruned, cuts, str(removed))
+    if new.splits != splits_at(directory, moved(old, all_gaps)):
+        raise DataError(
+            f"{directory / MANIFEST}: its splits are not those of {original} without the documents"
+        )
+    check_splits(directory, new)
+    documents, tokens = pruned.documents_left, pruned.tokens_left
+    return Proof(documents, tokens, pruned.documents, pruned.tokens, original)
+
+
+class _Rows:
+    """The map, shard after shard."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / MAP
+        self._parts = read_map(directory)
+
+    def gone(self, shard: str, documents: int) -> Int64s:
+        """The documents of a shard that are left out. Every one of its `documents` must have its row."""
+        old_next, new_next, gone = 0, 0, [np.empty(0, np.int64)]
+        while old_next < documents:
+            name, old, new = next(self._parts, ("", gone[0], gone[0]))
+            kept = new[new >= 0]
+            if name != shard or not np.array_equal(old, np.arange(old_next, old_next + old.size)):
+                raise DataError(
+                    f"{self.path}: document {old_next} of {shard} is missing or out of order: prune again"
+                )
+            if not np.array_equal(kept, np.arange(new_next, new_next + kept.size)):
+                raise DataError(
+                    f"{self.path}: the new numbers of {shard} are not 0, 1, 2, ... near its document {old_next}: "
+                    "prune again"
+                )
+            old_next, new_next = old_next + old.size, new_next + kept.size
+            gone.append(old[new < 0])
+        if old_next > documents:
+            raise DataError(f"{self.path}: {shard} has {documents} documents, the map more: prune again")
+        return np.concatenate(gone)
+
+    def end(self) -> None:
+        """There is nothing behind the last shard."""
+        if (extra := next(self._parts, None)) is not None:
+            raise DataError(f"{self.path} names the shard {extra[0]!r}, which is not there: prune again")
+
+
+def _same(
+    old: Shard, old_info: ShardInfo, new: Shard, new_info: ShardInfo, gaps: Gaps, progress: Progress
+) -> None:
+    """Raises DataError where `new` is not `old` without `gaps`, or one of them is not what its manifest says."""
+    gone = gaps.documents.size, gaps.sequences.total, gaps.tokens.total
+    counts = old.documents - gone[0], old.sequences - gone[1], old.tokens - gone[2]
+    found = new.documents, new.sequences, new.tokens
+    if counts != found or old.dtype != new.dtype or (new.sequences and old.has_modes != new.has_modes):
+        raise DataError(
+            f"{new.idx_path}: documents, sequences and tokens are {found}, without the documents left out "
+            f"the original has {counts}, or type or modes differ"
+        )
+    for shard, info in ((old, old_info), (new, new_info)):
+        shard.verify_index()
+        if hash_file(shard.idx_path) != info.idx_xxh3:
+            _damaged(shard.idx_path)
+    _same_sequences(old, new, gaps)
+    itemsize = little_endian(old.dtype).itemsize
+    holes, before, after = gaps.tokens.scaled(itemsize).merged(), xxhash.xxh3_128(), xxhash.xxh3_128()
+
+    def left() -> Iterator[memoryview | bytes]:
+        for first, block in blocks(old.bin_path, end=old.bin_bytes):
+            before.update(block)
+            progress(len(block))
+            yield without(first, block, holes)
+
+    at, others = 0, _Reader(new)
+    for part in left():
+        other = others.next(len(part))
+        after.update(other)
+        if part != other:
+            wrong = np.frombuffer(part, np.uint8) != np.frombuffer(other, np.uint8)
+            _different(old, new, gaps, (at + int(np.argmax(wrong))) // itemsize)
+        at += len(part)
+    for shard, digest, info in ((old, before, old_info), (new, after, new_info)):
+        if digest.hexdigest() != info.bin_xxh3:
+            _damaged(shard.bin_path)
+
+
+class _Reader:
+    """A shard's `.bin`, read one piece after another."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard, self._at = shard, 0
+
+    def next(self, size: int) -> memoryview:
+        itemsize = little_endian(self._shard.dtype).itemsize
+        tokens = self._shard.raw(self._at // itemsize, size // itemsize)
+        self._at += size
+        return tokens.data.cast("B") if tokens.size else memoryview(b"")
+
+
+def _same_sequences(old: Shard, new: Shard, gaps: Gaps) -> None:
+    """Every document that is left has as many sequences, and each of them is as long and has the same mode."""
+    at = 0
+    for part in chunks(old.documents):
+        count = part.stop - part.start
+        sizes = np.diff(old.document_sequences(part.start, count))
+        sizes = sizes[gaps.renumbered(part.start, count) >= 0]
+        found = np.diff(new.document_sequences(at, sizes.size))
+        if (differ := np.flatnonzero(sizes != found)).size:
+            document = at + int(differ[0])
+            raise DataError(
+                f"{new.idx_path}: document {document} has {found[differ[0]]} sequences; as document "
+                f"{gaps.original(document)} of the original it has {sizes[differ[0]]}"
+            )
+        at += sizes.size
+    kinds = [("lengths", 4, HEADER.size, HEADER.size)]
+    if old.has_modes:
+        kinds.append(("modes", 1, old.idx_bytes - old.sequences, new.idx_bytes - new.sequences))
+    for what, size, old_at, new_at in kinds:
+        holes, done = gaps.sequences.scaled(size, old_at).merged(), 0
+        for first, block in blocks(old.idx_path, old_at, old_at + size * old.sequences):
+            kept, begin = bytes(without(first, block, holes)), new_at + done
+            others = b"".join(bytes(piece) for _, piece in blocks(new.idx_path, begin, begin + len(kept)))
+            if kept != others:
+                wrong = np.frombuffer(kept, f"<i{size}") != np.frombuffer(others, f"<i{size}")
+                sequence = done // size + int(np.argmax(wrong))
+                raise DataError(f"{new.idx_path}: {what}[{sequence}] is not what it is in the original")
+            done += len(kept)
+
+
+def _different(old: Shard, new: Shard, gaps: Gaps, token: int) -> NoReturn:
+    document = new.document_of(token)
+    first, was = new.document_bounds(document)[0], gaps.original(document)
+    there = old.document_bounds(was)[0] + token - first
+    raise DataError(
+        f"{new.bin_path}: token {token - first} of document {document} is {new.raw(token, 1)[0]}; in the original, "
+        f"as document {was} of {old.bin_path}, it is {old.raw(there, 1)[0]}"
+    )
+
+
+def _told(directory: Path, new: Manifest, pruned: Pruned, cuts: list[Cut], removed: str) -> None:
+    """pruned.json says what was found."""
+    found = {
+        "shards": cuts,
+        "removed": removed,
+        "documents": sum(cut.documents for cut in cuts),
+        "tokens": sum(cut.tokens for cut in cuts),
+        "documents_left": sum(info.documents for info in new.shards),
+        "tokens_left": sum(info.tokens for info in new.shards),
+    }
+    for key, value in found.items():
+        if getattr(pruned, key) != value:
+            raise DataError(f"{directory / FILE}: {key} is not what map and shards say: prune again")
+
+
+def _no_others(directory: Path, manifest: Manifest) -> None:
+    own = {info.name for info in manifest.shards}
+    for path in sorted(directory.iterdir()):
+        if path.suffix in (".bin", ".idx") and path.name[: -len(path.suffix)] not in own:
+            raise DataError(f"{path} is no shard of this corpus: remove it")
+
+
+def _damaged(path: Path) -> NoReturn:
+    raise DataError(f"{path} is not the file that its manifest describes: restore it")

@@ -1,0 +1,197 @@
+"""What a plan is made of: the documents of an incident, of a scan's findings, or of a list by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megastable import durable
+from megastable.data.documents import documents_by_position
+from megastable.data.manifest import Manifest
+from megastable.data.shards import Shard
+from megastable.errors import DataError
+from megastable.forensics.pruning.plan import EXCERPT, Removal, read_plan, text_of
+from megastable.forensics.shelf import Shelf, open_shelf
+from megastable.recipe import read_yaml
+from megastable.report.told import plural, ranges
+
+MOST = 10_000_000  # positions of an incident: more cannot be a window of training
+BEGINNING = 64  # tokens of a document that an excerpt is made of
+
+
+class Why(NamedTuple):
+    """What speaks against a document; at: the token of the shard where that begins, None for its beginning."""
+
+    shard: str
+    document: int
+    text: str
+    at: int | None = None
+
+
+def make_plan(
+    corpus: Path,
+    output: Path,
+    *,
+    lists: Sequence[Path] = (),
+    incidents: Sequence[str] = (),
+    scan: Path | None = None,
+    score: float | None = None,
+    kinds: Sequence[str] = (),
+    duplicates: bool = False,
+    overwrite: bool = False,
+) -> list[Removal]:
+    """Write a plan for `corpus` into the file `output`. What it names stands in the order of the corpus.
+
+    incidents: RUN:NUMBER each; score, kinds, duplicates: which findings of the scan (`scan.suspects`). Raises DataError
+    for what cannot be read, is of another corpus, or names no document at all.
+    """
+    if output.exists() and not overwrite:
+        raise DataError(f"{output} exists already: choose another --output, or replace it with --overwrite")
+    if not lists and not incidents and scan is None:
+        raise DataError(
+            "nothing says which documents: give --incident RUN:NUMBER, --scan FOLDER or --list FILE"
+        )
+    if scan is None and (score is not None or kinds or duplicates):
+        raise DataError(
+            "--score, --kind and --duplicates choose among the findings of a scan: give it with --scan"
+        )
+    shelf = open_shelf([corpus])
+    if shelf.manifest is None or shelf.directory is None:
+        raise DataError(
+            f"{corpus} is not a corpus with a manifest: tools/prepare_data.py manifest makes it one"
+        )
+    found = list[Why]()
+    for path in lists:
+        found += _listed(path, shelf.directory, shelf.manifest)
+    for incident in incidents:
+        found += _guilty(incident, shelf.manifest)
+    if scan is not None:
+        found += _suspects(corpus, shelf.manifest, scan, score, kinds, duplicates)
+    if not found:
+        raise DataError(f"no document of {corpus} is named: there is nothing to plan")
+    removals = list(_removals(shelf, found))
+    durable.write_output(output, text_of(removals, shelf.directory.resolve(), shelf.manifest))
+    return removals
+
+
+def _listed(path: Path, directory: Path, manifest: Manifest) -> Iterator[Why]:
+    for shard, documents in read_plan(path).checked(directory, manifest, twice=True).items():
+        for document in documents.tolist():
+            yield Why(shard, document, f"listed in {path.name}")
+
+
+def _suspects(
+    corpus: Path,
+    manifest: Manifest,
+    folder: Path,
+    score: float | None,
+    kinds: Sequence[str],
+    duplicates: bool,
+) -> Iterator[Why]:
+    from megastable.forensics.scanning.scanned import Scan, suspects
+
+    if score is None and not kinds and not duplicates:
+        raise DataError(
+            f"{folder}: nothing says which of its findings are meant: give --score, --kind or --duplicates"
+        )
+    if Scan.load(folder).fingerprint != manifest.fingerprint():
+        raise DataError(
+            f"{folder} is the scan of another corpus, or {corpus} has changed since: scan {corpus}, then plan again"
+        )
+    for suspect in suspects(folder, score, kinds or None, duplicates):
+        why = f"{suspect.kind}, score {suspect.score:.2f}: {suspect.why}"
+        yield Why(suspect.shard, suspect.document, why)
+
+
+def _guilty(incident: str, manifest: Manifest) -> Iterator[Why]:
+    """The documents of `manifest` that the positions of an incident are made of."""
+    from megastable.forensics.history import History
+
+    run, _, text = incident.rpartition(":")
+    if not run or not text.isdecimal():
+        raise DataError(f"incident {incident!r}: give run and number, e.g. runs/quickstart:1")
+    history, number = History(Path(run)), int(text)
+    summary, time = _summary(history.run.events("incident", "order_changed"), number, run)
+    fingerprint = manifest.fingerprint()
+    trained = {share.fingerprint for entry in history.blends for share in entry.corpora}
+    trained |= set(read_yaml(history.run.recipe).get("manifests") or [])
+    source = history.library(time).source
+    mine = [
+        index for index, corpus in enumerate(source.order.corpora)
+        if corpus.name == manifest.name and source.streams[index].manifest.fingerprint() == fingerprint
+    ]  # fmt: skip
+    if not mine or (trained and fingerprint not in trained):
+        names = ", ".join(corpus.name for corpus in source.order.corpora)
+        raise DataError(
+            f"{run} did not train on this corpus as it is now (it trained on {names}; this is {manifest.name}, "
+            f"fingerprint {fingerprint[:12]}...): give the corpus that its recipe.yaml names, unchanged"
+        )
+    told = [(int(first), int(end)) for first, end in summary.get("positions") or []]
+    if sum(end - first for first, end in told) > MOST:
+        raise DataError(
+            f"incident {number} of {run} has more than {MOST:,} positions: name its documents in a list"
+        )
+    positions = np.concatenate([np.empty(0, np.int64), *(np.arange(*span) for span in told)])
+    positions = positions[source.order.locate(positions).corpus == mine[0]]
+    places = source.order.locate(positions)
+    firsts = dict(zip(positions.tolist(), places.first_token.tolist(), strict=True))
+    samples: dict[tuple[str, int], list[int]] = {}
+    begins: dict[tuple[str, int], int] = {}
+    for position, documents in documents_by_position(source, positions).items():
+        ((shard, at, _, _),) = source.streams[mine[0]].pieces(firsts[position], 1)
+        for found in documents:
+            key = found.shard, found.document
+            samples.setdefault(key, []).append(position)
+            inside = found.shard == shard.name and found.first_token < at
+            begins.setdefault(key, at if inside else found.first_token)
+    what = f"{summary.get('verdict')}, cause {summary.get('cause')}"
+    for key, where in samples.items():
+        spans = ranges([(position, position + 1) for position in where], most=3)
+        text = f"incident {number} ({what}): in {plural(len(where), 'sample')}, at {spans}"
+        yield Why(*key, text, begins[key])
+
+
+def _summary(events: Iterable[dict[str, Any]], number: int, run: str) -> tuple[dict[str, Any], float]:
+    """What the last event of an incident says of it, and its time."""
+    found, time, known, changed = None, 0.0, set[int](), 0.0
+    for event in events:
+        if event["event"] == "order_changed":
+            changed = float(event.get("time") or 0.0)
+        elif isinstance(event.get("summary"), dict):
+            known.add(int(event.get("number") or 0))
+            if event.get("number") == number:
+                # The order is that of the time at which it was noticed.
+                found, time = event["summary"], time or float(event.get("time") or 0.0)
+    if found is None:
+        there = ", ".join(map(str, sorted(known))) or "none"
+        raise DataError(f"{run} has no incident {number}: its journal knows {there}")
+    if changed > time:
+        raise DataError(
+            f"{run}: the order of its data changed after incident {number}, whose positions mean other samples now: "
+            f"name the documents in a list; those of its report are in {run}/incidents/{number:04d}/documents.csv"
+        )
+    return found, time
+
+
+def _removals(shelf: Shelf, found: Iterable[Why]) -> Iterator[Removal]:
+    """One for each document, in the order of the corpus, with all that speaks against it."""
+    reasons: dict[str, dict[int, list[Why]]] = {}
+    for why in found:
+        reasons.setdefault(why.shard, {}).setdefault(why.document, []).append(why)
+    for shard in shelf.shards:
+        for document, of in sorted(reasons.get(shard.name, {}).items()):
+            first, end = shard.document_bounds(document)
+            at = next((why.at for why in of if why.at is not None), first)
+            excerpt = "…" * (at > first) + _excerpt(shelf, shard, at, min(end - at, BEGINNING))
+            texts = "; ".join(dict.fromkeys(why.text for why in of))
+            yield Removal(shard.name, document, end - first, texts, excerpt)
+
+
+def _excerpt(shelf: Shelf, shard: Shard, first: int, count: int) -> str:
+    ids = shard.raw(first, count).tolist()
+    if shelf.tokenizer is not None and all(0 <= token < shelf.tokenizer.vocab_size for token in ids):
+        return " ".join(shelf.tokenizer.decode(ids).split())[: EXCERPT + 1]
+    return " ".join(map(str, ids))

@@ -1,0 +1,259 @@
+"""A corpus without the documents of a plan, as a new corpus: everything else in it is, byte for byte, what it was.
+
+Sequences, modes and documents without tokens stay as they are; shards keep their names. Files are read a block at a
+time, hashed before and after, and written on: memory does not grow with the corpus, and damage of the original is not
+sealed by new hashes. How it is proven: `prune_check.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import xxhash
+
+from megastable.data.manifest import FILE as MANIFEST
+from megastable.data.manifest import Manifest, Segment, Stream
+from megastable.data.shard_format import HEADER, ShardInfo, chunks, little_endian
+from megastable.data.shard_writer import HashedFile, index_header, pointers_of
+from megastable.data.shards import Shard, hash_file
+from megastable.data.staging import staged_directory, write_file
+from megastable.errors import DataError
+from megastable.forensics.pruning.gaps import Gaps, blocks, without
+from megastable.forensics.pruning.plan import Plan, read_plan
+from megastable.forensics.pruning.pruned import MAP, Cut, MapWriter, Pruned, Removed
+from megastable.recipe import find
+from megastable.report.told import plural
+
+Progress = Callable[[int], object]  # told of every block: how many bytes of the original
+Place = tuple[str, int, int]  # tokens [first, end) of a shard
+
+
+def apply(
+    plan: Path, output: Path, corpus: Path | None = None, progress: Progress = lambda count: None
+) -> Pruned:
+    """Make `output`, the corpus of a plan without its documents; whole or not at all.
+
+    corpus: where it lies now, if not where the plan says. Raises DataError for a plan that is of another corpus, empty
+    or names what is not there, for a corpus that is damaged, and for an output that is occupied or in the way.
+    """
+    chosen = read_plan(plan)
+    directory = _corpus_of(chosen, corpus)
+    manifest = Manifest.load(directory)
+    documents = chosen.documents(directory, manifest)
+    _keep_apart(directory, output)
+    tokenizer = tokenizer_bytes(directory, manifest)
+    with staged_directory(output) as staging:
+        try:
+            made = _write(chosen, directory, manifest, documents, staging, progress)
+        except OSError as error:
+            raise DataError(f"{output} could not be written: {error.strerror or error}") from error
+        write_file(staging / manifest.tokenizer.file, tokenizer)
+        made.save(staging)
+    return made
+
+
+def _write(
+    plan: Plan, directory: Path, manifest: Manifest, documents: dict[str, np.ndarray], staging: Path,
+    progress: Progress,
+) -> Pruned:  # fmt: skip
+    """All files but the tokenizer's and pruned.json, which is returned."""
+    none = np.empty(0, np.int64)
+    # Shards are opened one at a time: a corpus may have more of them than a process may have open files.
+    all_gaps = {
+        info.name: Gaps.of(Shard(directory / info.name, info), documents.get(info.name, none))
+        for info in manifest.shards
+    }
+    places = moved(manifest, all_gaps)
+    for split, found in places.items():
+        if not found and manifest.splits[split]:
+            _nothing_left(plan, split, manifest, all_gaps)
+    infos, cuts, removed = list[ShardInfo](), list[Cut](), Removed()
+    writer = MapWriter(staging)
+    try:
+        for info in manifest.shards:
+            shard, gaps = Shard(directory / info.name, info), all_gaps[info.name]
+            removed.add(info.name, gaps.documents)
+            for part in chunks(shard.documents):
+                writer.add(info.name, part.start, gaps.renumbered(part.start, part.stop - part.start))
+            left = gaps.documents.size < shard.documents or not gaps.documents.size
+            if left:
+                infos.append(write_shard(shard, info, gaps, staging, progress))
+            count = int(gaps.documents.size)
+            cuts.append(Cut(shard=info.name, documents=count, tokens=gaps.tokens.total, left=left))
+    finally:
+        writer.close()
+    with (staging / MAP).open("rb") as file:
+        os.fsync(file.fileno())
+    gone = sum(cut.documents for cut in cuts)
+    source = f"{manifest.source}; {plural(gone, 'document')} pruned of {manifest.fingerprint()}".lstrip("; ")
+    pruned = Manifest(
+        name=manifest.name, tokenizer=manifest.tokenizer, dtype=manifest.dtype, shards=infos, source=source,
+        splits=splits_at(staging, places),
+    )  # fmt: skip
+    check_splits(staging, pruned)
+    pruned.save(staging)
+    return Pruned(
+        original=str(directory.resolve()), fingerprint=manifest.fingerprint(), plan=plan.path.name,
+        plan_sha256=plan.sha256, removed=str(removed), documents=gone, tokens=sum(cut.tokens for cut in cuts),
+        documents_left=sum(info.documents for info in infos), tokens_left=sum(info.tokens for info in infos),
+        shards=cuts, made=datetime.now(UTC), manifest_xxh3=hash_file(staging / MANIFEST),
+        map_xxh3=hash_file(staging / MAP),
+    ).sealed()  # fmt: skip
+
+
+def write_shard(shard: Shard, info: ShardInfo, gaps: Gaps, directory: Path, progress: Progress) -> ShardInfo:
+    """Write the shard without its gaps into `directory`, on the disk when this returns.
+
+    Raises DataError when it is not the shard that `info` describes, OSError when the disk refuses.
+    """
+    if hash_file(shard.idx_path) != info.idx_xxh3:
+        raise DataError(f"{shard.idx_path} is not the file that its manifest describes: restore it")
+    shard.verify_index()
+    itemsize = little_endian(shard.dtype).itemsize
+    before, after = xxhash.xxh3_128(), HashedFile(directory / f"{shard.name}.bin")
+    try:
+        holes = gaps.tokens.scaled(itemsize).merged()
+        for first, block in blocks(shard.bin_path, end=shard.bin_bytes):
+            if holes.firsts.size:
+                before.update(block)
+            after.write(without(first, block, holes))
+            progress(len(block))
+        bin_xxh3 = after.finish()
+        if (before.hexdigest() if holes.firsts.size else bin_xxh3) != info.bin_xxh3:
+            raise DataError(f"{shard.bin_path} is not the file that its manifest describes: restore it")
+        index = HashedFile(directory / f"{shard.name}.idx")
+    except BaseException:
+        after.discard()
+        raise
+    try:
+        _write_index(shard, gaps, index)
+        idx_xxh3 = index.finish()
+    except BaseException:
+        index.discard()
+        raise
+    return ShardInfo(
+        name=shard.name, dtype=shard.dtype, tokens=shard.tokens - gaps.tokens.total,
+        documents=shard.documents - int(gaps.documents.size), sequences=shard.sequences - gaps.sequences.total,
+        bin_bytes=after.bytes, idx_bytes=index.bytes, bin_xxh3=bin_xxh3, idx_xxh3=idx_xxh3,
+    )  # fmt: skip
+
+
+def _write_index(shard: Shard, gaps: Gaps, index: HashedFile) -> None:
+    gone = gaps.sequences.total
+    index.write(index_header(shard.dtype, shard.sequences - gone, shard.documents - gaps.documents.size))
+
+    def kept(size: int, offset: int) -> Iterator[bytes]:
+        holes = gaps.sequences.scaled(size, offset).merged()
+        end = offset + size * shard.sequences
+        return (bytes(without(first, block, holes)) for first, block in blocks(shard.idx_path, offset, end))
+
+    for lengths in kept(4, HEADER.size):
+        index.write(lengths)
+    for pointers in pointers_of((np.frombuffer(part, "<i4") for part in kept(4, HEADER.size)), shard.dtype):
+        index.write(pointers)
+    for part in chunks(shard.documents):
+        count = part.stop - part.start
+        staying = gaps.renumbered(part.start, count) >= 0
+        firsts = shard.document_sequences(part.start, count)[:-1][staying]
+        index.write((firsts - gaps.sequences.before(firsts)).astype("<i8").tobytes())
+    index.write(np.array(shard.sequences - gone, dtype="<i8").tobytes())
+    if shard.has_modes:
+        for modes in kept(1, shard.idx_bytes - shard.sequences):
+            index.write(modes)
+
+
+def moved(manifest: Manifest, gaps: dict[str, Gaps]) -> dict[str, list[Place]]:
+    """Where the splits of `manifest` lie in shards that lack `gaps`; a segment without any token is left out.
+
+    Raises DataError for a split that does not consist of whole documents.
+    """
+    places: dict[str, list[Place]] = {}
+    for split, segments in manifest.splits.items():
+        places[split] = []
+        for segment in segments:
+            holes = gaps[segment.shard].tokens
+            edges = np.array([segment.first_token, segment.end])
+            if any(holes.inside(edge) for edge in edges.tolist()):
+                raise DataError(
+                    f"{MANIFEST}: split {split!r} does not consist of whole documents of {segment.shard}: "
+                    "prepare the corpus again"
+                )
+            first, end = (edges - holes.before(edges)).tolist()
+            if first < end:
+                places[split].append((segment.shard, first, end))
+    return places
+
+
+def splits_at(directory: Path, places: dict[str, list[Place]]) -> dict[str, list[Segment]]:
+    """The splits that lie at `places` of the shards in `directory`."""
+
+    def segment(name: str, first: int, end: int) -> Segment:
+        shard = Shard(directory / name)
+        documents = shard.documents_before(end) - shard.documents_before(first)
+        return Segment(shard=name, first_token=first, tokens=end - first, documents=documents)
+
+    return {split: [segment(*place) for place in found] for split, found in places.items()}
+
+
+def check_splits(directory: Path, manifest: Manifest) -> None:
+    """Raises DataError where a split does not consist of whole documents."""
+    for split, segments in manifest.splits.items():
+        if segments:
+            stream, first = Stream(directory, manifest, split), 0
+            for segment in segments:
+                stream.read(first, 1)  # looks at the edges of the segment
+                first += segment.tokens
+
+
+def tokenizer_bytes(directory: Path, manifest: Manifest) -> bytes:
+    """The tokenizer's file. Raises DataError when it is not the one of the manifest."""
+    path = directory / manifest.tokenizer.file
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"the tokenizer {path} cannot be read: {error.strerror}: restore it") from error
+    if xxhash.xxh3_128_hexdigest(content) != manifest.tokenizer.xxh3:
+        raise DataError(f"{path} is not the tokenizer that {directory / MANIFEST} describes: restore it")
+    return content
+
+
+def _keep_apart(directory: Path, output: Path) -> None:
+    one, other = directory.resolve(), output.resolve()
+    if one == other:
+        raise DataError(f"{output} is the corpus itself, which stays as it is: choose another output")
+    if other.is_relative_to(one) or one.is_relative_to(other):
+        raise DataError(f"{output} and the corpus {directory} lie in each other: choose another output")
+    try:
+        if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+            raise DataError(f"{output} exists already: choose another output, or remove it")
+    except OSError as error:
+        raise DataError(f"{output} cannot be used: {error.strerror}") from error
+
+
+def corpus_bytes(plan: Path, corpus: Path | None = None) -> int:
+    """How many bytes `apply` will tell its progress of."""
+    return sum(info.bin_bytes for info in Manifest.load(_corpus_of(read_plan(plan), corpus)).shards)
+
+
+def _corpus_of(plan: Plan, given: Path | None) -> Path:
+    if given is None and plan.corpus is None:
+        raise DataError(
+            f"{plan.path} does not say of which corpus it is: make a plan of it that does, "
+            f"python tools/prune_data.py plan CORPUS --list {plan.path}, or give --corpus"
+        )
+    return find(given or plan.corpus or "")
+
+
+def _nothing_left(plan: Plan, split: str, manifest: Manifest, gaps: dict[str, Gaps]) -> NoReturn:
+    segment = manifest.splits[split][0]
+    lost = gaps[segment.shard]
+    document = int(lost.documents[int(np.searchsorted(lost.tokens.ends, segment.first_token, side="right"))])
+    raise DataError(
+        f"{plan.path} leaves nothing of the split {split!r}: delete its line {plan.line_of(segment.shard, document)}, "
+        "for one, to keep that document"
+    )

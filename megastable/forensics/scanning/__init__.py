@@ -1,0 +1,1 @@
+"""Whole corpora scanned for odd and duplicate documents: in several processes, resumable, in constant memory."""

@@ -1,0 +1,196 @@
+"""A row for every document: what it measures, how unusual its worst piece is, a hash of its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from megastable.data.shards import Shard
+from megastable.forensics.oddness.kinds import KINDS
+from megastable.forensics.oddness.yardstick import NAMES, Yardstick, cut
+from megastable.forensics.scanning.units import BLOCK, Int64s, Raw, blocks
+
+EMPTY = "empty"  # the kind of a document without tokens, which no yardstick measures
+ALL_KINDS = (*KINDS, EMPTY)
+LARGEST = (
+    "run",
+)  # features of a document that are the largest of its pieces; of others it is the mean by tokens
+
+UInt64s = npt.NDArray[np.uint64]
+
+SCHEMA = pa.schema(
+    [
+        ("shard", pa.dictionary(pa.int8(), pa.string())),
+        ("document", pa.int64()),
+        ("first_token", pa.int64()),
+        ("tokens", pa.int64()),
+        ("score", pa.float32()),
+        ("kind", pa.dictionary(pa.int8(), pa.string())),
+        ("feature", pa.dictionary(pa.int8(), pa.string())),  # which one says so, of the worst piece
+        ("value", pa.float32()),  # and how much it is there
+        ("piece", pa.int64()),  # the first token of the worst piece
+        ("piece_tokens", pa.int32()),
+        ("high", pa.uint64()),  # xxh3-128 of the bytes
+        ("low", pa.uint64()),
+        *((name, pa.float32()) for name in NAMES),
+    ]
+)
+
+
+def measure_rows(
+    yardstick: Yardstick, shard: Shard, first: int, edges: Int64s, key: int | None = None
+) -> pa.Table:
+    """Rows (`SCHEMA`) of the documents from number `first` on, whose `edges` are int64 [d + 1] in tokens of the shard.
+
+    key: of all of them, instead of their own. Time is linear in tokens, memory in documents. Raises DataError when
+    they cannot be read.
+    """
+    _keep_memory()
+    lengths = np.diff(edges)
+    worst = _Worst(len(lengths), edges)
+    largest = [NAMES.index(name) for name in LARGEST]
+    sums = np.zeros((len(lengths), len(NAMES)), dtype=np.float64)
+    peaks = np.zeros((len(lengths), len(largest)), dtype=np.float32)
+    hashes = _Hashes(shard.name, first, lengths)
+    for block in blocks(shard, edges, cut):
+        keys = hashes.add(block.tokens, block.edges, block.owner)
+        if key is not None:
+            keys = np.full_like(keys, key)
+        measured = yardstick.measure(block.tokens, block.edges, keys)
+        judged = yardstick.judge(measured)
+        weight = measured["length"].astype(np.float64)
+        begins = np.flatnonzero(np.append(True, np.diff(block.owner) != 0))
+        of = block.owner[begins]
+        table = np.stack([measured[name] for name in NAMES], axis=1)
+        sums[of] += np.add.reduceat(table * weight[:, None], begins)
+        peaks[of] = np.maximum(peaks[of], np.maximum.reduceat(table[:, largest], begins))
+        worst.look(block.owner, begins, judged.score, judged.kind, judged.feature, table,
+                   block.edges + block.first_token)  # fmt: skip
+    features = (sums / np.maximum(lengths, 1)[:, None]).astype(np.float32)
+    features[:, largest] = peaks
+    high, low = hashes.columns()
+    columns = {
+        "shard": coded(np.zeros(len(lengths), np.int8), [shard.name]),
+        "document": np.arange(first, first + len(lengths)),
+        "first_token": edges[:-1],
+        "tokens": lengths,
+        "score": worst.score,
+        "kind": coded(np.where(lengths > 0, worst.kind, len(KINDS)).astype(np.int8), ALL_KINDS),
+        "feature": coded(worst.feature.astype(np.int8), NAMES),
+        "value": worst.value,
+        "piece": worst.first,
+        "piece_tokens": worst.tokens,
+        "high": high,
+        "low": low,
+        **{name: features[:, column] for column, name in enumerate(NAMES)},
+    }
+    return pa.table(columns, schema=SCHEMA)
+
+
+@cache
+def _keep_memory() -> None:
+    """Let this process keep the memory of arrays that it drops, up to 64 MiB, for the next ones: twice as fast.
+
+    glibc hands every large block back to the kernel, which clears it for the next one, until a block of nearly 32 MiB
+    was freed: from then on it keeps smaller ones (mallopt(3), M_MMAP_THRESHOLD). Elsewhere this does nothing.
+    """
+    np.empty(31 << 20, np.uint8)
+
+
+def coded(codes: npt.NDArray[np.int8], names: Sequence[str]) -> pa.DictionaryArray:
+    """A column of texts, by their numbers in `names`."""
+    return pa.DictionaryArray.from_arrays(pa.array(codes, pa.int8()), pa.array(list(names)))
+
+
+def codes(column: pa.ChunkedArray, names: Sequence[str]) -> Int64s:
+    """What `coded` was made of, int64 [n]; a file keeps only the names that occur, in any order."""
+    whole = column.combine_chunks()
+    known = np.array([names.index(name) for name in whole.dictionary.to_pylist()], dtype=np.int64)
+    return known[whole.indices.to_numpy(zero_copy_only=False)] if len(whole) else np.empty(0, np.int64)
+
+
+def document_keys(tokens: Raw, edges: Int64s) -> UInt64s:
+    """Keys of whole documents for a yardstick, uint64 [d]: copies have the same. edges: int64 [d + 1] into tokens [n].
+
+    As the scan knows them, of documents that are no longer than a block; of others, see `long_key`.
+    """
+    return _digests(tokens, edges)[:, 1].astype(np.uint64)
+
+
+def long_key(shard: str, document: int) -> int:
+    """The key of a document longer than a block, which is never in memory as a whole."""
+    return xxhash.xxh3_64_intdigest(f"{document} {shard}".encode())
+
+
+def _digests(tokens: Raw, edges: Int64s) -> npt.NDArray[np.uint64]:
+    """xxh3-128 of the bytes between `edges` int64 [d + 1]: big-endian uint64 [d, 2]."""
+    view = tokens.data.cast("B") if len(tokens) else memoryview(b"")
+    at = (edges * tokens.dtype.itemsize).tolist()
+    joined = b"".join([xxhash.xxh3_128_digest(view[a:b]) for a, b in pairwise(at)])
+    return np.frombuffer(joined, ">u8").reshape(-1, 2)
+
+
+class _Worst:
+    """The worst piece of each document so far."""
+
+    def __init__(self, documents: int, edges: Int64s) -> None:
+        self.score = np.zeros(documents, np.float32)
+        self.kind = np.zeros(documents, np.int16)
+        self.feature = np.zeros(documents, np.int16)
+        self.value = np.zeros(documents, np.float32)
+        self.first = edges[:-1].copy()
+        self.tokens = np.zeros(documents, np.int32)
+
+    def look(
+        self, owner: Int64s, begins: npt.NDArray[np.intp], score: npt.NDArray[np.float32],
+        kind: npt.NDArray[np.int16], feature: npt.NDArray[np.int16], table: npt.NDArray[np.float32], edges: Int64s,
+    ) -> None:  # fmt: skip
+        """Pieces of documents `owner` [k], whose first ones are at `begins`."""
+        # The first of the highest of each: a stable sort by score within each document.
+        order = np.lexsort((-score, owner))
+        at = order[begins]
+        of = owner[at]
+        better = (score[at] > self.score[of]) | (self.tokens[of] == 0)
+        at, of = at[better], of[better]
+        self.score[of], self.kind[of], self.feature[of] = score[at], kind[at], feature[at]
+        self.value[of] = table[at, feature[at]]
+        self.first[of], self.tokens[of] = edges[at], np.diff(edges)[at]
+
+
+class _Hashes:
+    """xxh3-128 of each document, which come in blocks; only one longer than a block comes in several."""
+
+    def __init__(self, shard: str, first: int, lengths: Int64s) -> None:
+        self._shard, self._first, self._lengths = shard, first, lengths
+        self._digests = np.zeros((len(lengths), 2), dtype=">u8")
+        self._open: tuple[int, xxhash.xxh3_128] | None = None
+
+    def add(self, tokens: Raw, edges: Int64s, owner: Int64s) -> UInt64s:
+        """The keys of the pieces of a block, uint64 [k]."""
+        begins = np.flatnonzero(np.append(True, np.diff(owner) != 0))
+        of = owner[begins]
+        if self._lengths[of[0]] > BLOCK:
+            document = int(of[0])
+            if self._open is None or self._open[0] != document:
+                self._open = document, xxhash.xxh3_128()
+            self._open[1].update(tokens.data.cast("B"))
+            self._digests[document] = np.frombuffer(self._open[1].digest(), ">u8")
+            return np.full(len(owner), long_key(self._shard, self._first + document), np.uint64)
+        self._digests[of] = _digests(tokens, np.append(edges[begins], edges[-1]))
+        return np.repeat(self._digests[of, 1].astype(np.uint64), np.diff(np.append(begins, len(owner))))
+
+    def columns(self) -> tuple[UInt64s, UInt64s]:
+        return self._digests[:, 0].astype(np.uint64), self._digests[:, 1].astype(np.uint64)
+
+
+@lru_cache(maxsize=1)
+def cached_yardstick(path: Path, changed: int) -> Yardstick:
+    """The yardstick in a file, loaded once by each process. changed: when it was written, in nanoseconds."""
+    return Yardstick.load(path)

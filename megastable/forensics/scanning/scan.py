@@ -1,0 +1,406 @@
+"""Every document of some shards measured by what is usual, in several processes; an interrupted scan goes on.
+
+    scan = scan_shards(open_shelf([Path("data/mine")]), Path("scans/mine"), workers=8)
+
+What is usual is learnt from a sample of the shards themselves, or of a reference that is known to be good. The rows go
+to the disk unit by unit (`workplace.py`); this process keeps counters, histograms and the worst documents.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from megastable import __version__
+from megastable.data.pool import ordered_map
+from megastable.data.progress import Meter
+from megastable.data.shards import Shard
+from megastable.data.staging import write_file
+from megastable.errors import DataError
+from megastable.forensics.oddness.yardstick import NAMES, Lexicon, Yardstick
+from megastable.forensics.scanning import workplace
+from megastable.forensics.scanning.duplicates import HASHED, Copies, Found, exact
+from megastable.forensics.scanning.near import find_near, sign
+from megastable.forensics.scanning.rows import (
+    EMPTY,
+    UInt64s,
+    cached_yardstick,
+    document_keys,
+    long_key,
+    measure_rows,
+)
+from megastable.forensics.scanning.scanned import (
+    SHARES,
+    USUAL,
+    Bars,
+    Copied,
+    Scan,
+    ShardFacts,
+    Threshold,
+    Worst,
+    told,
+)
+from megastable.forensics.scanning.spool import Records
+from megastable.forensics.scanning.tally import STEP, THRESHOLDS, Tally, tally
+from megastable.forensics.scanning.units import (
+    BLOCK,
+    SAMPLE,
+    Int64s,
+    Raw,
+    Unit,
+    edges_of,
+    open_unit,
+    sample,
+    stamp_of,
+    unit_size,
+    units,
+)
+from megastable.forensics.shelf import Shelf
+
+FORMAT = 1  # of what is in the folder
+TOP = 100  # worst documents that the result holds
+THRESHOLD = 0.8  # similarity from which on documents are near duplicates
+LARGEST_VOCABULARY = 1 << 20  # of int32 shards without a tokenizer
+
+
+def default_folder(shelf: Shelf) -> Path:
+    """Where a scan goes when nobody says."""
+    return Path("scans") / shelf.folder_name
+
+
+def scan_shards(
+    shelf: Shelf,
+    folder: Path,
+    *,
+    against: Shelf | None = None,
+    workers: int = 1,
+    near: bool = False,
+    threshold: float = THRESHOLD,
+    top: int = TOP,
+    again: bool = False,
+    progress: bool = True,
+) -> Scan:
+    """Scan a shelf into `folder`; what an earlier call with the same shelf and reference did there is reused.
+
+    against: what is usual is learnt from that shelf. near: look for documents whose similarity is `threshold`, too.
+    top: worst documents in the result. again: remove an earlier scan from `folder`, whatever it is of.
+
+    Raises DataError for shards without tokens, damaged, changed on the way or made with another tokenizer than
+    `against`, for a folder that is occupied or of another scan, and for a full disk; MegastableError when a worker is
+    killed. What is measured stays in the folder, and the next call goes on from there.
+    """
+    if workers < 1 or top < 1 or not 0.3 <= threshold <= 1:
+        raise DataError(
+            f"{workers} workers, the worst {top}, similarity {threshold}: give at least 1, at least 1, and 0.3 to 1"
+        )
+    for one in (shelf, against):
+        if one is not None and not one.tokens:
+            raise DataError(
+                f"{one.name} has no tokens in {len(one.shards)} shard(s): there is nothing to scan"
+            )
+    warnings = _compare(shelf, against)
+    asked = {
+        "format": FORMAT, "version": __version__, "name": shelf.name, "fingerprint": shelf.fingerprint,
+        "tokenizer": _tokenizer(shelf), "against": against.fingerprint if against else "",
+        "files": _files(shelf, against),
+    }  # fmt: skip
+    with workplace.occupied(folder, asked, again):
+        job = _Job(shelf, folder, against, workers, near, threshold, top, progress, warnings)
+        return job.finished() or job.run()
+
+
+def _files(*shelves: Shelf | None) -> str:
+    """A hash of the sizes and times of all files: a manifest does not know that a file was changed after it."""
+    shards = [shard for shelf in shelves if shelf is not None for shard in shelf.shards]
+    stamps = [(shard.name, stamp_of(shard.bin_path.with_name(shard.name))) for shard in shards]
+    return xxhash.xxh3_128_hexdigest(repr(stamps).encode())
+
+
+def _tokenizer(shelf: Shelf) -> str:
+    if shelf.tokenizer is not None:
+        return shelf.tokenizer.xxh3
+    return shelf.manifest.tokenizer.xxh3 if shelf.manifest is not None else ""
+
+
+def _compare(shelf: Shelf, against: Shelf | None) -> list[str]:
+    """What should be known of the two; raises DataError when they do not go together."""
+    warnings = [shelf.problem] if shelf.problem else []
+    if against is None:
+        return warnings
+    one, other = _tokenizer(shelf), _tokenizer(against)
+    sizes = {shelf.vocab_size, against.vocab_size} - {None}
+    if (one and other and one != other) or len(sizes) > 1:
+        raise DataError(
+            f"{shelf.name} and the reference {against.name} were made with different tokenizers "
+            f"({_described(shelf)}; {_described(against)}): the same ids mean other texts, choose another reference"
+        )
+    if not one or not other:
+        unknown = " and ".join(each.name for each in (shelf, against) if not _tokenizer(each))
+        warnings.append(
+            f"the tokenizer of {unknown} is not known: that both were made with the same one is taken for granted"
+        )
+    return warnings
+
+
+def _described(shelf: Shelf) -> str:
+    return f"{shelf.name}: {shelf.vocab_size or 'unknown number of'} tokens, xxh3 {_tokenizer(shelf)[:8] or 'unknown'}"
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a worker must know beside the unit."""
+
+    folder: Path
+    changed: int  # of the yardstick's file
+    documents: int
+    top: int
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What a worker says of a unit; measured: tokens, 0 when the part was there."""
+
+    tokens: int
+    documents: int
+    measured: int
+    tally: Tally
+
+
+def _measure(unit: Unit, work: _Work) -> _Done:
+    """Measure a unit, unless its part is there; runs in the worker processes."""
+    path, measured = workplace.part(work.folder, unit.number), 0
+    rows = workplace.read_rows(path)
+    if rows is None or len(rows) != unit.documents:
+        shard = open_unit(unit)
+        yardstick = cached_yardstick(work.folder / workplace.YARDSTICK, work.changed)
+        rows = measure_rows(yardstick, shard, unit.first_document, edges_of(shard, unit))
+        workplace.write_rows(path, rows)
+        measured = unit.tokens
+    counted = tally(rows, unit.shard, unit.before, work.documents, work.top)
+    return _Done(unit.tokens, unit.documents, measured, counted)
+
+
+@dataclass
+class _Job:
+    shelf: Shelf
+    folder: Path
+    against: Shelf | None
+    workers: int
+    near: bool
+    threshold: float
+    top: int
+    progress: bool
+    warnings: list[str]
+    units: list[Unit] = field(default_factory=list)
+
+    def finished(self) -> Scan | None:
+        """The result, when an earlier call has found all that is asked for."""
+        if not (self.folder / workplace.RESULT).exists():
+            return None
+        scan = Scan.load(self.folder)
+        alike = not self.near or scan.near_threshold == self.threshold
+        if scan.top < self.top or not alike:
+            return None
+        return scan.model_copy(update={"top": self.top, "worst": scan.worst[: self.top]})
+
+    def run(self) -> Scan:
+        begin = time.monotonic()
+        self.units = list(units(self.shelf.shards, unit_size(self.shelf.tokens)))
+        yardstick, usual = self._yardstick()
+        ready = time.monotonic()
+        found, measured = self._measure()
+        seconds = time.monotonic() - ready
+        copies, near = self._duplicates()
+        scan = self._result(yardstick, usual, found, copies, near)
+        scan = scan.model_copy(
+            update={
+                "yardstick_seconds": ready - begin,
+                "seconds": seconds,
+                "measured_tokens": measured,
+                "duplicates_seconds": time.monotonic() - ready - seconds,
+            }
+        )
+        scan.save(self.folder)
+        return scan
+
+    def _yardstick(self) -> tuple[Yardstick, Tally]:
+        """What is usual, and how the sample does by it; from the folder when they are there."""
+        path, told_path = self.folder / workplace.YARDSTICK, self.folder / workplace.REFERENCE
+        if path.exists() and told_path.exists():
+            try:
+                return Yardstick.load(path), _read_usual(told_path)
+            except DataError:
+                pass  # damaged: made again
+        reference = self.against or self.shelf
+        usual, done, count = Tally(1), 0, 0
+        total = 2 * min(reference.tokens, SAMPLE)  # it is read, and later measured by what was learnt of it
+        with Meter(total, not self.progress, "learning what is usual", "learnt", "tokens") as meter:
+
+            def noted() -> Iterator[tuple[Raw, Int64s, UInt64s]]:
+                nonlocal done, count
+                for tokens, edges, keys in _samples(reference):
+                    done, count = done + len(tokens), count + len(keys)
+                    meter.update(done, count, done)
+                    yield tokens, edges, keys
+
+            yardstick = Yardstick.of(noted(), _lexicon(reference), reference.eod)
+            for shard, edges, documents, key in _keyed(reference):
+                rows = measure_rows(yardstick, shard, int(documents[0]), edges, key)
+                usual.add(tally(rows, 0, 0, 1 << 62, 1))
+                done, count = done + int(edges[-1] - edges[0]), count + len(rows)
+                meter.update(done, count, done)
+        yardstick.save(path)
+        content = {"documents": usual.documents.tolist(), "tokens": usual.tokens.tolist()}
+        write_file(told_path, json.dumps(content).encode())
+        return yardstick, usual
+
+    def _measure(self) -> tuple[Tally, int]:
+        found, measured, read, documents = Tally(self.top), 0, 0, 0
+        changed = (self.folder / workplace.YARDSTICK).stat().st_mtime_ns
+        work = _Work(self.folder, changed, self.shelf.documents, self.top)
+        with self._meter("scanning", "scanned") as meter:
+            results = ordered_map(partial(_measure, work=work), self.units, self.workers)
+            with closing(results):
+                for done in results:
+                    found.add(done.tally)
+                    read, measured = read + done.tokens, measured + done.measured
+                    documents += done.documents if done.measured else 0
+                    meter.update(read, documents, measured)
+        return found, measured
+
+    def _meter(self, doing: str, done: str) -> Meter:
+        return Meter(self.shelf.tokens, not self.progress, doing, done, "tokens")
+
+    def _duplicates(self) -> tuple[Found, Found | None]:
+        """Find copies and write them."""
+        spool, near = self.folder / workplace.SPOOL, None
+        if self.near:
+            with self._meter("signing", "signed") as meter:
+                tokens = documents = 0
+                results = ordered_map(partial(sign, folder=self.folder), self.units, self.workers)
+                with closing(results):
+                    for unit, done in zip(self.units, results):
+                        tokens, documents = tokens + done, documents + unit.documents
+                        meter.update(tokens, documents, tokens)
+        with Copies(spool / "copies", self.shelf.documents) as copies:
+            found = exact(self._hashes(), self.shelf.documents, spool / "hashes", copies)
+            if self.near:
+                near = find_near(self.shelf.shards, self.units, self.folder, copies, self.threshold)
+            copies.write(self.folder / workplace.DUPLICATES)
+        shutil.rmtree(spool, ignore_errors=True)
+        return found, near
+
+    def _hashes(self) -> Iterator[Records]:
+        for unit in self.units:
+            path = workplace.part(self.folder, unit.number)
+            rows = workplace.read_rows(path, ["high", "low", "tokens"])
+            if rows is None:
+                raise DataError(f"{path} vanished while it was in use: scan again, what is there is kept")
+            records = np.empty(len(rows), HASHED)
+            for name in ("high", "low", "tokens"):
+                records[name] = rows[name].to_numpy()
+            records["document"] = np.arange(len(rows)) + unit.before + unit.first_document
+            yield records
+
+    def _result(
+        self, yardstick: Yardstick, usual: Tally, found: Tally, copies: Found, near: Found | None
+    ) -> Scan:
+        shelf, before = self.shelf, 0
+        shards = []
+        for shard in shelf.shards:
+            shards.append(
+                ShardFacts(name=shard.name, documents=shard.documents, tokens=shard.tokens, before=before)
+            )
+            before += shard.documents
+        empty = int(found.lengths[0])
+        kinds = found.by_kind()
+        lengths = found.lengths[: int(np.flatnonzero(found.lengths)[-1]) + 1]
+        return Scan(
+            name=shelf.name, fingerprint=shelf.fingerprint, tokenizer=_tokenizer(shelf),
+            vocab_size=yardstick.lexicon.vocab_size, against=self.against.name if self.against else "",
+            shards=shards, units=len(self.units), documents=shelf.documents, tokens=shelf.tokens, empty=empty,
+            sample_documents=int(usual.documents.sum()), sample_tokens=int(usual.tokens.sum()), kinds=kinds,
+            quantiles=found.quantiles(SHARES),
+            histograms={name: Bars(edges=edges, counts=n) for name, (edges, n) in found.histograms().items()},
+            lengths=lengths.tolist(), score_step=STEP,
+            scores=found.scores().tolist(), thresholds=_thresholds(found, usual), top=self.top,
+            worst=[_worst(row, yardstick) for row in found.worst],
+            copies=Copied(**vars(copies)), near=Copied(**vars(near)) if near else None,
+            near_threshold=self.threshold if near else None, workers=self.workers, seconds=0.0,
+            measured_tokens=0, yardstick_seconds=0.0, duplicates_seconds=0.0, warnings=self.warnings,
+        )  # fmt: skip
+
+
+def _thresholds(found: Tally, usual: Tally) -> list[Threshold]:
+    """How many documents lie above each score. Beyond the worst of all there is nothing to tell."""
+    full, sampled = found.above(0.0)[0], usual.above(0.0)[0]
+    table = []
+    for score in THRESHOLDS:
+        documents, tokens = found.above(score)
+        kinds = {kind: found.above(score, kind)[0] for kind in found.by_kind() if kind not in (EMPTY, USUAL)}
+        table.append(
+            Threshold(
+                score=score, documents=documents, tokens=tokens, share=documents / max(full, 1),
+                usual=usual.above(score)[0] / max(sampled, 1), kinds={k: n for k, n in kinds.items() if n},
+            )
+        )  # fmt: skip
+        if not documents:
+            break
+    return table
+
+
+def _worst(row: dict[str, Any], yardstick: Yardstick) -> Worst:
+    return Worst(
+        **{name: row[name] for name in Worst.model_fields if name in row},
+        why=told(yardstick, row), features={name: row[name] for name in NAMES},
+    )  # fmt: skip
+
+
+def _keyed(shelf: Shelf) -> Iterator[tuple[Shard, Int64s, Int64s, int | None]]:
+    """The sample, with the key of what is a part of a long document."""
+    for shard, edges, documents in sample(shelf.shards):
+        key = None
+        if len(documents) == 1:
+            first, end = shard.document_bounds(int(documents[0]))
+            key = long_key(shard.name, int(documents[0])) if end - first > BLOCK else None
+        yield shard, edges, documents, key
+
+
+def _samples(shelf: Shelf) -> Iterator[tuple[Raw, Int64s, UInt64s]]:
+    """The sample with its tokens and keys, as a yardstick is made of it."""
+    for shard, edges, _, key in _keyed(shelf):
+        tokens, edges = shard.raw(int(edges[0]), int(edges[-1] - edges[0])), np.unique(edges - edges[0])
+        keys = document_keys(tokens, edges) if key is None else np.array([key], np.uint64)
+        yield tokens, edges, keys
+
+
+def _lexicon(shelf: Shelf) -> Lexicon:
+    size = shelf.vocab_size
+    if size is None:
+        size = 1
+        for shard, edges, _ in sample(shelf.shards):
+            size = max(size, int(shard.raw(int(edges[0]), int(edges[-1] - edges[0])).max(initial=0)) + 1)
+        size = min(size, LARGEST_VOCABULARY if shelf.shards[0].dtype == "int32" else 1 << 16)
+    return Lexicon.of(shelf.tokenizer, size, shelf.eod)
+
+
+def _read_usual(path: Path) -> Tally:
+    """The counters of the sample."""
+    counted = Tally(1)
+    try:
+        found = json.loads(path.read_bytes())
+        counted.documents += np.array(found["documents"], np.int64)
+        counted.tokens += np.array(found["tokens"], np.int64)
+        return counted
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error

@@ -1,0 +1,261 @@
+"""The result of a scan: `scan.json` in its folder, and the documents that it finds odd, from the parts beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megastable.data.staging import write_file
+from megastable.errors import DataError
+from megastable.forensics.oddness.yardstick import NAMES, Yardstick
+from megastable.forensics.scanning import workplace
+from megastable.forensics.scanning.duplicates import COPY, read_copies
+from megastable.forensics.scanning.rows import ALL_KINDS, EMPTY, codes
+from megastable.forensics.scanning.spool import Records
+
+DUPLICATE, NEAR_DUPLICATE = "duplicate", "near duplicate"
+USUAL = ALL_KINDS[0]
+SHARES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
+COLUMNS = ["document", "first_token", "tokens", "score", "kind", "feature", "value", "piece_tokens"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ShardFacts(_Part):
+    """A shard that was scanned, its documents, and the number of its first one, counted over all shards."""
+
+    name: str
+    documents: int
+    tokens: int
+    before: int
+
+
+class Threshold(_Part):
+    """Documents whose score is `score` or more: how many, their tokens, their share of the corpus and, `usual`, of the
+    sample of the reference, which is how many are called odd in a good corpus; kinds: how many of each."""
+
+    score: float
+    documents: int
+    tokens: int
+    share: float
+    usual: float
+    kinds: dict[str, int]
+
+
+class Bars(_Part):
+    """A histogram; counts: one less than edges."""
+
+    edges: list[float]
+    counts: list[int]
+
+
+class Copied(_Part):
+    """Copies after the first one of each group."""
+
+    documents: int
+    tokens: int
+    groups: int
+
+
+class Worst(_Part):
+    """One of the worst documents. piece, piece_tokens: where in the shard it is worst; why: in words."""
+
+    shard: str
+    document: int
+    first_token: int
+    tokens: int
+    score: float
+    kind: str
+    piece: int
+    piece_tokens: int
+    feature: str
+    value: float
+    why: str
+    features: dict[str, float]
+
+
+class Scan(_Part):
+    """shards are `name` (fingerprint, tokenizer: xxh3 or ""); against: the name of the reference, itself if it is "".
+
+    lengths: documents by powers of two: of 0 tokens, of 1, of 2 and 3, ... scores: documents by score, in steps of
+    `score_step`, the last is all above. worst: at most `top`, none with a score of 0. quantiles: of the score and each
+    feature over documents, at `shares`; they and the histograms are of a sample of a large corpus. seconds: of the
+    measuring in this call, of `measured_tokens`, by `workers`; yardstick_seconds: of what came before it.
+    """
+
+    format: int = 1
+    name: str
+    fingerprint: str
+    tokenizer: str
+    vocab_size: int
+    against: str
+    shards: list[ShardFacts]
+    units: int
+    documents: int
+    tokens: int
+    empty: int
+    sample_documents: int
+    sample_tokens: int
+    kinds: dict[str, int]
+    shares: tuple[float, ...] = SHARES
+    quantiles: dict[str, list[float]]
+    histograms: dict[str, Bars]
+    lengths: list[int]
+    score_step: float
+    scores: list[int]
+    thresholds: list[Threshold]
+    top: int
+    worst: list[Worst]
+    copies: Copied
+    near: Copied | None
+    near_threshold: float | None
+    workers: int
+    seconds: float
+    measured_tokens: int
+    yardstick_seconds: float
+    duplicates_seconds: float
+    warnings: list[str]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the measuring, all workers together; 0 when all was there already."""
+        return self.measured_tokens / self.seconds if self.measured_tokens else 0.0
+
+    def save(self, folder: Path) -> None:
+        """Write FOLDER/scan.json. Raises DataError when the disk refuses."""
+        write_file(folder / workplace.RESULT, (self.model_dump_json(indent=1) + "\n").encode())
+
+    @classmethod
+    def load(cls, folder: Path) -> Scan:
+        """The result in a folder. Raises DataError when there is none, or it is damaged."""
+        path = folder / workplace.RESULT
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            if (folder / workplace.BEGUN).exists():
+                raise DataError(
+                    f"{folder} holds a scan that was interrupted: the same command again goes on with it"
+                ) from None
+            raise DataError(
+                f"{folder} holds no scan: make one with tools/inspect_data.py scan SHARDS --out {folder}"
+            ) from None
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(str(part) for part in problem["loc"])
+            raise DataError(
+                f"{path} is damaged or of another version ({where}: {problem['msg']}): scan again with --again"
+            ) from error
+
+    def place(self, number: int) -> tuple[str, int]:
+        """(shard, document) of document `number`, counted over all shards."""
+        befores = [shard.before for shard in self.shards]
+        at = int(np.searchsorted(befores, number, side="right")) - 1
+        return self.shards[at].name, number - befores[at]
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A document that may be pruned: tokens [first_token, first_token + tokens) of its shard; why: in words."""
+
+    shard: str
+    document: int
+    first_token: int
+    tokens: int
+    score: float
+    kind: str
+    why: str
+
+
+def suspects(
+    folder: Path,
+    least: float | None = None,
+    kinds: Collection[str] | None = None,
+    duplicates: bool = False,
+) -> Iterator[Suspect]:
+    """The documents of a scan that are odd, in the order of the shards; memory does not grow with their number.
+
+    least: their score is that or more; kinds: only these (`ALL_KINDS`); with neither, none for its score. "empty" among
+    the kinds takes documents without tokens, which have no score. duplicates: those that have an earlier copy, too,
+    whatever their score and kind. Raises DataError for a scan that is not there or damaged, and an unknown kind.
+    """
+    scan = Scan.load(folder)
+    wanted = set(ALL_KINDS[:-1] if kinds is None else kinds)
+    if unknown := sorted(wanted - set(ALL_KINDS)):
+        raise DataError(f"there is no kind {unknown[0]!r}: the kinds are {', '.join(ALL_KINDS[1:])}")
+    odd = least is not None or kinds is not None
+    take = np.array([odd and kind in wanted for kind in ALL_KINDS])
+    yardstick = Yardstick.load(folder / workplace.YARDSTICK)
+    copies = _Ahead(folder / workplace.DUPLICATES if duplicates else None)
+    befores = {shard.name: shard.before for shard in scan.shards}
+    for number in range(scan.units):
+        path = workplace.part(folder, number)
+        rows = workplace.read_rows(path, ["shard", *COLUMNS])
+        if rows is None:
+            raise DataError(f"{path} is missing or damaged: scan again with --again")
+        if not len(rows):
+            continue
+        shard = rows["shard"][0].as_py()
+        kind, score = codes(rows["kind"], ALL_KINDS), rows["score"].to_numpy()
+        high = take[kind] & ((score >= (0.0 if least is None else least)) | (kind == len(ALL_KINDS) - 1))
+        first = int(rows["document"][0].as_py()) + befores[shard]
+        copied = copies.between(first, first + len(rows))
+        of = dict(zip((copied["document"] - first).tolist(), copied))
+        chosen = np.union1d(np.flatnonzero(high), np.fromiter(of, np.int64)).astype(np.int64)
+        for index, row in zip(chosen.tolist(), rows.select(COLUMNS).take(chosen).to_pylist()):
+            why = (
+                []
+                if not high[index]
+                else ["it has no tokens" if row["kind"] == EMPTY else told(yardstick, row)]
+            )
+            called = row["kind"]
+            if index in of:
+                text, sort = _copy(scan, of[index])
+                why.append(text)
+                called = called if high[index] else sort
+            yield Suspect(
+                shard, row["document"], row["first_token"], row["tokens"], row["score"], called, "; ".join(why)
+            )  # fmt: skip
+
+
+def told(yardstick: Yardstick, row: dict[str, object]) -> str:
+    """Why a row has its score, in words."""
+    values = dict.fromkeys(NAMES, 0.0)
+    values |= {str(row["feature"]): float(row["value"]), "length": float(row["piece_tokens"])}  # type: ignore[arg-type]
+    return yardstick.explain(values, str(row["feature"]))
+
+
+def _copy(scan: Scan, copy: Records) -> tuple[str, str]:
+    shard, document = scan.place(int(copy["of"]))
+    if not copy["near"]:
+        return f"a copy of document {document} of {shard}", DUPLICATE
+    return f"{copy['similarity']:.0%} the same as document {document} of {shard}", NEAR_DUPLICATE
+
+
+class _Ahead:
+    """The copies of a file, ascending, by ranges that ascend too."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._batches = iter(()) if path is None else read_copies(path)
+        self._held = np.empty(0, COPY)
+
+    def between(self, first: int, end: int) -> Records:
+        parts = []
+        while True:
+            low, high = np.searchsorted(self._held["document"], (first, end))
+            parts.append(self._held[low:high])
+            self._held = self._held[high:]
+            if len(self._held):
+                break
+            following = next(self._batches, None)
+            if following is None:
+                break
+            self._held = following
+        return np.concatenate(parts)

@@ -1,0 +1,220 @@
+"""What a model thought of documents: `scores.json` in a folder, and a row for each document, from the parts beside it.
+
+A loss is judged by those of documents of like length, whose first tokens are as large a part of them: how many robust
+standard deviations (1.4826 times the median absolute deviation) it is from their median. Low ones are findings, too.
+Worst windows are judged by those of other documents that are as long as they: long documents have no longer windows.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megastable.data.staging import write_file
+from megastable.errors import DataError
+from megastable.forensics.scanning import workplace
+
+RESULT = "scores.json"
+FEW = 32  # documents that a length is judged by, at least: neighbouring ones are taken together
+FEWEST = 8  # documents below which nothing is judged
+SIGMA = 1.4826  # median absolute deviations of a normal distribution in its standard deviation
+ODD = 4.0  # robust deviations from which on a document is called odd
+LEAST = 0.02  # nats: no scatter is taken for less
+BARS = 60
+SHARES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
+
+SCHEMA = pa.schema(
+    [
+        ("shard", pa.dictionary(pa.int8(), pa.string())),
+        ("document", pa.int64()),
+        ("first_token", pa.int64()),
+        ("tokens", pa.int64()),
+        ("loss", pa.float32()),  # nats per token; nan for a document of which none is told
+        ("worst_window", pa.float32()),  # the highest mean of a window
+        ("worst_first", pa.int64()),  # its first token, counted in the shard
+        ("worst_tokens", pa.int32()),
+        ("bits_per_byte", pa.float32()),  # nan where the tokenizer is not known
+        ("gradient_norm", pa.float32()),  # of the mean loss; nan where it was not asked for
+    ]
+)
+
+Int64s = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.floating]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+class Like(_Part):
+    """Texts of fewer tokens than `below`, and not than the entry before: median and robust deviation of a loss."""
+
+    below: int
+    documents: int
+    median: float
+    scale: float
+
+
+class Scores(_Part):
+    """checkpoint: of which `step`, by its fingerprint; precision: of the arithmetic; window: tokens read at once.
+
+    loss: mean over all tokens that were told, nats; bits_per_byte: over all documents, None where the tokenizer is not
+    known. likes, window_likes: what is usual of documents and of their worst windows. edges, counts: histogram of the
+    documents' losses; quantiles: of them, at `shares`; high, low: how many documents are odd by `ODD` and more.
+    seconds: of the measuring in this call, of `measured_tokens`.
+    """
+
+    format: int = 1
+    name: str
+    fingerprint: str
+    checkpoint: str
+    checkpoint_fingerprint: str
+    step: int
+    precision: str
+    device: str
+    window: int
+    gradients: bool
+    parts: int
+    documents: int
+    tokens: int
+    loss: float
+    bits_per_byte: float | None
+    likes: list[Like]
+    window_likes: list[Like]
+    edges: list[float]
+    counts: list[int]
+    shares: tuple[float, ...] = SHARES
+    quantiles: list[float]
+    high: int
+    low: int
+    seconds: float
+    measured_tokens: int
+    warnings: list[str]
+
+    def save(self, folder: Path) -> None:
+        write_file(folder / RESULT, (self.model_dump_json(indent=1) + "\n").encode())
+
+    @classmethod
+    def load(cls, folder: Path) -> Scores:
+        """The result in a folder. Raises DataError when there is none, or it is damaged."""
+        path = folder / RESULT
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise DataError(
+                f"{path} cannot be read ({error.strerror}): an interrupted scoring goes on by the same command"
+            ) from None
+        except ValidationError as error:
+            raise DataError(f"{path} is damaged or of another version: score again with --again") from error
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the measuring; 0 when all was there already."""
+        return self.measured_tokens / self.seconds if self.measured_tokens else 0.0
+
+
+def rows(folder: Path) -> Iterator[dict[str, Any]]:
+    """A row for each document (keys: `SCHEMA`, z, worst_z, odd), in the order of the shards.
+
+    z, worst_z: of loss and worst window, in robust standard deviations; odd: the larger of |z| and worst_z, or infinite
+    for losses that are no numbers. None for what is not known. Raises DataError for a part that is not there.
+    """
+    scores = Scores.load(folder)
+    for table in parts(folder, scores.parts):
+        tokens, loss, worst, length = (
+            table[key].to_numpy() for key in ("tokens", "loss", "worst_window", "worst_tokens")
+        )
+        z, worst_z = judged(scores.likes, tokens, loss), judged(scores.window_likes, length, worst)
+        odd = np.fmax(np.abs(z), worst_z)
+        broken = np.isinf(worst) | (np.isnan(worst) & (length > 0))
+        odd[broken] = np.inf
+        for row, *values in zip(table.to_pylist(), z.tolist(), worst_z.tolist(), odd.tolist(), strict=True):
+            row |= dict(zip(("z", "worst_z", "odd"), values, strict=True))
+            yield {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
+
+
+# What rows are ordered by: the key of the column, and 1 for the highest first, -1 for the lowest.
+ORDERS = {
+    "window": ("worst_window", 1),
+    "loss": ("z", 1),
+    "low": ("z", -1),
+    "odd": ("odd", 1),
+    "gradient": ("gradient_norm", 1),
+}
+
+
+def first_rows(folder: Path, most: int, by: str = "window") -> list[dict[str, Any]]:
+    """The first `most` rows by one of `ORDERS`, those without that number last. Raises DataError for another order."""
+    if by not in ORDERS:
+        raise DataError(f"there is no order {by!r}: choose one of {', '.join(ORDERS)}")
+    key, sign = ORDERS[by]
+
+    def place(row: dict[str, Any]) -> float:
+        if row["odd"] == math.inf and sign > 0:
+            return math.inf  # a loss that is no number
+        return -math.inf if row[key] is None else sign * float(row[key])
+
+    return heapq.nlargest(most, rows(folder), key=place)
+
+
+def parts(folder: Path, count: int, columns: list[str] | None = None) -> Iterator[pa.Table]:
+    """The tables of all parts. Raises DataError for one that is missing or damaged."""
+    for number in range(count):
+        path = workplace.part(folder, number)
+        table = workplace.read_rows(path, columns)
+        if table is None:
+            raise DataError(f"{path} is missing or damaged: score again with --again")
+        yield table
+
+
+def likes(tokens: Int64s, loss: Floats) -> list[Like]:
+    """What is usual, by length, of texts [d]; nothing when there are fewer than `FEWEST` with a loss.
+
+    Lengths are taken together by powers of two, and those with their neighbours until there are `FEW` texts.
+    """
+    good = np.isfinite(loss)
+    tokens, loss = tokens[good], loss[good]
+    if len(tokens) < FEWEST:
+        return []
+    power = np.frexp(np.maximum(tokens, 1).astype(np.float64))[1]  # tokens < 2 ** power
+    found, begin, last = list[tuple[int, int]](), 0, int(power.max())
+    for upto in range(1, last + 1):
+        if int(((power > begin) & (power <= upto)).sum()) >= FEW:
+            found.append((begin, upto))
+            begin = upto
+    if begin < last:
+        found.append((found.pop()[0] if found else 0, last))
+    told = []
+    for low, high in found:
+        inside = loss[(power > low) & (power <= high)]
+        median = float(np.median(inside))
+        scale = max(SIGMA * float(np.median(np.abs(inside - median))), LEAST)
+        below = 1 << 62 if high == last else 1 << high
+        told.append(Like(below=below, documents=len(inside), median=median, scale=scale))
+    return told
+
+
+def judged(by: Sequence[Like], tokens: Int64s, loss: Floats) -> Floats:
+    """How many robust deviations the losses of texts [d] are from the usual; nan without `by`."""
+    if not by:
+        return np.full(len(tokens), np.nan)
+    at = np.searchsorted([one.below for one in by], tokens, side="right")
+    return (loss - np.array([one.median for one in by])[at]) / np.array([one.scale for one in by])[at]
+
+
+def histogram(loss: Floats) -> tuple[list[float], list[int]]:
+    """(edges, counts) of the losses that are numbers."""
+    good = loss[np.isfinite(loss)]
+    if not good.size:
+        return [0.0, 1.0], [0]
+    low, high = float(good.min()), float(good.max())
+    counts, edges = np.histogram(good, BARS, (low, max(high, low + LEAST)))
+    return edges.tolist(), counts.tolist()
