@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megastable import durable, recipe
-from megastable.errors import user_errors
+from megastable.errors import ConfigError, user_errors
 from megastable.rundir import as_json
 
 EXAMPLES = """Examples:
@@ -21,9 +21,11 @@ BENCH stability
 
 BENCH stability --rounds 100 --json cost.json
 
-BENCH stability --recipe launch/recipes/125m.yaml model.vocab_size=32000 train.global_batch=32""".replace(
-    "BENCH", "python tools/bench.py"
-)
+BENCH stability --recipe launch/recipes/125m.yaml model.vocab_size=32000 train.global_batch=32
+
+BENCH data
+
+BENCH data --only found --seeds 3 --json found.json""".replace("BENCH", "python tools/bench.py")
 app = typer.Typer(help=__doc__, epilog=EXAMPLES, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -63,6 +65,36 @@ def stability(
         console.print(f"note: the guard did not simply pass {found.disturbed} steps: measure again")
     if json is not None:
         durable.write_output(json, as_json(asdict(found), indent=1) + "\n")
+
+
+@app.command(epilog=EXAMPLES)
+@user_errors()
+def data(
+    corpus: Annotated[Path, typer.Option(help="Real text, which is scanned")] = Path("data/stdlib"),
+    only: Annotated[list[str] | None, typer.Option(help="inspect, scan, prune or found; repeatable")] = None,
+    tokens: Annotated[
+        int, typer.Option(min=1000, help="Of the larger scan, and of what is pruned")
+    ] = 80_000_000,
+    seeds: Annotated[int, typer.Option(min=1, help="Times that corruption is planted")] = 2,
+    json: Annotated[Path | None, typer.Option(help="All numbers, and the machine")] = None,
+) -> None:
+    """What it costs to inspect, scan and prune, and how much of planted corruption a scan finds; takes minutes."""
+    import torch
+
+    from megastable.bench.common import machine
+    from megastable.bench.hunting import PARTS, hunt, tables
+
+    if unknown := set(only or ()) - set(PARTS):
+        raise ConfigError(f"--only {sorted(unknown)[0]}: choose among {', '.join(PARTS)}")
+    stderr = Console(stderr=True)
+    hunted = hunt(
+        corpus, tuple(only or PARTS), tokens, seeds, lambda text: stderr.print(f"measuring: {text}")
+    )
+    for table in tables(hunted):
+        Console().print(table)
+    if json is not None:
+        about = {"machine": machine(torch.device("cpu"))}
+        durable.write_output(json, as_json(asdict(hunted) | about, indent=1) + "\n")
 
 
 if __name__ == "__main__":

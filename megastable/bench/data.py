@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megastable.bench.memory import peak_mib
 from megastable.data.shards import ShardWriter
 from megastable.errors import MegastableError
 from megastable.forensics.scanning import workplace
@@ -135,7 +135,7 @@ def _child(folder: Path, tokenizer: str, near: bool) -> Run:
     scan = scan_shards(shelf, folder / "scan", near=near, progress=False)
     return Run(
         scan.tokens, scan.documents, time.perf_counter() - begin, time.process_time() - cpu,
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        peak_mib(),
     )  # fmt: skip
 
 

@@ -25,7 +25,8 @@ from megastable.rundir import RunDirectory
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "inspect_data.py"
 # What the process says of itself at its end, beside what it prints: how long after the imports, how much memory.
 WATCH = """
-import resource, runpy, sys, time
+import runpy, sys, time
+from megastable.bench.memory import peak_mib
 import megastable.forensics.history, megastable.forensics.samples, megastable.report.sheet.output, typer
 begin = time.perf_counter()
 sys.argv = sys.argv[1:]
@@ -33,8 +34,7 @@ try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 except SystemExit as end:
     assert not end.code, end.code
-used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(time.perf_counter() - begin, used, file=sys.stderr)
+print(time.perf_counter() - begin, peak_mib(), file=sys.stderr)
 """
 
 
@@ -109,7 +109,7 @@ def inspect_cost(
         command, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     whole = time.perf_counter() - begin
-    after, kilobytes = (float(x) for x in done.stderr.split()[-2:])
+    after, megabytes = (float(x) for x in done.stderr.split()[-2:])
     rows = len(json.loads(done.stdout)["rows"])
     assert rows >= 1024, rows
     return {
