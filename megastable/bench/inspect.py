@@ -116,5 +116,5 @@ def inspect_cost(
         "tokens": float(shards * tokens),
         "seconds": whole,
         "after_imports": after,
-        "megabytes": kilobytes / 1024,
+        "megabytes": megabytes,
     }
