@@ -16,19 +16,23 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.forensics.oddness.features import FEATURES, NAMES, Features, Floats
-from megastable.forensics.oddness.kinds import looks_like
+from megastable.forensics.oddness.kinds import KINDS, MADE_BY, looks_like
 
 MOST = 30.0  # a score beyond says nothing more
 CLASSES = np.array([8, 16, 32, 64, 128, 256])  # lengths in tokens at which the next class begins
 QUANTILES = (0.25, 0.5, 0.75)  # what is usual
 JUDGED = np.array([number for number, feature in enumerate(FEATURES) if feature.judged and feature.side])
 TAIL = (0.88, 0.94, 0.97)
+MANY = np.float32(np.log10(len(JUDGED)))  # taken from a score, since so many features could have said it
+# bool [kinds, judged features]: whether the feature explains the kind.
+EXPLAINS = np.array([[NAMES[number] in MADE_BY.get(kind, ()) for number in JUDGED] for kind in KINDS])
 
 
 @dataclass(frozen=True)
 class Judgement:
     """Of k pieces. score: float32 [k], about -log10 of the share of ordinary pieces that are as odd, 0 to MOST;
-    feature: int16 [k], the index in FEATURES of the one that says so; kind: int16 [k], the index in KINDS."""
+    kind: int16 [k], the index in KINDS; feature: int16 [k], the index in FEATURES of the one that explains it: the oddest
+    of those that make the kind, or of all where none of these is odd."""
 
     score: Floats
     feature: npt.NDArray[np.int16]
@@ -87,17 +91,19 @@ class Usual:
             beyond = feature.oddness(features[feature.name]) - self.edge[:, f].take(classes)
             decades = beyond / (self.scale[:, f].take(classes) * np.float32(np.log(10)))
             found[f] = np.where(beyond > 0, decades - np.float32(np.log10(1 - TAIL[1])), 0)
-        return np.minimum(found, MOST)
+        return np.minimum(found, MOST + MANY)
 
 
 def judge(usual: Usual, lengths: npt.NDArray[np.int64], features: Features) -> Judgement:
     """How unusual each piece is, what says so and what it looks like."""
     scores = usual.scores(lengths, features)
-    feature = JUDGED[scores[JUDGED].argmax(axis=0)]
-    score = scores[feature, np.arange(len(lengths))] - np.float32(np.log10(len(JUDGED)))
-    score = np.maximum(score, 0)
+    judged = scores[JUDGED]
+    score = np.clip(judged.max(axis=0) - MANY, 0, MOST)
     medians = usual.quantiles[:, :, QUANTILES.index(0.5)][length_class(lengths)]
     kind = looks_like(score, medians, scores, features)
+    explaining = np.where(EXPLAINS[kind].T, judged, 0)
+    oddest = np.where(explaining.any(axis=0), explaining.argmax(axis=0), judged.argmax(axis=0))
+    feature = JUDGED[oddest]
     return Judgement(score, feature.astype(np.int16), kind)
 
 

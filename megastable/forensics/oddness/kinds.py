@@ -22,6 +22,17 @@ KINDS = (
     "another language or register",
     "odd",
 )
+# The features that make a kind: what explains a piece of it. Of the others, whichever is oddest.
+MADE_BY: dict[str, tuple[str, ...]] = {
+    "outside of the vocabulary": ("outside",),
+    "binary data": ("replacements", "controls", "nulls"),
+    "wrong encoding": ("nulls", "latin1", "replacements", "foreign"),
+    "repetition": ("repeats", "period", "run"),
+    "encoded data": ("unbroken",),
+    "random tokens": ("unlikely", "order"),
+    "shuffled text": ("order", "unlikely"),
+    "another language or register": ("unlikely", "order", "foreign"),
+}
 
 
 def looks_like(
