@@ -11,17 +11,24 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import xxhash
+import zstandard
 
 from megastable.data.shards import Shard
 from megastable.forensics.oddness.kinds import KINDS
 from megastable.forensics.oddness.yardstick import NAMES, Yardstick, cut
-from megastable.forensics.scanning.units import BLOCK, Int64s, Raw, blocks
+from megastable.forensics.scanning.units import BLOCK, Block, Int64s, Raw, blocks
 
 EMPTY = "empty"  # the kind of a document without tokens, which no yardstick measures
 ALL_KINDS = (*KINDS, EMPTY)
 LARGEST = (
     "run",
 )  # features of a document that are the largest of its pieces; of others it is the mean by tokens
+
+COMPRESSED = 1 << 16  # bytes of a document, at most, of which it is told how far they compress
+LEVEL = 1  # of zstd
+REPETITIVE = (
+    10.0  # compression from which on it is worth telling: code has 1 to 5, twice that in 4 bytes a token
+)
 
 UInt64s = npt.NDArray[np.uint64]
 
@@ -39,6 +46,7 @@ SCHEMA = pa.schema(
         ("piece_tokens", pa.int32()),
         ("high", pa.uint64()),  # xxh3-128 of the bytes
         ("low", pa.uint64()),
+        ("compression", pa.float32()),  # how many times smaller zstd makes its first bytes; 0 without any
         *((name, pa.float32()) for name in NAMES),
     ]
 )
@@ -58,9 +66,10 @@ def measure_rows(
     largest = [NAMES.index(name) for name in LARGEST]
     sums = np.zeros((len(lengths), len(NAMES)), dtype=np.float64)
     peaks = np.zeros((len(lengths), len(largest)), dtype=np.float32)
-    hashes = _Hashes(shard.name, first, lengths)
+    hashes, compression = _Hashes(shard.name, first, lengths), np.zeros(len(lengths), np.float32)
     for block in blocks(shard, edges, cut):
         keys = hashes.add(block.tokens, block.edges, block.owner)
+        _compress(block, compression)
         if key is not None:
             keys = np.full_like(keys, key)
         measured = yardstick.measure(block.tokens, block.edges, keys)
@@ -89,6 +98,7 @@ def measure_rows(
         "piece_tokens": worst.tokens,
         "high": high,
         "low": low,
+        "compression": compression,
         **{name: features[:, column] for column, name in enumerate(NAMES)},
     }
     return pa.table(columns, schema=SCHEMA)
@@ -135,6 +145,23 @@ def _digests(tokens: Raw, edges: Int64s) -> npt.NDArray[np.uint64]:
     at = (edges * tokens.dtype.itemsize).tolist()
     joined = b"".join([xxhash.xxh3_128_digest(view[a:b]) for a, b in pairwise(at)])
     return np.frombuffer(joined, ">u8").reshape(-1, 2)
+
+
+def _compress(block: Block, compression: npt.NDArray[np.float32]) -> None:
+    """Put the compression ratio of every document that begins in `block` where it belongs in `compression` [d]."""
+    view, itemsize = block.tokens.data.cast("B"), block.tokens.dtype.itemsize
+    begins = np.flatnonzero(np.append(True, np.diff(block.owner) != 0))
+    edges = (np.append(block.edges[begins], block.edges[-1]) * itemsize).tolist()
+    compress = _compressor().compress
+    for document, (begin, end) in zip(block.owner[begins].tolist(), pairwise(edges), strict=True):
+        if not compression[document]:  # a document of several blocks is told by its first
+            size = min(end - begin, COMPRESSED)
+            compression[document] = size / len(compress(view[begin : begin + size]))
+
+
+@cache
+def _compressor() -> zstandard.ZstdCompressor:
+    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=False, write_content_size=False)
 
 
 class _Worst:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,13 @@ from megastable.forensics.scanning.units import (
     units,
 )
 from megastable.forensics.shelf import Shelf
+from megastable.report.told import plural
 
-FORMAT = 1  # of what is in the folder
+FORMAT = 2  # of what is in the folder
 TOP = 100  # worst documents that the result holds
 THRESHOLD = 0.8  # similarity from which on documents are near duplicates
 LARGEST_VOCABULARY = 1 << 20  # of int32 shards without a tokenizer
+ENOUGH = 1_000_000  # tokens of a sample below which scores are guesses
 
 
 def default_folder(shelf: Shelf) -> Path:
@@ -253,7 +256,7 @@ class _Job:
                     meter.update(done, count, done)
                     yield tokens, edges, keys
 
-            yardstick = Yardstick.of(noted(), _lexicon(reference), reference.eod)
+            yardstick = Yardstick.of(noted(), _lexicon(self.shelf, reference))
             for shard, edges, documents, key in _keyed(reference):
                 rows = measure_rows(yardstick, shard, int(documents[0]), edges, key)
                 usual.add(tally(rows, 0, 0, 1 << 62, 1))
@@ -329,7 +332,7 @@ class _Job:
             name=shelf.name, fingerprint=shelf.fingerprint, tokenizer=_tokenizer(shelf),
             vocab_size=yardstick.lexicon.vocab_size, against=self.against.name if self.against else "",
             shards=shards, units=len(self.units), documents=shelf.documents, tokens=shelf.tokens, empty=empty,
-            sample_documents=int(usual.documents.sum()), sample_tokens=int(usual.tokens.sum()), kinds=kinds,
+            sample_documents=usual.above(0.0)[0], sample_tokens=int(usual.tokens.sum()), kinds=kinds,
             quantiles=found.quantiles(SHARES),
             histograms={name: Bars(edges=edges, counts=n) for name, (edges, n) in found.histograms().items()},
             lengths=lengths.tolist(), score_step=STEP,
@@ -337,7 +340,8 @@ class _Job:
             worst=[_worst(row, yardstick) for row in found.worst],
             copies=Copied(**vars(copies)), near=Copied(**vars(near)) if near else None,
             near_threshold=self.threshold if near else None, workers=self.workers, seconds=0.0,
-            measured_tokens=0, yardstick_seconds=0.0, duplicates_seconds=0.0, warnings=self.warnings,
+            measured_tokens=0, yardstick_seconds=0.0, duplicates_seconds=0.0,
+            warnings=[*self.warnings, *_doubts(shelf, self.against or shelf, yardstick, usual)],
         )  # fmt: skip
 
 
@@ -384,14 +388,39 @@ def _samples(shelf: Shelf) -> Iterator[tuple[Raw, Int64s, UInt64s]]:
         yield tokens, edges, keys
 
 
-def _lexicon(shelf: Shelf) -> Lexicon:
-    size = shelf.vocab_size
-    if size is None:
-        size = 1
-        for shard, edges, _ in sample(shelf.shards):
-            size = max(size, int(shard.raw(int(edges[0]), int(edges[-1] - edges[0])).max(initial=0)) + 1)
-        size = min(size, LARGEST_VOCABULARY if shelf.shards[0].dtype == "int32" else 1 << 16)
-    return Lexicon.of(shelf.tokenizer, size, shelf.eod)
+def _lexicon(shelf: Shelf, reference: Shelf) -> Lexicon:
+    """Of the tokenizer of either: `_compare` has told that they are the same, or taken for it."""
+    tokenizer = reference.tokenizer or shelf.tokenizer
+    size = (
+        reference.vocab_size
+        or shelf.vocab_size
+        or _vocabulary([shelf] if shelf is reference else [shelf, reference])
+    )
+    return Lexicon.of(tokenizer, size, shelf.eod if reference.eod is None else reference.eod)
+
+
+def _vocabulary(shelves: Sequence[Shelf]) -> int:
+    """How many ids there may be where nobody says: the power of two above all ids of a sample. The largest id itself
+    would call every rare one that the sample lacks an id outside of the vocabulary."""
+    largest = 0
+    for shard, edges, _ in chain.from_iterable(sample(shelf.shards) for shelf in shelves):
+        largest = max(largest, int(shard.raw(int(edges[0]), int(edges[-1] - edges[0])).max(initial=0)))
+    return min(1 << max(largest.bit_length(), 1), LARGEST_VOCABULARY)
+
+
+def _doubts(shelf: Shelf, reference: Shelf, yardstick: Yardstick, usual: Tally) -> list[str]:
+    """What the numbers of this scan are not good for."""
+    tokens, found = int(usual.tokens.sum()), []
+    if tokens < ENOUGH:
+        found.append(
+            f"What is usual was learnt from {plural(tokens, 'token')} only: below {ENOUGH // 1_000_000} million, scores "
+            "and kinds are guesses. Give a larger reference of the same tokenizer (--against)."
+        )
+    if shelf.vocab_size is None and reference.vocab_size is None:
+        found.append(
+            f"The vocabulary is not known: ids from {yardstick.lexicon.vocab_size:,} on were taken for outside of it."
+        )
+    return found
 
 
 def _read_usual(path: Path) -> Tally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -14,13 +15,15 @@ from megastable.errors import DataError
 from megastable.forensics.oddness.yardstick import NAMES, Yardstick
 from megastable.forensics.scanning import workplace
 from megastable.forensics.scanning.duplicates import COPY, read_copies
-from megastable.forensics.scanning.rows import ALL_KINDS, EMPTY, codes
+from megastable.forensics.scanning.rows import ALL_KINDS, EMPTY, REPETITIVE, codes
 from megastable.forensics.scanning.spool import Records
 
 DUPLICATE, NEAR_DUPLICATE = "duplicate", "near duplicate"
 USUAL = ALL_KINDS[0]
 SHARES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
-COLUMNS = ["document", "first_token", "tokens", "score", "kind", "feature", "value", "piece_tokens"]
+COLUMNS = [
+    "document", "first_token", "tokens", "score", "kind", "feature", "value", "piece_tokens", "compression"
+]  # fmt: skip
 
 
 class _Part(BaseModel):
@@ -64,7 +67,8 @@ class Copied(_Part):
 
 
 class Worst(_Part):
-    """One of the worst documents. piece, piece_tokens: where in the shard it is worst; why: in words."""
+    """One of the worst documents. piece, piece_tokens: where in the shard it is worst; why: in words; compression: how
+    many times smaller zstd makes the bytes of its first tokens, up to 64 KiB of them."""
 
     shard: str
     document: int
@@ -77,6 +81,7 @@ class Worst(_Part):
     feature: str
     value: float
     why: str
+    compression: float
     features: dict[str, float]
 
 
@@ -85,11 +90,12 @@ class Scan(_Part):
 
     lengths: documents by powers of two: of 0 tokens, of 1, of 2 and 3, ... scores: documents by score, in steps of
     `score_step`, the last is all above. worst: at most `top`, none with a score of 0. quantiles: of the score and each
-    feature over documents, at `shares`; they and the histograms are of a sample of a large corpus. seconds: of the
-    measuring in this call, of `measured_tokens`, by `workers`; yardstick_seconds: of what came before it.
+    feature over documents, and of their compression, at `shares`; they and the histograms are of a sample of a large
+    corpus. seconds: of the measuring in this call, of `measured_tokens`, by `workers`; yardstick_seconds: of what came
+    before it. sample_documents: those with tokens, the parts of long ones counted each.
     """
 
-    format: int = 1
+    format: Literal[2] = 2
     name: str
     fingerprint: str
     tokenizer: str
@@ -229,7 +235,9 @@ def told(yardstick: Yardstick, row: dict[str, object]) -> str:
     """Why a row has its score, in words."""
     values = dict.fromkeys(NAMES, 0.0)
     values |= {str(row["feature"]): float(row["value"]), "length": float(row["piece_tokens"])}  # type: ignore[arg-type]
-    return yardstick.explain(values, str(row["feature"]))
+    why = yardstick.explain(values, str(row["feature"]))
+    compression = float(row["compression"])  # type: ignore[arg-type]
+    return why + f"; zstd makes it {compression:.0f} times smaller" * (compression >= REPETITIVE)
 
 
 def _copy(scan: Scan, copy: Records) -> tuple[str, str]:

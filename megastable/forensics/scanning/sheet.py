@@ -33,6 +33,9 @@ COLUMNS = (
     Column("first_token", "first token", "count", "of the document, in the shard", wide=True),
     Column("piece", "worst at", "count", "first token of its worst piece, in the shard", wide=True),
     Column("piece_tokens", "piece tokens", "count", "length of its worst piece", wide=True),
+    Column("compression", "compression", "number",
+           "how many times smaller zstd makes the bytes of its tokens (the first 64 KiB): noise 1, loops 10 and more",
+           wide=True),
 )  # fmt: skip
 
 
@@ -84,9 +87,11 @@ def _text(shard: Shard, first: int, end: int, tokenizer: Tokenizer | None) -> st
 
 def _lead(scan: Scan) -> list[str]:
     by = f"what is usual in {scan.against}" if scan.against else "what is usual in it"
+    were = "was" if scan.documents == 1 else "were"
     lead = [
         f"{plural(scan.documents, 'document')} with {plural(scan.tokens, 'token')} in "
-        f"{plural(len(scan.shards), 'shard')} were measured by {by}."
+        f"{plural(len(scan.shards), 'shard')} {were} measured by {by}.",
+        *scan.warnings,
     ]
     line = next((each for each in scan.thresholds if each.score >= LIMIT), None)
     if line is None or not line.documents:
@@ -95,13 +100,13 @@ def _lead(scan: Scan) -> list[str]:
         lead.append(f"{_number(line.documents, 'document')} a score of {line.score:g} or more{_sorts(line)}.")
     if scan.copies.documents:
         lead.append(
-            f"{_number(scan.copies.documents, 'document')} an exact copy before them: "
+            f"{_number(scan.copies.documents, 'document')} an exact copy earlier in it: "
             f"{plural(scan.copies.tokens, 'token')}."
         )
     if scan.near is not None and scan.near.documents:
         lead.append(
-            f"{_number(scan.near.documents, 'more document')} one before them that is {scan.near_threshold:.0%} "
-            f"the same: {plural(scan.near.tokens, 'token')}."
+            f"{_number(scan.near.documents, 'more document')} an earlier one that is at least "
+            f"{scan.near_threshold:.0%} the same: {plural(scan.near.tokens, 'token')}."
         )
     return lead
 
@@ -125,7 +130,7 @@ def _facts(scan: Scan) -> list[tuple[str, str]]:
         ("reference", scan.against or "itself"),
         ("sample", f"{plural(scan.sample_documents, 'document')}, {plural(scan.sample_tokens, 'token')}"),
     ]
-    facts += [(f"score {line.score:g} or more", _above(line)) for line in scan.thresholds]
+    facts += [(f"score {line.score:g} or more", _above(line, scan)) for line in scan.thresholds]
     if scan.tokens_per_second:
         processes = f"{scan.workers} process" + "es" * (scan.workers > 1)
         speed = f"{duration(scan.seconds)}, {scan.tokens_per_second / 1e6:,.1f} M tokens/s with {processes}"
@@ -133,9 +138,17 @@ def _facts(scan: Scan) -> list[tuple[str, str]]:
     return facts
 
 
-def _above(line: Threshold) -> str:
+def _above(line: Threshold, scan: Scan) -> str:
     text = f"{plural(line.documents, 'document')} ({line.share:.3%}), {plural(line.tokens, 'token')}{_sorts(line)}"
-    return f"{text}; {line.usual:.3%} of the reference"
+    return f"{text}; false positives: {_false(line, scan)}"
+
+
+def _false(line: Threshold, scan: Scan) -> str:
+    """How many good documents lie as high: at most those of a sample that is good, or mostly."""
+    if line.usual or not scan.sample_documents:
+        return f"at most {line.usual:.3%}"
+    # None of n: the share is below 3 / n, 95 % sure ("rule of three", Hanley and Lippman-Hand, JAMA 1983).
+    return f"below {min(1.0, 3 / scan.sample_documents):.3%}"
 
 
 def _histograms(scan: Scan) -> list[Histogram]:
@@ -151,24 +164,25 @@ def _histograms(scan: Scan) -> list[Histogram]:
         powers = [float(number - 1) for number in range(begin, len(scan.lengths) + 1)]
         note = f"powers of two; from {2 ** max(begin - 1, 0):,} to {2 ** (len(scan.lengths) - 1):,} tokens"
         found.append(Histogram("length", powers, scan.lengths[begin:], note=note))
-    for feature in FEATURES:
-        bars, at = scan.histograms.get(feature.name), scan.quantiles.get(feature.name)
+    notes = {feature.name: feature.text.format("…") for feature in FEATURES}
+    for name, note in (notes | {"compression": "how many times smaller zstd makes a document"}).items():
+        bars, at = scan.histograms.get(name), scan.quantiles.get(name)
         if bars is None or at is None or at[0] == at[-1]:
             continue
         named = dict(zip(scan.shares, at))
         sides = [(named[0.01], "1 %"), (named[0.99], "99 %")]
         inside = [side for side in sides if bars.edges[0] <= side[0] <= bars.edges[-1]]
-        note = feature.text.format("…")
-        found.append(Histogram(feature.name, bars.edges, bars.counts, inside, note, column=feature.name))
+        found.append(Histogram(name, bars.edges, bars.counts, inside, note, column=name))
     return found
 
 
 def _notes(scan: Scan) -> list[str]:
     notes = [
-        *scan.warnings,
         "A score of s says: about one in 10^s usual texts is as odd, if what is usual goes on as it does up to one in "
         f"33. It ends at {MOST:g}. A document has the score of its worst piece of up to {PIECE:,} tokens, so long "
         "documents have higher ones. Odd is not bad: read before you prune.",
+        f"False positives: the share of the sample ({scan.against or 'of these shards'}) whose score is as high; of none, "
+        "what it is below with 95 % certainty.",
     ]
     if not scan.against:
         notes.append(

@@ -16,6 +16,7 @@ from megastable.forensics.oddness.yardstick import NAMES
 from megastable.forensics.scanning.minhash import mix
 from megastable.forensics.scanning.rows import ALL_KINDS, codes
 
+TOLD = ("score", *NAMES, "compression")  # columns of which there are quantiles
 STEP = 0.25  # of the histogram of scores
 BINS = int(MOST / STEP) + 1  # the last is MOST and above
 THRESHOLDS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 30.0)  # multiples of STEP
@@ -34,7 +35,7 @@ def _by_kind() -> Int64s:
 @dataclass
 class Tally:
     """Of documents and of tokens [kinds, bins of the score]; lengths: documents by powers of two, those of 0 tokens
-    first; sampled: float32 [n, score and features] of some documents; worst: rows, worst first, at most `top`."""
+    first; sampled: float32 [n, TOLD] of some documents; worst: rows, worst first, at most `top`."""
 
     top: int
     documents: Int64s = field(default_factory=_by_kind)
@@ -67,11 +68,11 @@ class Tally:
         return np.asarray(self.documents[:-1].sum(axis=0))
 
     def quantiles(self, shares: tuple[float, ...]) -> dict[str, list[float]]:
-        """Quantiles of the score and of each feature, over the sampled documents."""
+        """Quantiles of each of TOLD, over the sampled documents."""
         return {name: np.quantile(values, shares).tolist() for name, values in self._columns() if len(values)}
 
     def histograms(self) -> dict[str, tuple[list[float], list[int]]]:
-        """(edges, counts) of each feature over the sampled documents; what lies far out is in the first or last bar."""
+        """(edges, counts) of each but the score over the sampled documents; what lies far out is in the first or last bar."""
         found = {}
         for name, values in self._columns():
             if name == "score" or not len(values):
@@ -83,8 +84,8 @@ class Tally:
         return found
 
     def _columns(self) -> Iterator[tuple[str, npt.NDArray[np.float64]]]:
-        some = np.concatenate([np.empty((0, len(NAMES) + 1), np.float32), *self.sampled]).astype(np.float64)
-        return ((name, some[:, column]) for column, name in enumerate(("score", *NAMES)))
+        some = np.concatenate([np.empty((0, len(TOLD)), np.float32), *self.sampled]).astype(np.float64)
+        return ((name, some[:, column]) for column, name in enumerate(TOLD))
 
 
 def order(row: Row) -> tuple[float, int, int]:
@@ -107,7 +108,7 @@ def tally(rows: pa.Table, place: int, before: int, total: int, top: int) -> Tall
     share = min(1.0, SAMPLED / max(total, 1))
     chosen = np.flatnonzero((mix(numbers) <= np.uint64(share * (2**64 - 2048))) & (tokens > 0))
     part = rows.take(chosen)
-    sampled = np.stack([part[name].to_numpy() for name in ("score", *NAMES)], axis=1).astype(np.float32)
+    sampled = np.stack([part[name].to_numpy() for name in TOLD], axis=1).astype(np.float32)
     least = min(top, len(score))
     worst = np.argsort(-score, kind="stable")[:least]
     worst = worst[score[worst] > 0]

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.forensics.oddness.features import FEATURES, NAMES, Features
-from megastable.forensics.oddness.judgement import CLASSES, JUDGED, MOST, Usual, judge, length_class
+from megastable.forensics.oddness.judgement import CLASSES, JUDGED, MANY, MOST, Usual, judge, length_class
 from megastable.forensics.oddness.kinds import KINDS
 
 LENGTH = np.int64(200)
+LENGTHS = np.array([LENGTH])
 DAMAGE = ("controls", "nulls", "replacements", "latin1", "unknowns", "specials", "ends", "outside")
 
 
@@ -70,7 +73,7 @@ def test_features_that_are_no_damage_make_no_score() -> None:
 
 def test_a_score_has_an_end() -> None:
     found = _piece(unlikely=1e9)
-    assert judge(USUAL, _lengths(found), found).score[0] <= MOST
+    assert judge(USUAL, _lengths(found), found).score[0] == MOST
 
 
 def test_two_percent_of_junk_hardly_move_what_is_usual() -> None:
@@ -130,6 +133,22 @@ def test_what_a_piece_looks_like(kind: str, values: dict[str, float]) -> None:
     found = _piece(**values)
     judged = judge(USUAL, _lengths(found), found)
     assert KINDS[judged.kind[0]] == kind
+
+
+def test_what_explains_a_piece_is_what_makes_its_kind() -> None:
+    """Not what is odder still: "outside of the vocabulary: its 5-grams repeat" helps nobody."""
+    found = _piece(outside=0.01, repeats=1.0, controls=0.5)
+    judged = judge(USUAL, _lengths(found), found)
+    assert KINDS[judged.kind[0]] == "outside of the vocabulary"
+    assert NAMES[judged.feature[0]] == "outside"
+    scores = USUAL.scores(_lengths(found), found)[JUDGED, 0]
+    assert judged.score[0] == pytest.approx(float(min(scores.max() - MANY, MOST)))
+    # Where nothing that makes the kind is odd by itself, the oddest feature speaks.
+    found = _piece(run=150.0, unknowns=0.5)
+    judged = judge(
+        replace(USUAL, edge=np.where(np.array(NAMES) == "run", np.inf, USUAL.edge)), LENGTHS, found
+    )
+    assert (KINDS[judged.kind[0]], NAMES[judged.feature[0]]) == ("repetition", "unknowns")
 
 
 def test_every_kind_has_a_rule_that_is_tested() -> None:

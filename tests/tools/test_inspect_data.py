@@ -1,0 +1,147 @@
+"""The command line as its users meet it: every command, its files, its errors."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megastable.rundir import RunDirectory
+from tests.conftest import tiny
+from tests.distributed import run_ranks
+from tests.report.runs import data_incident, make_run
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": str(ROOT),
+    "COLUMNS": "200",
+    "TERM": "dumb",
+    "DS_ACCELERATOR": "cpu",
+}
+spec = importlib.util.spec_from_file_location("inspect_data", ROOT / "tools" / "inspect_data.py")
+assert spec is not None and spec.loader is not None
+tool = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+COMMANDS = ("step", "incident", "document", "run", "scan", "score", "ahead")
+
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def inspect(*arguments: object, cwd: Path | None = None) -> Done:
+    """In this process: starting one takes longer than what it does. What ends it is what would end a process."""
+    with contextlib.chdir(cwd or ROOT):
+        done = CliRunner().invoke(tool.app, list(map(str, arguments)), env={"COLUMNS": "200", "TERM": "dumb"})
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return Done(done.exit_code, done.stdout, done.stderr)
+
+
+def result(*arguments: object, cwd: Path | None = None) -> dict[str, Any]:
+    """What a process of its own says, and that it says nothing else."""
+    command = [sys.executable, str(ROOT / "tools" / "inspect_data.py"), *map(str, arguments), "--json"]
+    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("inspect") / "run"
+    return make_run(corpus, root, data_incident(corpus, [(233, 236)]))
+
+
+def test_a_step_for_people_machines_spreadsheets_and_browsers(run: Path, tmp_path: Path) -> None:
+    told = result("step", run, "30-31")
+    assert {row["step"] for row in told["rows"]} == {30, 31}
+    done = inspect("step", run, "30", "--csv", tmp_path / "x.csv", "--html", tmp_path / "x.html", "--rows", 3)
+    assert done.returncode == 0 and "refused" in done.stdout and "written: " in done.stdout
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "x.csv").read_text())))
+    assert next(int(r["position"]) for r in rows if r["state"] == "trained") == 232
+    assert (
+        "<script>" not in (tmp_path / "x.csv").read_text() and "</html>" in (tmp_path / "x.html").read_text()
+    )
+
+
+def test_an_incident_a_document_and_what_was_read(run: Path, corpus: Path) -> None:
+    told = result("incident", run, 1)
+    assert next(row["position"] for row in told["rows"] if row["guilty"]) in (233, 234, 235)
+    first = told["rows"][0]
+    about = result("document", corpus / f"{first['shard']}.idx", first["document"], "--run", run)
+    assert first["position"] in {row.get("position") for row in about["rows"]}
+    assert result("run", run)["rows"][0]["corpus"] == corpus.name
+
+
+def test_a_scan_and_what_is_to_come(run: Path, corpus: Path, tmp_path: Path) -> None:
+    told = result("scan", corpus, "--workers", 1, cwd=tmp_path)
+    assert (tmp_path / "scans" / corpus.name / "scan.json").is_file() and told["rows"]
+    done = inspect("scan", corpus, "--workers", 1, "--rows", 2, cwd=tmp_path)
+    assert done.returncode == 0 and "score" in done.stdout
+    assert result("ahead", run, "--steps", 5)["rows"] == []
+
+
+def test_losses_of_a_checkpoint_colour_what_it_trained_on(corpus: Path, tmp_path: Path) -> None:
+    from tests.test_resume import train
+
+    run_ranks(1, train, tiny(corpus, tmp_path / "run", train={"steps": 10}))
+    done = inspect(
+        "step", tmp_path / "run", 10, "--checkpoint", tmp_path / "run", "--html", tmp_path / "x.html"
+    )
+    assert done.returncode == 0, done.stderr
+    assert " nats" in (tmp_path / "x.html").read_text()
+    told = result(
+        "score", corpus, "--checkpoint", tmp_path / "run", "--sample", 5, "--gradients", cwd=tmp_path
+    )
+    assert len(told["rows"]) == 5 and all(row["gradient_norm"] > 0 for row in told["rows"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("step {run} 999", "step 999 was not recorded"),
+        ("step {run} 3-1", "'3-1' is no step and no range of steps"),
+        ("step nowhere 1", "nowhere is not the directory of a run"),
+        ("incident {run} 9", "there is no incident 9; those of this run: 1"),
+        ("document {corpus}/part-9 0", "part-9"),
+        ("document {corpus}/part-0 99999999", "has the documents 0 to"),
+        ("scan {run}", "holds neither manifest.json nor any .idx file"),
+        ("score {corpus} --checkpoint {run}", "checkpoint"),
+        ("ahead {corpus}", "is not the directory of a run"),
+        ("run {run} --csv /nowhere/x.csv", "/nowhere/x.csv could not be written"),
+    ],
+)
+def test_mistakes(arguments: str, message: str, run: Path, corpus: Path, tmp_path: Path) -> None:
+    done = inspect(*arguments.format(run=run, corpus=corpus).split(), cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    assert message in done.stderr.replace("\n", " ")
+
+
+def test_help_has_examples_of_every_command() -> None:
+    whole = " ".join(inspect("--help").stdout.split())
+    assert all(f"inspect_data.py {command}" in whole for command in COMMANDS)
+    for command in COMMANDS:
+        done = inspect(command, "--help")
+        assert done.returncode == 0 and "Examples" in done.stdout
+
+
+def test_a_run_that_has_not_recorded_anything_yet(corpus: Path, tmp_path: Path) -> None:
+    run = make_run(corpus, tmp_path / "run")
+    for file in RunDirectory(run).steps.iterdir():
+        file.unlink()
+    done = inspect("step", run, 1)
+    assert done.returncode == 2 and "there are no records" in done.stderr
+    assert result("run", run)["rows"][0]["samples"] == 0
