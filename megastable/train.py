@@ -30,11 +30,11 @@ from megastable import deepspeed_config, durable, errors, recipe, rundir
 from megastable.checkpoint import reshape, store
 from megastable.checkpoint.files import Writer
 from megastable.config import RunConfig
-from megastable.data.blends import BlendEntry
+from megastable.data.blends import BlendEntry, moved_skips
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.loader import Loader, Step
 from megastable.data.order import BLOCK
-from megastable.data.skips import Selection, Skips, append
+from megastable.data.skips import Selection, Skips, append, append_all, read_ledger
 from megastable.data.source import Source
 from megastable.data.statistics import token_counts, unigram_entropy
 from megastable.engine import Engine, Judge, Measured, start_distributed, stop_distributed
@@ -86,7 +86,7 @@ class Trainer:
             },
         )
         self.rejected: dict[str, str] = {}  # checkpoints that were passed over, and why
-        self.validation = agree(self._validation_batches)
+        self.validation: tuple[Any, int] | None = None
         self._anew = False  # the corpora are others than those that the checkpoint knew
 
     # Starting
@@ -128,7 +128,6 @@ class Trainer:
             store.set_aside(self.run.checkpoints / name)
         versions = self.state.versions
         self.state = saved.model_copy(update={"layout": self.state.layout, "versions": versions})
-        self.state.order_fingerprint = self.corpora.order_fingerprint
         self.note("resumed", step=saved.step, checkpoint=found.name, cursor=saved.cursor)
         self.say(f"resumed from {found} at step {saved.step}")
 
@@ -162,25 +161,40 @@ class Trainer:
         """Write down how the corpora are blended, from the first block on that nothing was read of yet."""
         corpora, s, c = self.corpora, self.state, self.config
         begins = self._anew or not corpora.blends
-        if not begins and not corpora.reblended:
+        # Where nothing was done yet, the corpora may also have become others.
+        others = not s.step and corpora.blends and corpora.blends[-1].corpora != corpora.shares
+        if not begins and not others and not corpora.reblended:
             return
         position = 0 if begins else -(-s.cursor // BLOCK) * BLOCK
         entry = BlendEntry(position=position, corpora=corpora.shares, step=s.step)
-        first(lambda: append(self.run.blends, entry))
         blends = [*corpora.blends, entry]
         self.corpora = agree(
             lambda: open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, blends)
         )
-        s.order_fingerprint = self.corpora.order_fingerprint
-        if not begins:
+        # The blend last: a start that dies in between does both again.
+        moved = 0 if begins else first(lambda: self._move_skips(corpora, position))
+        first(lambda: append(self.run.blends, entry))
+        if not begins and corpora.reblended:
             old = corpora.blends[-1].weights
-            self.note("blend_changed", step=s.step, position=position, old=old, new=entry.weights)
+            self.note(
+                "blend_changed", step=s.step, position=position, old=old, new=entry.weights, skips_moved=moved
+            )
             self.say(
                 f"the blend changes at position {position:,}, this is {s.cursor:,}: {old} -> {entry.weights}"
             )
+            if moved:
+                self.say(f"{plural(moved, 'sample')} that the skip ledger names behind it: named where they are now")
+
+    def _move_skips(self, before: Corpora, position: int) -> int:
+        """Skip the samples that the ledger names also where the new blend puts them; how many."""
+        entries = read_ledger(self.run.skips)
+        new, since = self.corpora.train.order, before.blends[-1].time
+        moved = moved_skips(entries, before.train.order, new, position, since)
+        append_all(self.run.skips, moved)
+        return sum(entry.end - entry.first for entry in moved)
 
     def _check_order(self, saved: store.RunState, found: Path) -> None:
-        if saved.order_fingerprint in self.corpora.fingerprints_until(saved.cursor):
+        if saved.order_fingerprint == self.corpora.fingerprint_until(saved.cursor):
             return
         message = (
             f"{found}: the data is not what it was when this checkpoint was written: a manifest, seed or sequence "
@@ -214,6 +228,7 @@ class Trainer:
         observer = None
         if self.first:
             observer = Observer(c, self.run, self.layout, self.engine.device, peak, s.step)
+        self.validation = agree(self._validation_batches)
         source = self.corpora.train
         self.recovery = Recovery(c, self.engine, source, self.run, self.note, self.say, self.heart.phase)
         first(self.heart.skips_read)
@@ -415,6 +430,7 @@ class Trainer:
                 )
             )
         self.state.stability = self.recovery.memory()
+        self.state.order_fingerprint = self.corpora.fingerprint_until(self.state.cursor)
         saved = store.save(self.run.checkpoints, self.engine, self.state, self.config.checkpoint.keep)
         seconds = round(time.perf_counter() - begin, 3)
         if saved.path is not None:
@@ -525,7 +541,11 @@ def train(config: RunConfig, recipe_path: Path, attempt: int | None = None) -> i
 def _train(
     config: RunConfig, corpora: Corpora, run: RunDirectory, stop: StopRequest, heart: Heartbeat
 ) -> int:
-    selection(config, corpora.train, run)  # before anything long begins
+    # Before anything long begins; another blend may be what leaves something to train on.
+    if corpora.reblended:
+        first(lambda: read_ledger(run.skips))
+    else:
+        selection(config, corpora.train, run)
     changed = first(lambda: run.compare(config))
     trainer = Trainer(config, run, corpora, stop, heart)
     trainer.resume()

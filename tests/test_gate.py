@@ -64,7 +64,7 @@ def train_poisoned(config: RunConfig, bad: list[int], where: str) -> dict[str, A
 
     real = engine.train_step
 
-    def train_step(micro_batches: Any, lr: float, judge: Any, note: float = 0.0) -> Any:
+    def train_step(micro_batches: Any, lr: float, judge: Any, note: Any = lambda: 0.0) -> Any:
         step = trainer.state.step + 1
         handle = None
         if step in bad:

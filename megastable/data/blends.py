@@ -8,17 +8,22 @@ position of earlier ones takes their place: the run went back behind them, or it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from megastable.data import ledger
 from megastable.data.ledger import Entry
 from megastable.data.manifest import Stream
-from megastable.data.order import BLOCK, LAST_POSITION, Phase
+from megastable.data.order import BLOCK, LAST_POSITION, Order, Phase
 from megastable.data.shards import Shard
+from megastable.data.skips import SkipEntry, Skips
 from megastable.errors import DataError
+
+MOST = 1 << 24  # positions: a longer range of the ledger is no choice of samples
 
 
 class Share(BaseModel):
@@ -63,6 +68,26 @@ def in_force(entries: Sequence[BlendEntry]) -> list[BlendEntry]:
 def phases(entries: Sequence[BlendEntry]) -> list[Phase]:
     """For the order."""
     return [Phase(entry.position // BLOCK, entry.weights) for entry in entries]
+
+
+def moved_skips(
+    entries: Sequence[SkipEntry], old: Order, new: Order, position: int, since: datetime | None = None
+) -> list[SkipEntry]:
+    """The lines that the ledger needs where `new` takes the place of `old` from `position` on, so that the samples that
+    are skipped behind it stay so: they stand elsewhere now. since: lines of before it were moved already."""
+    by_reason: dict[str, list[tuple[int, int]]] = {}
+    for e in entries:
+        later = since is None or e.time is None or e.time >= since
+        if later and e.corpus is None and e.end > position and e.end - e.first <= MOST:
+            by_reason.setdefault(e.reason, []).append((max(e.first, position), e.end))
+    known = Skips.of((e.first, e.end) for e in entries if e.corpus is None)
+    found = []
+    for reason, chosen in by_reason.items():
+        positions = np.concatenate([np.arange(first, end) for first, end in Skips.of(chosen).ranges])
+        there = old.moved_to(new, positions)
+        new_ranges = Skips.of((p, p + 1) for p in there[~known.mask(there)].tolist()).ranges
+        found += [SkipEntry(first=first, end=end, reason=reason) for first, end in new_ranges]
+    return found
 
 
 class GoneStream(Stream):

@@ -36,16 +36,15 @@ class Corpora:
 
     @property
     def order_fingerprint(self) -> str:
-        """What the order of the training samples depends on, as one string: a checkpoint holds it."""
+        """What the order of the training samples depends on, as one string."""
         return self.train.order.fingerprint(self._all_fingerprints)
 
-    def fingerprints_until(self, cursor: int) -> list[str]:
-        """The order's fingerprints of now and of before each change of the blend that begins at `cursor` or later: a
-        checkpoint that came to `cursor` holds one of them."""
+    def fingerprint_until(self, cursor: int) -> str:
+        """What the order of the samples before `cursor` depends on: a checkpoint that came to it holds this. A change of
+        the blend that begins there or later may still become another one."""
         order = self.train.order
         later = sum(phase.block * BLOCK >= cursor for phase in order.phases[1:])
-        counts = range(len(order.phases) - later, len(order.phases) + 1)
-        return [order.fingerprint(self._all_fingerprints, count) for count in counts]
+        return order.fingerprint(self._all_fingerprints, len(order.phases) - later)
 
     @property
     def reblended(self) -> bool:
@@ -79,6 +78,12 @@ def open_corpora(
         )
     given = [corpus.model_copy(update={"path": find(corpus.path)}) for corpus in given]
     manifests = [Manifest.load(corpus.path) for corpus in given]
+    names = [manifest.name for manifest in manifests]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(
+            f"data.corpora: two corpora are named {twice!r}: name each once, and weigh it; or prepare one under another "
+            "name"
+        )
     tokenizer = manifests[0].tokenizer
     for corpus, manifest in zip(given, manifests, strict=True):
         if manifest.tokenizer.xxh3 != tokenizer.xxh3:

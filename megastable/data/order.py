@@ -174,6 +174,19 @@ class Order:
         whole = self._before[phase] + (block - self._starts[phase]) * self._quotas[phase]
         return (whole + counts).tolist()
 
+    def moved_to(self, other: Order, positions: npt.ArrayLike) -> Int64s:
+        """Where the samples at n `positions` stand in `other`, which has all of these corpora: int64, ascending. Those
+        that it never gives are left out."""
+        corpora, samples = self._samples(np.asarray(positions, dtype=np.int64))
+        names = [corpus.name for corpus in other.corpora]
+        found = [np.empty(0, np.int64)]
+        for index, members in _groups(corpora):
+            there, mine = names.index(self.corpora[index].name), samples[members]
+            if not other.quotas[there]:
+                mine = mine[mine < other._before[-1, there]]
+            found.append(other._positions(there, mine))
+        return np.sort(np.concatenate(found))
+
     def absent(self, corpus: int) -> list[tuple[int, int]]:
         """The ranges of positions [first, end) of the phases in which a corpus gives nothing."""
         edges = [*(self._starts * self.block).tolist(), LAST_POSITION]

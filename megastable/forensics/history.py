@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from megastable import jsonl
-from megastable.data.blends import BlendEntry, Share, read_blends
+from megastable.data.blends import BlendEntry, Share, in_force, read_blends
 from megastable.data.skips import SkipEntry, Skips, read_ledger
 from megastable.errors import DataError
 from megastable.recipe import load
@@ -32,6 +35,7 @@ from megastable.rundir import RunDirectory
 
 Int64s = npt.NDArray[np.int64]
 
+NAME = re.compile(r"(\d+)-(\d+)-(\d+)\.parquet")
 COLUMNS = (
     "step", "time", "first_position", "next_position", "skipped", "applied", "loss", "grad_norm", "worst_positions",
     "worst_losses",
@@ -80,7 +84,13 @@ class History:
         self._library = lru_cache(maxsize=4)(self._open)
 
     def library(self, time: float | None = None) -> Library:
-        """The corpora in the order that held at a time, of now without one."""
+        """The corpora in the order that held at a time, of now without one. Raises DataError for one of before the
+        corpora became others (data.accept_changed_manifest)."""
+        if time is not None and time < self._changed:
+            raise DataError(
+                f"{self.run.journal}: the corpora, the seed or the sequence length became others after this step "
+                '("order_changed"): what it read can no longer be told'
+            )
         held = [e for e in self.blends if time is None or e.time is None or e.time.timestamp() <= time]
         return self._library(len(held or self.blends[:1]))
 
@@ -88,11 +98,12 @@ class History:
         return Library(self.config, self.blends[:count])
 
     def share(self, fingerprint: str) -> Share:
-        """The corpus of the present blend with that manifest fingerprint. Raises DataError where there is none."""
-        shares = self.blends[-1].corpora if self.blends else []
+        """The corpus of the run with that manifest fingerprint. Raises DataError where there is none."""
+        # One that was taken out is still read up to the next block.
+        shares = [share for entry in reversed(in_force(self.blends)) for share in entry.corpora]
         found = next((share for share in shares if share.fingerprint == fingerprint), None)
         if found is None:
-            known = ", ".join(share.path for share in shares) or "none that it wrote down"
+            known = ", ".join(dict.fromkeys(share.path for share in shares)) or "none that it wrote down"
             raise DataError(
                 f"{self.run.root} does not train on the corpus that the plan was made for (fingerprint "
                 f"{fingerprint[:12]}...), but on {known}: make a plan of one of those"
@@ -121,13 +132,16 @@ class History:
 
     def positions(self, done: Done) -> Int64s:
         """What the step trained on: int64, ascending."""
-        positions = np.arange(done.first_position, done.next_position)
-        return positions[~self._left_out(done).mask(positions)]
+        # Whole epochs may be left out: not one by one.
+        kept = self._left_out(done).gaps().between(done.first_position, done.next_position)
+        return np.concatenate([np.empty(0, np.int64), *(np.arange(first, end) for first, end in kept)])
 
     def that_read(self, positions: Int64s) -> list[tuple[Done, Int64s]]:
         """Every step that trained on any of `positions`, ascending, and on which, in the order of time."""
         found = []
         for done in self.steps(0, LAST, SPANS):
+            if done.time < self._changed:
+                continue
             low, high = np.searchsorted(positions, (done.first_position, done.next_position))
             mine = positions[low:high]
             if mine.size and (mine := mine[~self._left_out(done).mask(mine)]).size:
@@ -155,13 +169,13 @@ class History:
 
     @cached_property
     def _latest(self) -> Done | None:
-        files = self._folder.files(0, LAST)
-        if not files:
-            return None
-        # A name tells the time of its last row.
-        last = max(files, key=lambda path: int(path.stem.rpartition("-")[2]))
-        first, end = sorted(int(part) for part in last.stem.split("-")[:2])
-        return max(self.steps(first, end, SPANS), key=lambda done: done.time, default=None)
+        # A name tells the time of its last row; a file that somebody named otherwise is read last.
+        named = [match for path in self._folder.files(0, LAST) if (match := NAME.fullmatch(path.name))]
+        for match in sorted(named, key=lambda match: int(match[3]), reverse=True):
+            first, end = sorted((int(match[1]), int(match[2])))
+            if found := self.steps(first, end, SPANS):
+                return max(found, key=lambda done: done.time)
+        return max(self.steps(0, LAST, SPANS), key=lambda done: done.time, default=None)
 
     def _left_out(self, done: Done) -> Skips:
         if done.skipped is None:
@@ -173,18 +187,34 @@ class History:
         return Skips.of([*self.config.data.skip, *((e.first, e.end) for e in told)])
 
     def _undone(self, step: int, time: float) -> bool:
-        return any(at > time and back < step for at, back in self._goings_back)
+        times, lowest = self._goings_back
+        later = bisect_right(times, time)
+        return later < len(times) and lowest[later] < step
 
     @cached_property
-    def _goings_back(self) -> list[tuple[float, int]]:
-        """When the run went back, and after which step it went on."""
+    def _goings_back(self) -> tuple[list[float], list[int]]:
+        """When the run went back, ascending; and the lowest step after which it went on, then or later."""
         found = []
-        for event in self._events(b'"rewound"', b'"resumed"'):
+        # A process that finds no checkpoint says only that it trains.
+        for event in self._events(b'"rewound"', b'"resumed"', b'"training"'):
             to = event.get("to_step") if event.get("what") == "rewound" else None
-            to = event.get("step") if event["event"] == "resumed" else to
+            to = event.get("step") if event["event"] in ("resumed", "training") else to
             if isinstance(to, int):
                 found.append((float(event["time"]), to))
-        return found
+        found.sort()
+        lowest = list(accumulate((to for _, to in reversed(found)), min))[::-1]
+        return [time for time, _ in found], lowest
+
+    @cached_property
+    def _changed(self) -> float:
+        """When the order of the data became another one altogether; a time before all where it never did."""
+        times = [float(e["time"]) for e in self._events(b'"order_changed"') if e["event"] == "order_changed"]
+        if times:
+            self.problems.append(
+                "The corpora, the seed or the sequence length became others on the way (order_changed in the journal): "
+                "nothing is told of the steps before."
+            )
+        return max(times, default=-math.inf)
 
     @cached_property
     def suspects(self) -> dict[int, Suspect]:

@@ -175,7 +175,7 @@ TOLD: dict[str, Callable[[Event], str]] = {
         f"{e.get('found')} samples to come look corrupt, and the budget of data.look_ahead.most is spent: they are not "
         "skipped"
     ),
-    "look_ahead_failed": lambda e: f"nobody looks ahead in the data any more{_because(e, 'problem')}",
+    "look_ahead_failed": lambda e: f"what looks ahead in the data has failed{_because(e, 'problem')}",
     "skips_added": lambda e: (
         f"{e.get('samples')} samples of {e.get('documents')} documents to come are skipped, as a person asked"
         if e.get("documents")
@@ -188,7 +188,7 @@ TOLD: dict[str, Callable[[Event], str]] = {
         f"{e.get('entries')} new lines of the skip ledger hold from position {e.get('cursor')} on"
     ),
     "skips_refused": lambda e: (
-        f"the skip ledger cannot be read, that of before holds{_because(e, 'problem')}"
+        f"a line of the skip ledger is left out{_because(e, 'problem')}"
     ),
     "config_changed": _changed,
     "evaluated": lambda e: f"validation loss {number(e.get('loss'))}",

@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -391,19 +390,15 @@ def _samples(shelf: Shelf) -> Iterator[tuple[Raw, Int64s, UInt64s]]:
 def _lexicon(shelf: Shelf, reference: Shelf) -> Lexicon:
     """Of the tokenizer of either: `_compare` has told that they are the same, or taken for it."""
     tokenizer = reference.tokenizer or shelf.tokenizer
-    size = (
-        reference.vocab_size
-        or shelf.vocab_size
-        or _vocabulary([shelf] if shelf is reference else [shelf, reference])
-    )
+    size = reference.vocab_size or shelf.vocab_size or _vocabulary(reference)
     return Lexicon.of(tokenizer, size, shelf.eod if reference.eod is None else reference.eod)
 
 
-def _vocabulary(shelves: Sequence[Shelf]) -> int:
+def _vocabulary(shelf: Shelf) -> int:
     """How many ids there may be where nobody says: the power of two above all ids of a sample. The largest id itself
     would call every rare one that the sample lacks an id outside of the vocabulary."""
     largest = 0
-    for shard, edges, _ in chain.from_iterable(sample(shelf.shards) for shelf in shelves):
+    for shard, edges, _ in sample(shelf.shards):
         largest = max(largest, int(shard.raw(int(edges[0]), int(edges[-1] - edges[0])).max(initial=0)))
     return min(1 << max(largest.bit_length(), 1), LARGEST_VOCABULARY)
 
@@ -413,8 +408,8 @@ def _doubts(shelf: Shelf, reference: Shelf, yardstick: Yardstick, usual: Tally) 
     tokens, found = int(usual.tokens.sum()), []
     if tokens < ENOUGH:
         found.append(
-            f"What is usual was learnt from {plural(tokens, 'token')} only: below {ENOUGH // 1_000_000} million, scores "
-            "and kinds are guesses. Give a larger reference of the same tokenizer (--against)."
+            f"What is usual was learnt from {plural(tokens, 'token')} only: below {ENOUGH:,}, scores and kinds are "
+            "guesses. Give a larger reference of the same tokenizer (--against)."
         )
     if shelf.vocab_size is None and reference.vocab_size is None:
         found.append(

@@ -10,6 +10,7 @@ from megastable.data.shards import Shard
 from megastable.data.tokenizer import Tokenizer
 from megastable.errors import DataError
 from megastable.forensics.oddness.judgement import MOST
+from megastable.forensics.oddness.kinds import ODD
 from megastable.forensics.oddness.yardstick import FEATURES, PIECE
 from megastable.forensics.scanning.rows import EMPTY
 from megastable.forensics.scanning.scanned import USUAL, Scan, Threshold, Worst
@@ -144,9 +145,9 @@ def _above(line: Threshold, scan: Scan) -> str:
 
 
 def _false(line: Threshold, scan: Scan) -> str:
-    """How many good documents lie as high: at most those of a sample that is good, or mostly."""
+    """How many good documents lie as high, by those of the sample."""
     if line.usual or not scan.sample_documents:
-        return f"at most {line.usual:.3%}"
+        return f"about {line.usual:.3%}"
     # None of n: the share is below 3 / n, 95 % sure ("rule of three", Hanley and Lippman-Hand, JAMA 1983).
     return f"below {min(1.0, 3 / scan.sample_documents):.3%}"
 
@@ -178,11 +179,11 @@ def _histograms(scan: Scan) -> list[Histogram]:
 
 def _notes(scan: Scan) -> list[str]:
     notes = [
-        "A score of s says: about one in 10^s usual texts is as odd, if what is usual goes on as it does up to one in "
-        f"33. It ends at {MOST:g}. A document has the score of its worst piece of up to {PIECE:,} tokens, so long "
-        "documents have higher ones. Odd is not bad: read before you prune.",
-        f"False positives: the share of the sample ({scan.against or 'of these shards'}) whose score is as high; of none, "
-        "what it is below with 95 % certainty.",
+        "A score of s says: about one in 10^s pieces of usual text is as odd, if what is usual goes on as it does up to "
+        f"one in 33. It ends at {MOST:g}. A document has the score of its worst piece of up to {PIECE:,} tokens, so "
+        "long documents have higher ones. Odd is not bad: read before you prune.",
+        f"False positives: the share of the sample ({scan.against or 'of these shards'}) whose score is as high, as if "
+        "all of it were good; where none is, what it is below with 95 % certainty.",
     ]
     if not scan.against:
         notes.append(
@@ -191,4 +192,4 @@ def _notes(scan: Scan) -> list[str]:
         )
     kinds: Sequence[tuple[str, int]] = sorted(scan.kinds.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{kind}: {count:,}" for kind, count in kinds if kind not in (USUAL, EMPTY))
-    return [*notes, f"What documents look like, whatever their score: {shown}."] if shown else notes
+    return [*notes, f"What documents with a score of {ODD:g} or more look like: {shown}."] if shown else notes

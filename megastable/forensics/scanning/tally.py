@@ -72,7 +72,7 @@ class Tally:
         return {name: np.quantile(values, shares).tolist() for name, values in self._columns() if len(values)}
 
     def histograms(self) -> dict[str, tuple[list[float], list[int]]]:
-        """(edges, counts) of each but the score over the sampled documents; what lies far out is in the first or last bar."""
+        """(edges, counts) of each but the score over the sampled documents; what lies far out is in its end bars."""
         found = {}
         for name, values in self._columns():
             if name == "score" or not len(values):

@@ -82,7 +82,7 @@ def test_the_text_is_cut_at_the_document_and_around_the_piece(tmp_path: Path) ->
     )
     shelf = open_shelf([tmp_path / "one"])
     given = {"shard": "one", "document": 1, "first_token": 100, "tokens": 3800, "score": 6.0, "kind": "odd"}
-    given |= {"feature": "run", "value": 1.0, "why": "odd", "features": {}}
+    given |= {"feature": "run", "value": 1.0, "why": "odd", "compression": 1.0, "features": {}}
     for piece, size, begin, end in ((100, 600, 100, 660), (120, 50, 100, 218), (3800, 100, 3752, 3900)):
         shown = passage(Worst(**given, piece=piece, piece_tokens=size), shelf)
         ids = [int(token) - 1 for token in shown.text.split()]
