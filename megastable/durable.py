@@ -45,14 +45,17 @@ def hold(path: Path, seconds: float = 1.0) -> IO[str] | None:
 def write_output(path: Path, text: str) -> None:
     """Write what a user asked a tool to write: a file whole or not at all, anything else (a pipe, a device) directly.
 
-    Raises DataError.
+    A link stays, and what it points to is written. Raises DataError.
     """
     try:
-        if path.exists() and not path.is_file():
-            with path.open("w", encoding="utf-8") as stream:
+        # /dev/stdout may be a regular file: a rename would replace the device by it, for everybody.
+        if path.absolute().parts[1:2] in (("dev",), ("proc",)) or (path.exists() and not path.is_file()):
+            with path.open("a", encoding="utf-8") as stream:
                 stream.write(text)
         else:
-            write_file(path, text.encode())
+            write_file(path.resolve(), text.encode())
+    except BrokenPipeError:
+        raise  # whoever reads it has seen enough
     except OSError as error:
         raise DataError(f"{path} could not be written: {error.strerror or error}") from None
 

@@ -183,7 +183,9 @@ class Trainer:
                 f"the blend changes at position {position:,}, this is {s.cursor:,}: {old} -> {entry.weights}"
             )
             if moved:
-                self.say(f"{plural(moved, 'sample')} that the skip ledger names behind it: named where they are now")
+                self.say(
+                    f"{plural(moved, 'sample')} that the skip ledger names behind it: named where they are now"
+                )
 
     def _move_skips(self, before: Corpora, position: int) -> int:
         """Skip the samples that the ledger names also where the new blend puts them; how many."""

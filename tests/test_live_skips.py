@@ -14,7 +14,7 @@ from megastable import records
 from megastable.config import RunConfig
 from megastable.data.blends import read_blends
 from megastable.data.order import BLOCK
-from megastable.data.skips import SkipEntry
+from megastable.data.skips import SkipEntry, read_ledger
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
 
@@ -119,6 +119,41 @@ def test_a_new_blend_begins_at_the_next_block_and_is_journaled(tmp_path: Path) -
     assert sorted(trained) == list(range(1, 21))
     flat = [p for step in range(1, 21) for p in trained[step]]
     assert np.all(np.diff(flat) > 0) and flat[-1] > BLOCK
+
+
+def test_weights_that_change_twice_before_they_hold(tmp_path: Path) -> None:
+    """The second change takes the place of the first, which the checkpoint knew; what is skipped behind it follows."""
+    paths = [tmp_path / name for name in ("a", "b")]
+    for seed, path in enumerate(paths):
+        write_corpus(path, tokens=300_000, seed=seed)
+
+    def config(steps: int, share: float) -> RunConfig:
+        given = [{"path": paths[0], "weight": share}, {"path": paths[1], "weight": 1 - share}]
+        return tiny(paths[0], tmp_path / "run", data={"corpora": given}, train={"steps": steps})
+
+    run_ranks(1, train, config(2, 0.5))
+    run_ranks(1, train, config(4, 0.3))
+    with (tmp_path / "run/skips.jsonl").open("a") as file:
+        file.write(line(BLOCK + 7, BLOCK + 30) + "\n")
+    run_ranks(1, train, config(4, 0.8))  # a new blend, and no checkpoint of it
+    assert run_ranks(1, train, config(5, 0.8)) == [0]
+    assert [e.position for e in read_blends(tmp_path / "run" / "blends.jsonl")] == [0, BLOCK, BLOCK]
+    assert not events(tmp_path / "run", "order_changed")
+    first, second = events(tmp_path / "run", "blend_changed")
+    moved = sum(e.end - e.first for e in read_ledger(tmp_path / "run/skips.jsonl")[1:])
+    assert first["skips_moved"] == 0 and 0 < second["skips_moved"] == moved <= 23
+
+
+def test_other_corpora_before_the_first_checkpoint(tmp_path: Path) -> None:
+    """Nothing was done yet: what is written down of the corpora is what is trained on, and what it is measured by."""
+    for seed, name in enumerate("ab"):
+        write_corpus(tmp_path / name, seed=seed)
+    ends = {"interval": 0, "at_end": False}
+    run_ranks(1, train, tiny(tmp_path / "a", tmp_path / "run", train={"steps": 1}, checkpoint=ends))
+    run_ranks(1, train, tiny(tmp_path / "b", tmp_path / "run", train={"steps": 1}, checkpoint=ends))
+    last = read_blends(tmp_path / "run/blends.jsonl")[-1]
+    assert (last.position, [share.name for share in last.corpora]) == (0, ["b"])
+    assert len(events(tmp_path / "run", "evaluated")) == 2
 
 
 def test_a_changed_corpus_is_still_refused(tmp_path: Path) -> None:

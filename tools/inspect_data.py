@@ -1,6 +1,11 @@
 """What was in that batch? From steps, incidents and documents to text, and back; and which documents are bad."""
 
+# ruff: noqa: E402 (imports take a while, and Ctrl-C must end them quietly)
 from __future__ import annotations
+
+import signal
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below ends it without a traceback
 
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +15,8 @@ import typer
 from megastable.errors import user_errors
 from megastable.report.sheet.options import Csv, Html, Json, Rows, Texts
 from megastable.report.sheet.output import Output
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 EXAMPLES = """Examples:
 
@@ -97,11 +104,12 @@ def scan(shards: Shards,
     from megastable.forensics.scanning.units import workers_for
     from megastable.forensics.shelf import open_shelf
 
+    show = Output(as_json, csv, html, rows, texts)
     shelf, reference = open_shelf(shards, tokenizer), open_shelf([against]) if against else None
     folder = out or default_folder(shelf)
     made = scan_shards(shelf, folder, against=reference, workers=workers_for(workers), near=near, top=top, again=again,
                        progress=not as_json)  # fmt: skip
-    Output(as_json, csv, html, rows, texts).put(sheet_of(made, shelf, top))
+    show.put(sheet_of(made, shelf, top))
 
 
 @app.command(epilog=EXAMPLES)

@@ -1,6 +1,11 @@
 """Documents out of a corpus: a plan to read and edit, a new corpus without them, the proof that the rest is intact."""
 
+# ruff: noqa: E402 (imports take a while, and Ctrl-C must end them quietly)
 from __future__ import annotations
+
+import signal
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below ends it without a traceback
 
 import json
 from dataclasses import asdict
@@ -15,6 +20,8 @@ from megastable.forensics.pruning import choose, prune
 from megastable.forensics.pruning.bar import bar
 from megastable.forensics.pruning.prune import corpus_bytes
 from megastable.report.told import plural
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 EXAMPLES = """Examples:
 

@@ -40,8 +40,8 @@ class Corpora:
         return self.train.order.fingerprint(self._all_fingerprints)
 
     def fingerprint_until(self, cursor: int) -> str:
-        """What the order of the samples before `cursor` depends on: a checkpoint that came to it holds this. A change of
-        the blend that begins there or later may still become another one."""
+        """What the order of the samples before `cursor` depends on: a checkpoint that came to it holds this. A blend
+        that begins there or later may still become another one."""
         order = self.train.order
         later = sum(phase.block * BLOCK >= cursor for phase in order.phases[1:])
         return order.fingerprint(self._all_fingerprints, len(order.phases) - later)
@@ -81,8 +81,8 @@ def open_corpora(
     names = [manifest.name for manifest in manifests]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(
-            f"data.corpora: two corpora are named {twice!r}: name each once, and weigh it; or prepare one under another "
-            "name"
+            f"data.corpora: two corpora are named {twice!r}: list a corpus once, with its weight, or prepare one of "
+            "them under another name"
         )
     tokenizer = manifests[0].tokenizer
     for corpus, manifest in zip(given, manifests, strict=True):

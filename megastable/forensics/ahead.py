@@ -22,9 +22,9 @@ from megastable.data.tokenizer import Tokenizer
 from megastable.forensics.history import History
 from megastable.forensics.oddness.kinds import KINDS
 from megastable.forensics.oddness.yardstick import FEATURES, HEAD, Lexicon, Yardstick, cut, document_keys
+from megastable.forensics.places import live_place
 from megastable.forensics.scanning.rows import long_key
 from megastable.forensics.scanning.units import BLOCK, sample
-from megastable.forensics.skip import live_place
 from megastable.forensics.spans import spans
 from megastable.report.postmortem.texts import Library
 from megastable.report.sheet import Column, Passage, Sheet

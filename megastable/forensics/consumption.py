@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from megastable.data.blends import in_force
 from megastable.data.skips import Range, Skips
-from megastable.forensics.history import SPANS, History, blends_text
+from megastable.forensics.history import SPANS, Done, History, blends_text
 from megastable.report.postmortem.passes import LAST
 from megastable.report.sheet import Column, Sheet
 from megastable.report.told import plural
+
+FEW = 1 << 24  # positions: of a longer range nobody asks whether any of it was read before
 
 COLUMNS = (
     Column("corpus", "corpus"),
@@ -33,10 +39,14 @@ def run_sheet(history: History) -> Sheet:
     order = library.source.order
     length = order.sequence_length
     given = order.samples_before(cursor)
+    done = history.steps(0, LAST, SPANS)
+    last = [d for d in done if not d.undone]
     rows: list[dict[str, Any]] = []
     total = 0
+    out_of_all = _out(history, last)
     for index, corpus in enumerate(order.corpora):
-        out = _samples(_out(history, corpus.name), index, order.samples_before, cursor)
+        ranges = Skips.of([*out_of_all, *_swapped_out(history, corpus.name, last)]).ranges
+        out = _samples(ranges, index, order.samples_before, cursor)
         samples = given[index] - out
         total += samples
         path = next(
@@ -49,8 +59,6 @@ def run_sheet(history: History) -> Sheet:
         })  # fmt: skip
     for row in rows:
         row["share"] = row["samples"] / total if total else 0.0
-    done = history.steps(0, LAST, SPANS)
-    last = [d for d in done if not d.undone]
     refused = [d for d in last if not d.applied]
     undone = [d for d in done if d.undone]
     facts = [
@@ -73,9 +81,32 @@ def run_sheet(history: History) -> Sheet:
     )  # fmt: skip
 
 
-def _out(history: History, corpus: str) -> list[Range]:
-    told = ((e.first, e.end) for e in history.ledger if e.corpus in (None, corpus))
-    return Skips.of([*history.config.data.skip, *told]).ranges
+def _out(history: History, done: Sequence[Done]) -> list[Range]:
+    """What was left out whatever its corpus: on the ledger, and not read before it came there."""
+    told = Skips.of(
+        [*history.config.data.skip, *((e.first, e.end) for e in history.ledger if e.corpus is None)]
+    )
+    few = [(first, end) for first, end in told.between(0, history.cursor) if end - first <= FEW]
+    positions = np.concatenate([np.empty(0, np.int64), *(np.arange(first, end) for first, end in few)])
+    read = (p for _, mine in history.that_read(positions, done) for p in mine.tolist())
+    return Skips.of([*told.gaps().ranges, *((p, p + 1) for p in read)]).gaps().ranges
+
+
+def _swapped_out(history: History, corpus: str, done: Sequence[Done]) -> list[Range]:
+    """From where on a corpus was left out: what was read before that was decided stays read."""
+    order, found = history.library().source.order, []
+    for e in (e for e in history.ledger if e.corpus == corpus):
+        then = -math.inf if e.time is None else e.time.timestamp()
+        at = bisect_right(done, then, key=lambda d: d.time)
+        first = max(e.first, done[at - 1].next_position) if at else e.first
+        if 0 < at < len(done):
+            # The step that was on its way.
+            places = order.locate(history.positions(done[at])).corpus
+            if any(order.corpora[index].name == corpus for index in np.unique(places)):
+                first = max(first, done[at].next_position)
+        if first < e.end:
+            found.append((first, e.end))
+    return found
 
 
 def _samples(ranges: Sequence[Range], corpus: int, before: Any, cursor: int) -> int:

@@ -136,10 +136,11 @@ class History:
         kept = self._left_out(done).gaps().between(done.first_position, done.next_position)
         return np.concatenate([np.empty(0, np.int64), *(np.arange(first, end) for first, end in kept)])
 
-    def that_read(self, positions: Int64s) -> list[tuple[Done, Int64s]]:
-        """Every step that trained on any of `positions`, ascending, and on which, in the order of time."""
+    def that_read(self, positions: Int64s, among: Sequence[Done] | None = None) -> list[tuple[Done, Int64s]]:
+        """Every step, of `among` or of all, that trained on any of `positions`, ascending, and on which: in the order
+        of time."""
         found = []
-        for done in self.steps(0, LAST, SPANS):
+        for done in self.steps(0, LAST, SPANS) if among is None else among:
             if done.time < self._changed:
                 continue
             low, high = np.searchsorted(positions, (done.first_position, done.next_position))
@@ -220,7 +221,7 @@ class History:
     def suspects(self) -> dict[int, Suspect]:
         """What attribution measured of samples, by position; the newest."""
         told = [e.get("suspects") or [] for e in self._events(b'"attributed"')]
-        return {s["position"]: Suspect.model_validate(s) for some in told for s in some}
+        return {s.position: s for some in told for s in map(Suspect.model_validate, some)}
 
     def _events(self, *marks: bytes) -> list[dict[str, Any]]:
         # A journal has a hundred times as many lines as are wanted here: most need not be understood.

@@ -110,6 +110,10 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
     given = np.concatenate([np.empty(0, np.int64), *(np.arange(a, b) for a, b in guilty.ranges)])
     others = np.setdiff1d(np.array(list(by_step), dtype=np.int64), given)
     measured = {p: s.loss for p, s in history.suspects.items() if s.loss is not None}
+    notes = _notes(history, losses)
+    if given.size + others.size > MOST:
+        others = others[-max(0, MOST - given.size) :] if given.size < MOST else others[:0]
+        notes.append(f"Of the other samples of the same steps only the last {others.size:,} are shown.")
     worst = np.argsort([-measured.get(p, recorded.get(p, -np.inf)) for p in given.tolist()], kind="stable")
 
     def facts(position: int) -> dict[str, Any]:
@@ -133,7 +137,7 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
     ]
     return Sheet(
         title=f"{history.run.root.name}, incident {number}", lead=lead, columns=_columns(rows), rows=rows,
-        passages=passages, notes=_notes(history, losses), legend="loss of a token",
+        passages=passages, notes=notes, legend="loss of a token",
     )  # fmt: skip
 
 

@@ -23,8 +23,9 @@ from megastable import recipe
 from megastable.config import RunConfig
 from megastable.data.blends import BlendEntry, read_blends
 from megastable.data.skips import Selection, SkipEntry, append_all, read_ledger
-from megastable.errors import MegastableError, user_errors
+from megastable.errors import user_errors
 from megastable.forensics.ahead import COUNTED, Found, Lookout, passage
+from megastable.forensics.places import checkpoint_cursor
 from megastable.report.postmortem.texts import Library
 from megastable.report.told import plural, ranges, visible
 from megastable.rundir import RunDirectory
@@ -40,11 +41,12 @@ SHOWN, EXCERPT = 8, 100  # pieces of evidence, and characters of each
 
 
 class Scout:
-    """Of one run. `looked` is the position up to which it has looked."""
+    """Of one run. `looked` is the position up to which it has looked, from `begin` on; `seen` samples in all."""
 
     def __init__(self, config: RunConfig, run: RunDirectory) -> None:
         self.config, self.run, self.settings = config, run, config.data.look_ahead
-        self.looked = 0
+        self.looked = self.begin = self.seen = 0
+        self._ledger: tuple[object, list[SkipEntry]] = None, []
         self._blends: list[BlendEntry] | None = None
         self._lookout: Lookout | None = None
         self._spent = False
@@ -53,15 +55,17 @@ class Scout:
         """Look at a piece of what is to come; whether there was anything new. Raises MegastableError."""
         lookout, cursor = self._ready(), self._cursor()
         order, batch = lookout.source.order, self.config.train.global_batch
-        ledger = read_ledger(self.run.skips)
+        if not self.looked or cursor < self.begin:
+            self.begin = self.looked = cursor  # the first look, or the run went back to before that
+        self.looked = max(self.looked, cursor)
+        ledger = self._entries()
         selection = Selection(order, ledger, self.config.data.skip)
         _, end = selection.next_kept(cursor, self.settings.steps * batch)
-        begin = max(self.looked, cursor)
-        if begin >= end:
+        if self.looked >= end:
             return False
-        positions, after = selection.next_kept(begin, max(1, CHUNK // order.sequence_length))
+        positions, after = selection.next_kept(self.looked, max(1, CHUNK // order.sequence_length))
         positions = positions[positions < end]
-        self.looked = min(after, end)
+        self.looked, self.seen = min(after, end), self.seen + positions.size
         if positions.size:
             self._skip(self._clear(lookout.look(positions, self.settings.score)), ledger)
         return True
@@ -77,11 +81,25 @@ class Scout:
         return self._lookout
 
     def _cursor(self) -> int:
+        """Where the run is. Before it trains, where it will begin: what a process of before said is no longer so."""
         try:
-            told = json.loads(self.run.progress.read_text()).get("cursor")
-        except (OSError, ValueError):
-            return 0
-        return told if isinstance(told, int) else 0
+            told = json.loads(self.run.progress.read_text())
+            if told.get("phase") not in ("starting", "ended"):
+                return int(told["cursor"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass
+        return checkpoint_cursor(self.run, max)
+
+    def _entries(self) -> list[SkipEntry]:
+        """The ledger, read again where it is another one: it may be long."""
+        try:
+            found = self.run.skips.stat()
+        except OSError:
+            return []
+        state = found.st_size, found.st_mtime_ns
+        if state != self._ledger[0]:
+            self._ledger = state, read_ledger(self.run.skips)
+        return self._ledger[1]
 
     def _clear(self, found: Sequence[Found]) -> dict[int, list[Found]]:
         """Those samples of which enough looks corrupt, by position."""
@@ -93,8 +111,9 @@ class Scout:
         return {p: some for p, some in by_position.items() if sum(one.odd for one in some) >= least}
 
     def _skip(self, clear: dict[int, list[Found]], ledger: Sequence[SkipEntry]) -> None:
-        used = sum(entry.end - entry.first for entry in ledger if entry.reason.startswith(REASON))
-        left = FREE + int(self.settings.most * self.looked) - used
+        # Of what was looked at: neither the run's length says anything of it nor what was skipped before.
+        used = sum(e.end - e.first for e in ledger if e.first >= self.begin and e.reason.startswith(REASON))
+        left = FREE + int(self.settings.most * self.seen) - used
         chosen = dict(list(clear.items())[: max(0, left)])
         if len(chosen) < len(clear) and not self._spent:
             self.run.note(
@@ -136,19 +155,19 @@ class Scout:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m megastable.forensics.scout", description=__doc__)
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="process that it ends with")
     parser.add_argument("run", type=Path)
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args(arguments)
-    parent = os.getppid()
     with user_errors():
         scout = Scout(recipe.load(args.recipe, args.overrides), RunDirectory(args.run))
         try:
-            while os.getppid() == parent:  # it ends with the supervisor, however that ends
+            while os.getppid() == args.parent:  # it ends with the supervisor, however that ends
                 if not scout.look():
                     time.sleep(PAUSE)
-        except MegastableError as error:
-            scout.run.note("look_ahead_failed", problem=str(error))
+        except Exception as error:
+            scout.run.note("look_ahead_failed", problem=f"{type(error).__name__}: {error}")
             raise
 
 

@@ -6,9 +6,8 @@ document are known: to the end of the run as its recipe says.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,14 +16,13 @@ import numpy.typing as npt
 
 from megastable import durable
 from megastable.data.blends import GoneStream
-from megastable.data.manifest import Manifest
+from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import LAST_POSITION
 from megastable.data.skips import Selection, SkipEntry, append_all
 from megastable.errors import DataError
 from megastable.forensics.history import History
+from megastable.forensics.places import checkpoint_cursor, live_place
 from megastable.forensics.pruning.plan import read_plan
-from megastable.forensics.whereabouts import positions_with
-from megastable.recipe import find
 from megastable.stability.attribution import ranges as as_ranges
 
 Int64s = npt.NDArray[np.int64]
@@ -68,24 +66,26 @@ def skip_documents(
     """
     library = history.library()
     step, cursor = live_place(history)
-    order = library.source.order
+    order, back = library.source.order, goes_back_to(history, cursor)
     corpus = [c.name for c in order.corpora].index(history.share(fingerprint).name)
     selection = Selection(order, history.ledger, history.config.data.skip)
     stream, until = library.source.streams[corpus], end_of(history, selection, step, cursor)
-    found = [np.empty(0, np.int64)]
-    for first, end in _stretches(history, corpus, documents):
-        begin = stream.offset_of(first[0], first[1])
-        if begin is not None:  # else it is for validation, or in no split: never trained on
-            found.append(positions_with(library, corpus, begin, begin + end - first[1], cursor, until))
-    positions = np.unique(np.concatenate(found))
+    if isinstance(stream, GoneStream):
+        raise DataError(f"the run no longer trains on corpus {order.corpora[corpus].name}: nothing to skip")
+    sequences = _sequences(stream, documents, order.sequence_length, order.sequences[corpus])
+    positions = order.positions_of(corpus, sequences, back, until)
     new = positions[~selection.skips.mask(positions)]
     entries = [SkipEntry(first=a, end=b, reason=reason) for a, b in as_ranges(new.tolist())]
     count = sum(numbers.size for numbers in documents.values())
+    # Those behind the cursor come again only if the run goes back to a checkpoint.
+    ahead, samples = int((positions >= cursor).sum()), int((new >= cursor).sum())
     return _add(
-        history, entries,
-        Skipped(order.corpora[corpus].name, count, int(new.size), len(entries), int(positions.size - new.size), until,
-                False, None),
-    )  # fmt: skip
+        history,
+        entries,
+        Skipped(
+            order.corpora[corpus].name, count, samples, len(entries), ahead - samples, until, False, None
+        ),
+    )
 
 
 def skip_plan(history: History, path: Path) -> Skipped:
@@ -95,26 +95,30 @@ def skip_plan(history: History, path: Path) -> Skipped:
         raise DataError(
             f"{path} does not say of which corpus it is: make a plan of it with prune_data.py plan --list"
         )
-    share = history.share(plan.fingerprint)
-    directory = find(Path(share.path))
+    # Where it is today: the recipe may have followed a corpus that moved.
+    names = [corpus.name for corpus in history.library().source.order.corpora]
+    stream = history.library().source.streams[names.index(history.share(plan.fingerprint).name)]
+    if isinstance(stream, GoneStream):
+        stream.pieces(0, 0)
+    directory = stream.directory
     documents = plan.documents(directory, Manifest.load(directory))
     return skip_documents(history, plan.fingerprint, documents, f"plan {path.name}, {plan.sha256[:12]}")
 
 
 def swap_out(history: History, corpus: str, reason: str = "swapped out by a person") -> Skipped:
-    """A whole corpus, from the run's cursor on. Raises DataError where there is none, or no other would be left."""
+    """A whole corpus, from where the run may go back to on.
+
+    Raises DataError where there is none, or no other would be left.
+    """
     _, cursor = live_place(history)
-    entry = SkipEntry(first=cursor, end=LAST_POSITION, reason=reason, corpus=corpus)
+    first = goes_back_to(history, cursor)
+    entry = SkipEntry(first=first, end=LAST_POSITION, reason=reason, corpus=corpus)
     return _add(history, [entry], Skipped(corpus, 0, 0, 1, 0, LAST_POSITION, False, None))
 
 
-def live_place(history: History) -> tuple[int, int]:
-    """Step and cursor of a run, as its processes say, or its records."""
-    try:
-        told = json.loads(history.run.progress.read_text())
-        return int(told["step"]), int(told["cursor"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return history.step, history.cursor
+def goes_back_to(history: History, cursor: int) -> int:
+    """The lowest position that the run may read again: that of its oldest checkpoint, 0 where there is none."""
+    return min(cursor, checkpoint_cursor(history.run, min))
 
 
 def end_of(history: History, selection: Selection, step: int, cursor: int) -> int:
@@ -122,27 +126,23 @@ def end_of(history: History, selection: Selection, step: int, cursor: int) -> in
     be skipped on the way."""
     c = history.config
     left = max(0, c.train.steps - step) * c.train.global_batch / selection.share_without()
-    return cursor + int(1.1 * left) + selection.skips.count() + c.train.global_batch
+    skipped = sum(last - first for first, last in selection.skips.between(cursor, LAST_POSITION))
+    return min(LAST_POSITION, cursor + int(1.1 * left) + skipped + c.train.global_batch)
 
 
-def _stretches(
-    history: History, corpus: int, documents: Mapping[str, Int64s]
-) -> Sequence[tuple[tuple[str, int], int]]:
-    """((shard, first token), end) of documents, neighbours joined."""
-    stream = history.library().source.streams[corpus]
-    assert not isinstance(stream, GoneStream)
-    found: list[tuple[tuple[str, int], int]] = []
+def _sequences(stream: Stream, documents: Mapping[str, Int64s], length: int, count: int) -> Int64s:
+    """Those of the `count` sequences of a stream that hold a token of any of the documents, ascending. Documents for
+    validation, and those in no split, are in none."""
+    found = [np.empty(0, np.int64)]
     for name, numbers in documents.items():
         shard = stream.open(name)
-        for number in np.sort(numbers).tolist():
+        for number in numbers.tolist():
             first, end = shard.document_bounds(number)
-            if first == end:
-                continue
-            if found and found[-1][0][0] == name and found[-1][1] == first:
-                found[-1] = (found[-1][0], end)
-            else:
-                found.append(((name, first), end))
-    return found
+            begin = stream.offset_of(name, first) if first < end else None
+            if begin is not None:
+                last = (begin + end - first - 1) // length
+                found.append(np.arange(begin // length, min(last, count - 1) + 1))
+    return np.unique(np.concatenate(found))
 
 
 def _add(history: History, entries: list[SkipEntry], added: Skipped) -> Skipped:

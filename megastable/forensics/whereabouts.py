@@ -74,8 +74,14 @@ def stream_of(library: Library, shelf: Shelf, shard: str) -> int:
         for index, stream in enumerate(streams)
         if not isinstance(stream, GoneStream) and any(info.name == shard for info in stream.manifest.shards)
     ]
-    here = shelf.shard(shard).bin_path.resolve().parent
-    same = [i for i in found if find(streams[i].directory).resolve() == here] or found
+    given = shelf.shard(shard)
+    here = given.bin_path.resolve().parent
+    same = [i for i in found if find(streams[i].directory).resolve() == here]
+    if not same:
+        # A copy elsewhere, not another corpus whose shards have the same names.
+        sizes = given.bin_bytes, given.idx_bytes, given.documents
+        infos = {i: next(x for x in streams[i].manifest.shards if x.name == shard) for i in found}
+        same = [i for i, x in infos.items() if (x.bin_bytes, x.idx_bytes, x.documents) == sizes]
     if len(same) != 1:
         names = ", ".join(corpus.name for corpus in library.source.order.corpora)
         raise DataError(f"shard {shard} belongs to {len(same)} corpora of the run, which has {names}")
@@ -104,6 +110,7 @@ def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> l
     stop = cursor + int(AHEAD * n / share) + order.block
     positions = positions_with(library, corpus, at, at + end - first, 0, stop)
     past = positions[positions < cursor]
+    # Steps that were undone may have gone further than where the run is now.
     found: list[dict[str, Any]] = []
     met = set[int]()
 
@@ -116,7 +123,7 @@ def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> l
         facts |= {"first_token": low - at, "tokens": high - low}
         return {"run": run, "position": position, "epoch": place.epoch, **facts}
 
-    for done, mine in history.that_read(past):
+    for done, mine in history.that_read(positions):
         for position in mine.tolist():
             met.add(position)
             found.append(row(position, step=done.step, state=done.state, loss=done.loss, time=int(done.time)))

@@ -19,7 +19,7 @@ from megastable.errors import DataError, user_errors
 from megastable.recipe import find, load
 from megastable.report.postmortem import words
 from megastable.report.postmortem.facts import IncidentFacts
-from megastable.report.told import ranges, visible
+from megastable.report.told import ranges, sentence, visible
 from megastable.rundir import RunDirectory
 
 CLEAN = Path("data/stdlib")
@@ -84,6 +84,9 @@ def _instead(run: Path, config: RunConfig) -> Iterator[str]:
             yield f"step {event['step']:<7} would {event['action']}: {event['reason']}"
         yield "stability.dry_run=true: nothing was done."
     else:
+        told = list(RunDirectory(run).events("looked_ahead"))
+        for event in told:
+            yield f"ahead        {sentence(event)}"
         yield "No incident."
 
 
@@ -135,6 +138,8 @@ def tell(run: Path) -> None:
         f"\nCurves:   .venv/bin/tensorboard --logdir {run}/tensorboard   then open http://localhost:6006\n"
         f"Decisions: .venv/bin/python tools/backtest.py {run} --plot {run}/decisions.png"
     )
+    if any(i.get("cause") == "data" for i in s["incidents"]):
+        print(f"The data:  .venv/bin/python tools/inspect_data.py incident {run} 1 --html incident.html")
 
 
 if __name__ == "__main__":

@@ -187,9 +187,7 @@ TOLD: dict[str, Callable[[Event], str]] = {
     "skips_read": lambda e: (
         f"{e.get('entries')} new lines of the skip ledger hold from position {e.get('cursor')} on"
     ),
-    "skips_refused": lambda e: (
-        f"a line of the skip ledger is left out{_because(e, 'problem')}"
-    ),
+    "skips_refused": lambda e: f"a line of the skip ledger is left out{_because(e, 'problem')}",
     "config_changed": _changed,
     "evaluated": lambda e: f"validation loss {number(e.get('loss'))}",
     "checkpoint": lambda e: (

@@ -31,7 +31,8 @@ class ScoutProcess:
     ) -> None:
         self.run, self.say = run, say
         self._command = [
-            sys.executable, "-m", "megastable.forensics.scout", str(run.root), recipe, *overrides,
+            sys.executable, "-m", "megastable.forensics.scout", "--parent", str(os.getpid()), str(run.root), recipe,
+            *overrides,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
         self._tries = TRIES if config.data.look_ahead.steps else 0
@@ -59,6 +60,8 @@ class ScoutProcess:
                         self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                         start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
                     )  # fmt: skip
+                if self._output is not None:
+                    self._output.close()
                 self._output = self._log.open("rb")
                 self._output.seek(at)
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, 10)
@@ -70,6 +73,9 @@ class ScoutProcess:
             self._process.wait()
             self._show()
             self._process = None
+        if self._output is not None:
+            self._output.close()
+            self._output = None
         self._tries = 0
 
     def _show(self) -> None:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from megastable.config import CorpusConfig
-from megastable.data.blends import BlendEntry, in_force, read_blends
+from megastable.data.blends import BlendEntry, in_force, moved_skips, read_blends
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.ledger import append
 from megastable.data.order import BLOCK
 from megastable.data.skips import Selection, SkipEntry
-from megastable.errors import DataError
+from megastable.errors import ConfigError, DataError
 from tests.conftest import write_corpus
 
 LENGTH = 32
@@ -66,11 +66,42 @@ def test_a_checkpoint_of_before_a_change_is_known(three: dict[str, Path]) -> Non
     first = opened(three, {"a": 0.5, "b": 0.5})
     second = opened(three, {"a": 0.2, "b": 0.8}, [entry(first, 0)])
     run = opened(three, {"a": 0.2, "b": 0.8}, [entry(first, 0), entry(second, BLOCK)])
-    assert first.order_fingerprint in run.fingerprints_until(BLOCK)
-    assert first.order_fingerprint not in run.fingerprints_until(BLOCK + 1)
-    assert run.order_fingerprint in run.fingerprints_until(BLOCK + 1)
+    assert first.order_fingerprint == run.fingerprint_until(BLOCK)
+    assert run.order_fingerprint == run.fingerprint_until(BLOCK + 1) != first.order_fingerprint
     other = opened(three, {"a": 0.5, "c": 0.5})
-    assert other.order_fingerprint not in run.fingerprints_until(0)
+    assert other.order_fingerprint != run.fingerprint_until(0)
+    # A blend that nothing was read of yet becomes another one, and so may the checkpoint's.
+    third = opened(three, {"a": 0.7, "b": 0.3}, [entry(first, 0), entry(second, BLOCK)])
+    again = opened(three, {"a": 0.7, "b": 0.3}, [entry(first, 0), entry(second, BLOCK), entry(third, BLOCK)])
+    assert again.fingerprint_until(BLOCK) == run.fingerprint_until(BLOCK)
+    assert again.order_fingerprint != run.order_fingerprint
+
+
+def test_what_is_skipped_stays_so_where_the_blend_changes(three: dict[str, Path]) -> None:
+    """A skip is a position: behind the change the same samples stand at others."""
+    first = opened(three, {"a": 0.5, "b": 0.5})
+    second = opened(three, {"b": 0.2, "c": 0.8}, [entry(first, 0)])
+    run = opened(three, {"b": 0.2, "c": 0.8}, [entry(first, 0), entry(second, BLOCK)])
+    bad = [(5, 8), (BLOCK - 1, BLOCK + 3), (BLOCK + 900, BLOCK + 901), (2 * BLOCK + 1, 2 * BLOCK + 40)]
+    ledger = [SkipEntry(first=a, end=b, reason="bad") for a, b in bad]
+    ledger.append(SkipEntry(first=0, end=2**62, reason="out", corpus="c"))
+    moved = moved_skips(ledger, first.train.order, run.train.order, BLOCK)
+    assert {e.reason for e in moved} == {"bad"} and all(e.first >= BLOCK for e in moved)
+
+    def skipped(corpora: Corpora, ranges: list[tuple[int, int]]) -> set[tuple[str, int, int]]:
+        order = corpora.train.order
+        places = [order.locate_one(p) for a, b in ranges for p in range(a, b) if p >= BLOCK]
+        return {(order.corpora[p.corpus].name, p.epoch, p.sequence) for p in places}
+
+    wanted = {sample for sample in skipped(first, bad) if sample[0] == "b"}  # no more of a is read
+    there = [(e.first, e.end) for e in moved]
+    assert len(wanted) > 10 and skipped(run, there) <= wanted <= skipped(run, there + bad)
+    assert not moved_skips([*ledger, *moved], first.train.order, run.train.order, BLOCK)
+
+
+def test_a_corpus_twice_is_refused(three: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="two corpora are named 'a'"):
+        opened(three | {"d": three["a"]}, {"a": 1, "d": 1})
 
 
 def test_a_corpus_that_was_taken_out_may_leave_the_disk(three: dict[str, Path]) -> None:

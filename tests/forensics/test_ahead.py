@@ -13,7 +13,7 @@ from megastable.config import Corruption, RunConfig
 from megastable.data.manifest import TokenizerInfo, adopt
 from megastable.data.plant import Kind, plant
 from megastable.data.shards import ShardWriter
-from megastable.data.skips import Skips, read_ledger
+from megastable.data.skips import SkipEntry, Skips, append_all, read_ledger
 from megastable.errors import DataError
 from megastable.forensics.ahead import Lookout, ahead_sheet
 from megastable.forensics.history import History
@@ -119,6 +119,37 @@ def test_the_budget(clean: Path, tmp_path: Path) -> None:
     assert sum(e.end - e.first for e in read_ledger(run.skips)) == FREE
     (spent,) = run.events("look_ahead_spent")
     assert spent["left"] < spent["found"] and spent["evidence"]
+
+
+def test_the_budget_is_of_what_was_looked_at(clean: Path, tmp_path: Path) -> None:
+    """Not of how far the run is, where it is switched on late; nor is it spent by what was skipped long ago."""
+    config, _ = planted(clean, tmp_path, "random", 90, most=0.05)
+    run = make(config, Path("recipe.yaml"))
+    append_all(run.skips, [SkipEntry(first=0, end=60, reason=f"{REASON}60 random tokens")])
+    run.progress.write_text(json.dumps({"phase": "step", "step": 19, "cursor": 304}))
+    scout = Scout(config, run)
+    while scout.look():
+        pass
+    found = sum(e.end - e.first for e in read_ledger(run.skips)[1:])
+    assert FREE < found <= FREE + 0.05 * scout.seen < 304
+
+
+def test_a_run_that_goes_back_is_looked_at_again(clean: Path, tmp_path: Path) -> None:
+    """What the process of before said of its place is no longer so: it begins at its checkpoint."""
+    config, bad = planted(clean, tmp_path, "random", 20)
+    run = make(config, Path("recipe.yaml"))
+    run.progress.write_text(json.dumps({"phase": "step", "step": 30, "cursor": 480}))
+    scout = Scout(config, run)
+    assert scout.look() and not read_ledger(run.skips)
+    state = run.checkpoints / "step-10/state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text(json.dumps({"cursor": 160}))
+    run.progress.write_text(json.dumps({"phase": "starting", "step": None, "cursor": None}))
+    while scout.look():
+        pass
+    assert scout.begin == 160
+    skipped = Skips.of((e.first, e.end) for e in read_ledger(run.skips))
+    assert skipped.count() >= 18 and all(bad.contains(p) for a, b in skipped.ranges for p in range(a, b))
 
 
 def test_what_does_not_look_like_it_stays(clean: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from megastable.config import RunConfig
 from megastable.data.shards import Shard
-from megastable.data.skips import Selection, SkipEntry, read_ledger
+from megastable.data.skips import Selection, SkipEntry, Skips, read_ledger
 from megastable.errors import DataError
 from megastable.forensics.consumption import run_sheet
 from megastable.forensics.history import History
@@ -189,11 +189,14 @@ def test_documents_are_skipped_while_it_trains_and_no_others(run: tuple[Path, li
 
 
 def test_what_was_read_so_far(run: tuple[Path, list[list[int]]]) -> None:
-    root, _ = run
+    """Not what was undone; and what was read before it came on the ledger was read."""
+    root, read = run
     (row,) = run_sheet(History(root)).rows
     history = History(root)
     skips = Selection(history.library().source.order, history.ledger, history.config.data.skip).skips
-    assert row["samples"] == history.cursor - sum(b - a for a, b in skips.between(0, history.cursor))
+    trained = [p for positions in read[:5] + read[10:] for p in positions]
+    assert row["samples"] == len(trained) and skips.mask(np.array(trained)).any()
+    assert row["skipped"] == history.cursor - len(trained)
     assert row["tokens"] == LENGTH * row["samples"] and row["share"] == 1.0
 
 
@@ -234,6 +237,57 @@ def test_an_incident_begins_with_the_guilty(corpus: Path, tmp_path: Path) -> Non
         incident_sheet(history, 7, texts=0)
 
 
+def test_a_run_that_is_down_leaves_documents_out_from_its_checkpoint_on(
+    run: tuple[Path, list[list[int]]], tmp_path: Path
+) -> None:
+    """It goes back to that, and reads again what its records say it has read."""
+    shutil.copytree(run[0], tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/step-30")
+    states = list((tmp_path / "run/checkpoints").glob("step-*/state.json"))
+    back = min(json.loads(path.read_text())["cursor"] for path in states)
+    history = History(tmp_path / "run")
+    order = history.library().source.order
+    assert back < history.cursor
+    shard = Shard(run[0].parent / "corpus/part-0")
+    position = back + 3
+    document = shard.document_of(order.locate_one(position).first_token + 1)
+    skip_documents(
+        history, history.blends[-1].corpora[0].fingerprint, {"part-0": np.array([document])}, "bad"
+    )
+    skips = Skips.of((e.first, e.end) for e in read_ledger(history.run.skips))
+    assert skips.contains(position)
+
+
+def test_a_shard_of_the_same_name_is_not_the_runs(run: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
+    write_corpus(tmp_path / "other", tokens=9_000)
+    with pytest.raises(DataError, match="part-0 belongs to 0 corpora of the run, which has corpus"):
+        document_sheet(open_shelf([tmp_path / "other/part-0"]), "part-0", 3, [History(run[0])])
+    shutil.copytree(run[0].parent / "corpus", tmp_path / "copy")
+    assert document_sheet(open_shelf([tmp_path / "copy/part-0"]), "part-0", 3, [History(run[0])]).rows
+
+
+def test_a_run_that_began_again_without_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    history = History(make_run(corpus, tmp_path / "run"))
+    rows = history.steps(1, LAST)
+    assert not any(done.undone for done in rows)
+    note(history.run, rows[-1].time + 1, "training", step=4, cursor=32)
+    again = History(tmp_path / "run").steps(1, LAST)
+    assert [done.step for done in again if done.undone] == [done.step for done in rows if done.step > 4]
+    note(history.run, rows[-1].time + 2, "order_changed", old="x", new="y")
+    changed = History(tmp_path / "run")
+    with pytest.raises(DataError, match='"order_changed"'):
+        step_sheet(changed, 3, 3, texts=0)
+    assert not changed.that_read(np.arange(100)) and "order_changed" in changed.problems[0]
+
+
+def test_a_step_that_passed_over_whole_epochs(run: tuple[Path, list[list[int]]]) -> None:
+    history = History(run[0])
+    done = history.steps(1, 1)[0].model_copy(
+        update={"first_position": 5, "next_position": 10**13, "skipped": [7, 10**13 - 1]}
+    )
+    assert history.positions(done).tolist() == [5, 6, 10**13 - 1]
+
+
 def test_no_run(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(DataError, match="not the directory of a run that has begun"):
         History(tmp_path)
@@ -241,4 +295,7 @@ def test_no_run(tmp_path: Path, corpus: Path) -> None:
     note(History(run).run, 1e9, "resumed", step="x")  # an event that says nothing
     (run / "steps" / "00000001-00000020-5.parquet").write_bytes(b"torn")
     history = History(run)
+    (run / "steps" / "by hand.parquet").write_bytes(b"torn")
+    (run / "steps" / "00000021-00000900-9999999999999.parquet").write_bytes(b"torn")
+    assert history.step == History(run).step > 0  # by the newest that can be read
     assert history.steps(1, 3) and "00000001-00000020-5.parquet is damaged" in history.problems[0]

@@ -179,8 +179,8 @@ def _histograms(scan: Scan) -> list[Histogram]:
 
 def _notes(scan: Scan) -> list[str]:
     notes = [
-        "A score of s says: about one in 10^s pieces of usual text is as odd, if what is usual goes on as it does up to "
-        f"one in 33. It ends at {MOST:g}. A document has the score of its worst piece of up to {PIECE:,} tokens, so "
+        "A score of s says: about one in 10^s pieces of usual text is as odd, if what is usual goes on as it does up "
+        f"to one in 33. It ends at {MOST:g}. A document has the score of its worst piece of up to {PIECE:,} tokens, so "
         "long documents have higher ones. Odd is not bad: read before you prune.",
         f"False positives: the share of the sample ({scan.against or 'of these shards'}) whose score is as high, as if "
         "all of it were good; where none is, what it is below with 95 % certainty.",

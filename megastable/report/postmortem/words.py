@@ -249,7 +249,16 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
             text="Read the guilty texts, and find out where these documents came from.",
             command=f"less {_here(e)}/samples.txt",
         )
+        yield FollowUp(
+            text="Look at each of them, with the document, the bytes and every step that ever read it.",
+            command=f"python tools/inspect_data.py incident {shlex.quote(r.directory)} {i.number} --html incident.html",
+        )
         for corpus in r.corpora:
+            yield FollowUp(
+                text="Take them out for all runs to come: a plan to edit, then prune_data.py apply and verify.",
+                command=f"python tools/prune_data.py plan {shlex.quote(corpus)} --incident "
+                f"{shlex.quote(r.directory)}:{i.number}",
+            )
             yield FollowUp(
                 text="Make sure that the corpus is still the one that was prepared: every file is hashed again.",
                 command=f"python tools/prepare_data.py verify {shlex.quote(corpus)}",

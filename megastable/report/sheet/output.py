@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from megastable.durable import write_output
+from megastable.errors import DataError
 from megastable.report.sheet.files import as_csv, as_json
 from megastable.report.sheet.model import Sheet
 from megastable.report.sheet.page import as_html
 from megastable.report.sheet.terminal import console
+
+STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 
 @dataclass(frozen=True)
@@ -31,14 +36,35 @@ class Output:
         """How many rows need a text."""
         return max(self.texts, self.on_page if self.html is not None else 0)
 
+    def __post_init__(self) -> None:
+        if self.json + len(self._on_stdout) > 1:
+            raise DataError("only one of --json, --csv and --html can go to the standard output: name a file")
+
+    @property
+    def _on_stdout(self) -> list[Path]:
+        return [path for path in (self.csv, self.html) if path is not None and str(path) in STDOUT]
+
     def put(self, sheet: Sheet) -> None:
-        """Raises DataError when a file cannot be written."""
+        """Raises DataError when a file, or the standard output, cannot be written."""
         if self.csv is not None:
             write_output(self.csv, as_csv(sheet))
         if self.html is not None:
             write_output(self.html, as_html(sheet))
+        if self._on_stdout:  # what reads it wants nothing else
+            return
+        try:
+            self._print(sheet)
+            sys.stdout.flush()
+        except BrokenPipeError:  # | head has seen enough
+            raise
+        except OSError as error:
+            # What is left in the buffer would fail once more at the end of the process.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise DataError(f"the standard output could not be written: {error.strerror}") from None
+
+    def _print(self, sheet: Sheet) -> None:
         if self.json:
-            print(as_json(sheet))
+            print(as_json(sheet), end="")
             return
         terminal = Console()
         if not terminal.is_terminal:
