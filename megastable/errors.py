@@ -10,6 +10,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megastable.report.told import visible
+
+LINES = "\n\t"
 # Exit codes, documented in docs/clusters.md. The supervisor and schedulers decide by them.
 OK = 0
 FAILED = 1  # an unforeseen error, with a traceback
@@ -70,7 +73,8 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except MegastableError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        # Names of files and what stands in them are anybody's: a terminal must not obey them.
+        print(f"error: {visible(error, keep=LINES)}", file=sys.stderr, flush=True)
         raise SystemExit(error.code) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)

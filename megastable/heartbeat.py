@@ -1,9 +1,9 @@
 """How a rank and the process above it hear of each other, through files that all hosts share: no ports, no signals.
 
 Rank 0 says in progress.json where the run stands, and sees when somebody adds to the skip ledger. Every rank looks at
-control.json: asked to stop, it votes for a
-checkpoint; asked for its stacks, it leaves them in logs/; and one that belongs to an attempt of before ends itself,
-wherever it runs. What ends a rank by an error it writes down, as its last words.
+control.json: asked to stop, it votes for a checkpoint; asked for its stacks, it leaves them in logs/; and one that
+belongs to an attempt of before ends itself, wherever it runs. What ends a rank by an error it writes down, as its last
+words.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class Heartbeat:
 
     def _state_of_ledger(self) -> tuple[int, int] | None:
         try:
-            found = self.run.skips.stat()
+            # Opened, as a network file system answers `stat` from what it remembers, up to a minute old.
+            with self.run.skips.open("rb") as file:
+                found = os.fstat(file.fileno())
         except OSError:
             return None
         return found.st_size, found.st_mtime_ns

@@ -23,10 +23,10 @@ from megastable.checkpoint import store
 from megastable.checkpoint.store import RunState
 from megastable.config import RunConfig
 from megastable.data.loader import Loader, Step
-from megastable.data.skips import Selection, SkipEntry, read_ledger
+from megastable.data.skips import Selection, entries_that_can_be, read_ledger
 from megastable.data.source import Source
 from megastable.engine import Engine, Measured
-from megastable.errors import DataError, HandoverError, MegastableError, UnstableError
+from megastable.errors import HandoverError, MegastableError, UnstableError
 from megastable.evidence import Laboratory, Trained
 from megastable.ranks import agree, first, gathered, shared
 from megastable.recall import TELLING, Memory, recall
@@ -410,20 +410,5 @@ def selection_that_can_be(
     """As `selection`, in the middle of a run, which a line that somebody got wrong does not end: those lines are left
     out, and what is wrong with them is the second answer."""
 
-    def read() -> tuple[list[SkipEntry], list[str]]:
-        odd: list[str] = []
-        entries = read_ledger(run.skips, odd)
-        known = {corpus.name for corpus in source.order.corpora}
-        odd += [
-            f"{run.skips}: there is no corpus {e.corpus!r}" for e in entries if e.corpus not in (None, *known)
-        ]
-        entries = [e for e in entries if e.corpus is None or e.corpus in known]
-        try:
-            Selection(source.order, entries, config.data.skip)
-        except DataError as error:
-            odd.append(str(error))
-            entries = [e for e in entries if e.corpus is None]
-        return entries, odd
-
-    entries, odd = first(read)
+    entries, odd = first(lambda: entries_that_can_be(run.skips, source.order, config.data.skip))
     return Selection(source.order, entries, config.data.skip), odd

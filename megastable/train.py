@@ -563,7 +563,27 @@ def _train(
         ahead = int(left_out.next_kept(trainer.state.cursor, 1)[0][0]) - trainer.state.cursor
         if ahead > sum(source.order.sequences):
             trainer.say(f"WARNING: the next position is {ahead:,} further on: whole epochs are skipped")
+    s, t = trainer.state, config.train
+    end = s.cursor + max(0, t.steps - s.step) * t.global_batch
+    for e in first(lambda: _skips_that_end(run, end)):
+        trainer.note(
+            "skips_end", step=s.step, corpus=e["corpus"], documents=e["documents"], until=e["until"], end=end
+        )
+        trainer.say(
+            f"WARNING: this run is to go on to position {end:,}, but {plural(e['documents'], 'document')} of corpus "
+            f"{e['corpus']} were skipped up to {e['until']:,} only: say prune_data.py skip again with the same plan"
+        )
     return trainer.train()
+
+
+def _skips_that_end(run: RunDirectory, end: int) -> list[dict[str, Any]]:
+    """What a person had skipped up to a position before `end`, because the run was to be shorter; and not since."""
+    furthest: dict[tuple[str, int], dict[str, Any]] = {}
+    for event in run.events("skips_added"):
+        if event["documents"]:
+            key = event["corpus"], event["documents"]
+            furthest[key] = max(event, furthest.get(key, event), key=lambda e: int(e["until"]))
+    return [event for event in furthest.values() if event["until"] < end]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -128,9 +128,11 @@ def score(shards: Shards, checkpoint: Annotated[Path, typer.Option(help="A check
     from megastable.forensics.scoring.losses import load
     from megastable.forensics.scoring.pick import listed
     from megastable.forensics.scoring.score import Scorer, score_shelf
+    from megastable.forensics.scoring.scored import check_order
     from megastable.forensics.scoring.sheet import score_sheet
     from megastable.forensics.shelf import open_shelf
 
+    check_order(by)
     shelf, show = open_shelf(shards, tokenizer), Output(as_json, csv, html, rows, texts, on_page=50)
     folder = out or Path("scores") / shelf.folder_name
     chosen = listed(shelf, documents) if documents is not None else None

@@ -64,12 +64,17 @@ def evaluate(corpus: Path, seed: int = 0, share: float = 0.005) -> list[Row]:
     return evaluate_documents(documents, tokenizer, seed, share)
 
 
-def evaluate_documents(documents: Sequence[Ids], tokenizer: Tokenizer, seed: int, share: float) -> list[Row]:
-    """As `evaluate`, of documents without their end-of-document tokens."""
+def evaluate_documents(
+    documents: Sequence[Ids],
+    tokenizer: Tokenizer,
+    seed: int,
+    share: float,
+    kinds: Sequence[str] = tuple(PLANTED),
+) -> list[Row]:
+    """As `evaluate`, of documents without their end-of-document tokens; kinds: those to plant."""
     count = max(round(share * len(documents)), min(LEAST_PLANTED, len(documents) // 60))
     rows: list[Row] = []
     random = np.random.default_rng(seed)
-    kinds = list(PLANTED)
     for way in ("alone", "span"):
         for kind in kinds:
             where = _choose(documents, count, random, 2 * SPAN if way == "span" else 0)

@@ -19,7 +19,16 @@ from megastable.data.ledger import Entry, append, append_all
 from megastable.data.order import LAST_POSITION, Order
 from megastable.errors import DataError
 
-__all__ = ["Range", "Selection", "SkipEntry", "Skips", "append", "append_all", "read_ledger"]
+__all__ = [
+    "Range",
+    "Selection",
+    "SkipEntry",
+    "Skips",
+    "append",
+    "append_all",
+    "entries_that_can_be",
+    "read_ledger",
+]
 
 Range = tuple[int, int]
 Position = Annotated[StrictInt, Field(ge=0, le=LAST_POSITION)]
@@ -190,6 +199,24 @@ class SkipEntry(Entry):
 def read_ledger(path: Path, odd: list[str] | None = None) -> list[SkipEntry]:
     """The entries of skips.jsonl, oldest first; see `ledger.read`."""
     return ledger.read(path, SkipEntry, odd)
+
+
+def entries_that_can_be(
+    path: Path, order: Order, more: Iterable[Range] = ()
+) -> tuple[list[SkipEntry], list[str]]:
+    """The entries of skips.jsonl that `Selection` takes, for who works while somebody else writes there; and what is
+    wrong with the others."""
+    odd: list[str] = []
+    entries = read_ledger(path, odd)
+    known = {corpus.name for corpus in order.corpora}
+    odd += [f"{path}: there is no corpus {e.corpus!r}" for e in entries if e.corpus not in (None, *known)]
+    entries = [e for e in entries if e.corpus is None or e.corpus in known]
+    try:
+        Selection(order, entries, more)
+    except DataError as error:
+        odd.append(str(error))
+        entries = [e for e in entries if e.corpus is None]
+    return entries, odd
 
 
 def _checked(item: Range) -> Range:

@@ -12,6 +12,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
 
 from megastable import jsonl
 from megastable.data.blends import BlendEntry, Share, in_force, read_blends
@@ -43,10 +43,9 @@ COLUMNS = (
 SPANS = ("step", "time", "first_position", "next_position", "skipped", "applied", "loss")
 
 
-class Done(BaseModel):
+@dataclass(frozen=True, slots=True)  # there may be millions
+class Done:
     """A step, once. undone: the run went back behind it later. skipped: None where an older version wrote it."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     step: int
     time: float
@@ -57,8 +56,8 @@ class Done(BaseModel):
     undone: bool
     loss: float = float("nan")
     grad_norm: float = float("nan")
-    worst_positions: list[int] = []
-    worst_losses: list[float] = []
+    worst_positions: Sequence[int] = ()
+    worst_losses: Sequence[float] = ()
 
     @property
     def state(self) -> str:

@@ -22,7 +22,8 @@ import numpy.typing as npt
 from megastable import recipe
 from megastable.config import RunConfig
 from megastable.data.blends import BlendEntry, read_blends
-from megastable.data.skips import Selection, SkipEntry, append_all, read_ledger
+from megastable.data.order import Order
+from megastable.data.skips import Selection, SkipEntry, append_all, entries_that_can_be
 from megastable.errors import user_errors
 from megastable.forensics.ahead import COUNTED, Found, Lookout, passage
 from megastable.forensics.places import checkpoint_cursor
@@ -58,7 +59,7 @@ class Scout:
         if not self.looked or cursor < self.begin:
             self.begin = self.looked = cursor  # the first look, or the run went back to before that
         self.looked = max(self.looked, cursor)
-        ledger = self._entries()
+        ledger = self._entries(order)
         selection = Selection(order, ledger, self.config.data.skip)
         _, end = selection.next_kept(cursor, self.settings.steps * batch)
         if self.looked >= end:
@@ -90,15 +91,15 @@ class Scout:
             pass
         return checkpoint_cursor(self.run, max)
 
-    def _entries(self) -> list[SkipEntry]:
-        """The ledger, read again where it is another one: it may be long."""
+    def _entries(self, order: Order) -> list[SkipEntry]:
+        """The ledger, read again where it is another one: it may be long. The run says what is wrong with a line."""
         try:
             found = self.run.skips.stat()
         except OSError:
             return []
-        state = found.st_size, found.st_mtime_ns
+        state = found.st_size, found.st_mtime_ns, order
         if state != self._ledger[0]:
-            self._ledger = state, read_ledger(self.run.skips)
+            self._ledger = state, entries_that_can_be(self.run.skips, order, self.config.data.skip)[0]
         return self._ledger[1]
 
     def _clear(self, found: Sequence[Found]) -> dict[int, list[Found]]:

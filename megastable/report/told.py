@@ -181,6 +181,10 @@ TOLD: dict[str, Callable[[Event], str]] = {
         if e.get("documents")
         else f"corpus {e.get('corpus')} is swapped out, as a person asked"
     ),
+    "skips_end": lambda e: (
+        f"{e.get('documents')} documents of corpus {e.get('corpus')} are skipped up to position {e.get('until')} only, "
+        f"and this run is to go on to {e.get('end')}"
+    ),
     "blend_changed": lambda e: (
         f"the corpora are blended by other weights from position {e.get('position')} on"
     ),

@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -282,9 +283,7 @@ def test_a_run_that_began_again_without_a_checkpoint(corpus: Path, tmp_path: Pat
 
 def test_a_step_that_passed_over_whole_epochs(run: tuple[Path, list[list[int]]]) -> None:
     history = History(run[0])
-    done = history.steps(1, 1)[0].model_copy(
-        update={"first_position": 5, "next_position": 10**13, "skipped": [7, 10**13 - 1]}
-    )
+    done = replace(history.steps(1, 1)[0], first_position=5, next_position=10**13, skipped=[7, 10**13 - 1])
     assert history.positions(done).tolist() == [5, 6, 10**13 - 1]
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megastable.config import RunConfig
 from megastable.data.skips import Skips, read_ledger
@@ -56,6 +59,16 @@ def test_one_that_fails_is_started_again_and_then_given_up(
         "again in a minute", "not again: what comes is trained on unseen",
     ]  # fmt: skip
     assert any("no such recipe" in line for line in said)
+
+
+def test_one_whose_supervisor_died_while_it_started_ends(clean: Path, tmp_path: Path) -> None:
+    config, _ = planted(clean, tmp_path, "random", 20)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    command = [sys.executable, "-m", "megastable.forensics.scout", "--parent", str(gone.pid)]
+    assert not subprocess.run([*command, str(tmp_path / "run"), str(recipe)], timeout=60).returncode
 
 
 def test_a_recipe_that_wants_none_starts_none(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ import importlib.util
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,3 +147,27 @@ def test_a_run_that_has_not_recorded_anything_yet(corpus: Path, tmp_path: Path) 
     done = inspect("step", run, 1)
     assert done.returncode == 2 and "there are no records" in done.stderr
     assert result("run", run)["rows"][0]["samples"] == 0
+
+
+def test_an_order_that_there_is_not_is_refused_before_anything_is_scored(tmp_path: Path) -> None:
+    done = inspect("score", tmp_path / "nothing", "--checkpoint", tmp_path, "--by", "best")
+    assert done.returncode == 2
+    assert done.stderr == "error: there is no order 'best': choose one of window, loss, low, odd, gradient\n"
+
+
+@pytest.mark.parametrize("name", ["inspect_data", "prune_data"])
+def test_an_interrupt_while_it_starts_leaves_no_traceback(name: str) -> None:
+    """Imports take half a second: an impatient user is told nothing, rather than where Python was."""
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "tools" / f"{name}.py"), "--help"],
+        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    status = Path(f"/proc/{process.pid}/status")
+    # Python's own handler catches SIGINT (signal 2) until the tool has put it back to what ends a process.
+    while int(status.read_text().split("SigCgt:")[1].split()[0], 16) & 2 == 0 and process.poll() is None:
+        time.sleep(0.001)
+    while process.poll() is None and int(status.read_text().split("SigCgt:")[1].split()[0], 16) & 2:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate()
+    assert (process.returncode, said) == (-signal.SIGINT, "")

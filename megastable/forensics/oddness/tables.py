@@ -38,7 +38,7 @@ class Tables:
         """Tables of the documents `edges` int64 [d + 1] of `ids` (0 <= id < width), with their keys uint64 [d]."""
         rarity = np.empty((2, width), dtype=np.float32)
         start = np.empty((2, width), dtype=np.float32)
-        bonus = np.empty((2, 1 << BUCKETS), dtype=np.uint8)
+        bonus = np.zeros((2, 1 << BUCKETS), dtype=np.uint8)
         whose = np.repeat(halves(keys), np.diff(edges))
         inside = np.ones(max(len(ids) - 1, 0), dtype=bool)
         inside[edges[1:-1][(edges[1:-1] > 0) & (edges[1:-1] < len(ids))] - 1] = False
@@ -50,8 +50,8 @@ class Tables:
             first = np.flatnonzero(of_other[:-1] & inside)
             a, b = ids[:-1][first], ids[1:][first]
             weights = np.bincount(bucket(a, b), weights=1 / p[b], minlength=1 << BUCKETS)
-            scaled = np.log1p(weights / KEEN) * BONUS
-            bonus[half] = np.minimum(np.rint(scaled), 255)
+            seen = np.flatnonzero(weights)  # most are not, and a logarithm of all of them takes long
+            bonus[half, seen] = np.minimum(np.rint(np.log1p(weights[seen] / KEEN) * BONUS), 255)
             start[half] = np.log(KEEN / (np.bincount(a, minlength=width) + KEEN))
         return cls(rarity, start, bonus)
 

@@ -29,7 +29,9 @@ WHY, EXCERPT = 300, 120  # characters of a line
 
 Int64s = npt.NDArray[np.int64]
 
-_LINE = re.compile(r'\s*("(?:[^"\\]|\\.)*"|[^\s"#{,]\S*?)[\s,]+([0-9]{1,18})\s*(?:#.*)?', re.DOTALL)
+_LINE = re.compile(
+    r'\s*("(?:[^"\\]|\\.)*"|[^\s"#{,](?:\S*?[^\s,])?)[\s,]+([0-9]{1,18})\s*(?:#.*)?', re.DOTALL
+)
 _KEY = re.compile(rf"({'|'.join(KEYS)}):\s+(.*)")
 _WORD = re.compile(r"[\w.+=@%~-]*[\w.+=@%~-]", re.ASCII)
 
@@ -129,9 +131,12 @@ def read_plan(path: Path) -> Plan:
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not text in UTF-8 ({error}): it is no plan") from error
     plan = Plan(path, hashlib.sha256(content).hexdigest())
-    lines = text.split("\n")
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     start = next((n for n, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), 0)
-    columns = next(csv.reader([lines[start].strip()]), [])
+    try:
+        columns = next(csv.reader([lines[start].strip()]), [])
+    except csv.Error:  # a field that is too long: no table, whatever else it is
+        columns = []
     parts = _table(path, lines, start) if {"shard", "document"} <= set(columns) else _lines(plan, lines)
     for number, shard, document in parts:
         documents, at = plan.lines.setdefault(shard, ([], []))
@@ -221,7 +226,7 @@ def _json(path: Path, number: int, line: str) -> tuple[str, int]:
         shard, document = entry["shard"], entry["document"]
     except (ValueError, KeyError, RecursionError):
         _bad(path, number, line)
-    if not isinstance(shard, str) or not isinstance(document, int) or not 0 <= document < 10**18:
+    if not isinstance(shard, str) or type(document) is not int or not 0 <= document < 10**18:
         _bad(path, number, line)
     return shard, int(document)
 
@@ -236,7 +241,9 @@ def _table(path: Path, lines: list[str], start: int) -> Iterator[tuple[int, str,
                 _bad(path, number, lines[number - 1])
             yield number, shard.strip(), int(document)
     except csv.Error as error:
-        raise DataError(f"{path} line {start + rows.line_num}: {error}: mend or delete the line") from None
+        raise DataError(
+            f"{path} line {start + rows.line_num + 1}: {error}: mend or delete the line"
+        ) from None
 
 
 def _bad(path: Path, number: int, line: str) -> NoReturn:

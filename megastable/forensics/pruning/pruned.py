@@ -93,8 +93,11 @@ class Pruned(BaseModel):
             raise DataError(
                 f"{path} is not there: {directory} is no pruned corpus (tools/prune_data.py apply makes them)"
             ) from None
-        except (OSError, ValidationError) as error:
-            raise DataError(f"{path} cannot be read: {error}: prune again") from error
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}: restore it") from error
+        except ValidationError as error:
+            what = ".".join(map(str, error.errors()[0]["loc"])) or "it"
+            raise DataError(f"{path} is damaged ({what}: {error.errors()[0]['msg']}): prune again") from error
         if found.seal != found._digest() or content != found._text():
             raise DataError(f"{path} was changed after it was written: prune again")
         return found

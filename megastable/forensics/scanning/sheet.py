@@ -131,7 +131,12 @@ def _facts(scan: Scan) -> list[tuple[str, str]]:
         ("reference", scan.against or "itself"),
         ("sample", f"{plural(scan.sample_documents, 'document')}, {plural(scan.sample_tokens, 'token')}"),
     ]
-    facts += [(f"score {line.score:g} or more", _above(line, scan)) for line in scan.thresholds]
+    last = None
+    for line in scan.thresholds:
+        # Where a higher score takes nothing away, the lower one has said it all.
+        if (line.documents, line.usual) != last:
+            facts.append((f"score {line.score:g} or more", _above(line, scan)))
+        last = line.documents, line.usual
     if scan.tokens_per_second:
         processes = f"{scan.workers} process" + "es" * (scan.workers > 1)
         speed = f"{duration(scan.seconds)}, {scan.tokens_per_second / 1e6:,.1f} M tokens/s with {processes}"

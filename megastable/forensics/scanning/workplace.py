@@ -27,6 +27,7 @@ from megastable.durable import hold
 from megastable.errors import DataError
 
 BEGUN, RESULT, YARDSTICK, REFERENCE = "begun.json", "scan.json", "yardstick.npz", "reference.json"
+SCORES = "scores.json"  # the result where the folder is one of scores
 DUPLICATES, PARTS, NEAR, SPOOL, LOCK = "duplicates.parquet", "parts", "near", "spool", ".lock"
 NAMES = {
     "fingerprint": "the shards",
@@ -34,6 +35,10 @@ NAMES = {
     "tokenizer": "the tokenizer",
     "against": "the reference",
     "format": "the version",
+    "checkpoint": "the checkpoint",
+    "documents": "the choice of documents",
+    "precision": "--exact",
+    "gradients": "--gradients",
 }
 
 
@@ -85,10 +90,11 @@ def _begin(folder: Path, asked: dict[str, Any], again: bool) -> None:
         keys = [key for key in asked if not isinstance(there, dict) or there.get(key) != asked[key]]
         what = ", ".join(dict.fromkeys(NAMES.get(key, key) for key in keys))
         raise DataError(
-            f"{folder} holds a scan of something else (other: {what}): choose another --out, or replace it with --again"
+            f"{folder} holds the results of something else (other: {what}): choose another --out, or replace them with "
+            "--again"
         )
     # What was asked for goes last: a folder half cleared is still known for what it was.
-    for name in (RESULT, YARDSTICK, REFERENCE, DUPLICATES):
+    for name in (RESULT, SCORES, YARDSTICK, REFERENCE, DUPLICATES):
         (folder / name).unlink(missing_ok=True)
     for name in (PARTS, NEAR, SPOOL):
         shutil.rmtree(folder / name, ignore_errors=True)

@@ -22,7 +22,7 @@ from megastable.data.staging import write_file
 from megastable.errors import DataError
 from megastable.forensics.scanning import workplace
 
-RESULT = "scores.json"
+RESULT = workplace.SCORES
 FEW = 32  # documents that a length is judged by, at least: neighbouring ones are taken together
 FEWEST = 8  # documents below which nothing is judged
 SIGMA = 1.4826  # median absolute deviations of a normal distribution in its standard deviation
@@ -151,10 +151,15 @@ ORDERS = {
 }
 
 
-def first_rows(folder: Path, most: int, by: str = "window") -> list[dict[str, Any]]:
-    """The first `most` rows by one of `ORDERS`, those without that number last. Raises DataError for another order."""
+def check_order(by: str) -> None:
+    """Raises DataError for what is none of `ORDERS`."""
     if by not in ORDERS:
         raise DataError(f"there is no order {by!r}: choose one of {', '.join(ORDERS)}")
+
+
+def first_rows(folder: Path, most: int, by: str = "window") -> list[dict[str, Any]]:
+    """The first `most` rows by one of `ORDERS`, those without that number last. Raises DataError for another order."""
+    check_order(by)
     key, sign = ORDERS[by]
 
     def place(row: dict[str, Any]) -> float:

@@ -36,6 +36,8 @@ COLUMNS = (
     Column("finding", "finding"),
 )  # fmt: skip
 
+FEW = 100  # documents
+
 
 def score_sheet(
     folder: Path,
@@ -65,6 +67,10 @@ def score_sheet(
         f"By {ODD:g} robust deviations and more, {plural(scores.high, 'document')} or a part of it is harder to "
         f"foresee than is usual, {plural(scores.low, 'document')} easier.",
     ]  # fmt: skip
+    if scores.documents < FEW:
+        lead.append(
+            f"{plural(scores.documents, 'document')} cannot tell what is usual: below {FEW}, that is a guess."
+        )
     rate = f"{scores.tokens_per_second:,.0f}/s" if scores.tokens_per_second else "all were measured before"
     facts = [
         ("checkpoint", f"{scores.checkpoint} (step {scores.step})"),

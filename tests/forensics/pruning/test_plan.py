@@ -156,10 +156,12 @@ def test_a_plan_of_another_corpus(folder: Path) -> None:
         "shard,document\na,1\nb,2\na,4\n",
         '# found\nscore,document,"shard",text\n9.5,1,a,"two\nlines, ""quoted"""\n1,2,b,\n0,4,a,x\n',
         '{"shard": "a", "document": 1}\n{"document": 2, "shard": "b", "why": "x"}\n{"shard": "a", "document": 4}\n',
+        "\ufeffa 1\r\n  b,\t2  # why\r\n\r\na, 4\r\n",
+        "a 1\rb 2\ra 4",
     ],
 )
 def test_lists_by_hand(folder: Path, text: str) -> None:
-    (folder.parent / "list").write_text(text)
+    (folder.parent / "list").write_bytes(text.encode())
     output = folder.parent / "plan.txt"
     found = make_plan(folder, output, lists=[folder.parent / "list"])
     assert [(removal.shard, removal.document) for removal in found] == [("a", 1), ("a", 4), ("b", 2)]
@@ -167,6 +169,16 @@ def test_lists_by_hand(folder: Path, text: str) -> None:
     again = folder.parent / "again.txt"
     make_plan(folder, again, lists=[output])
     assert documents_of(again, folder) == documents_of(output, folder)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["x" * 200_000, '"' + "x" * 200_000, "a" + "," * 100_000, "a," * 50_000, "a" + " " * 100_000 + "x",
+     '{"shard": "a", "document": true}', "a -1", "a 1-3", "a 1 2"],
+)  # fmt: skip
+def test_a_line_of_any_length_is_refused_at_once(folder: Path, line: str) -> None:
+    with pytest.raises(DataError, match=r"plan\.txt line 1: .* is not a shard and a document number"):
+        read_plan(write(folder, line, fingerprint=False))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import xxhash
+import zstandard
 
 from megastable.data.shards import Shard
 from megastable.durable import hold
@@ -23,11 +24,13 @@ from megastable.forensics.scanning import rows as rows_module
 from megastable.forensics.scanning import scan as scan_module
 from megastable.forensics.scanning import units as units_module
 from megastable.forensics.scanning import workplace
-from megastable.forensics.scanning.rows import EMPTY, LARGEST, document_keys, measure_rows
+from megastable.forensics.scanning.rows import COMPRESSED, EMPTY, LARGEST, document_keys, measure_rows
 from megastable.forensics.scanning.scan import scan_shards
 from megastable.forensics.scanning.scanned import Scan, Suspect, suspects
+from megastable.forensics.scanning.units import BLOCK
 from megastable.forensics.shelf import Shelf, open_shelf
 from tests.conftest import VOCABULARY, write_corpus
+from tests.data.texts import sentencepiece_file
 from tests.forensics.shelves import Plain, write
 from tests.full_disk import files_no_larger_than
 
@@ -97,6 +100,9 @@ def test_what_was_planted_is_found(done: tuple[Scan, Path]) -> None:
     assert (found[COPY].kind, found[COPY].why) == ("duplicate", "a copy of document 11 of a")
     assert found[LIKE].kind == "near duplicate" and "the same as document 7 of a" in found[LIKE].why
     assert (scan.copies.documents, scan.copies.groups) == (1, 1)
+    repeated = next(row for row in scan.worst if row.document == REPEATED)
+    assert f"; zstd makes it {repeated.compression:.0f} times smaller" in repeated.why == found[REPEATED].why
+    assert [row.document for row in scan.worst if "zstd" in row.why] == [REPEATED]
     assert scan.near is not None and scan.near.documents == 1
     assert Scan.load(folder) == scan
 
@@ -285,6 +291,62 @@ def test_another_tokenizer_is_an_error_and_an_unknown_one_a_warning(
     assert any("taken for granted" in warning for warning in scan.warnings)
     same = scan_shards(shelf(corpus), tmp_path / "same", against=shelf(corpus), progress=False)
     assert not any("granted" in warning for warning in same.warnings)
+
+
+def test_an_unknown_vocabulary_has_the_ids_that_a_sample_lacks(tmp_path: Path) -> None:
+    """A rare id is no damage: what nobody knows is taken from the size of the ids, and said."""
+    random = np.random.default_rng(3)
+    ordinary = [[([*random.integers(0, 300, 200).tolist()], 0)] for _ in range(60)]
+    write(tmp_path, Plain("good", ordinary), "uint16")
+    write(tmp_path, Plain("rare", [*ordinary[:20], [([511] * 3 + [5] * 90, 0)], [([512] * 90, 0)]]), "uint16")
+    scan = scan_shards(
+        open_shelf([tmp_path / "rare"]),
+        tmp_path / "scan",
+        against=open_shelf([tmp_path / "good"]),
+        progress=False,
+    )
+    assert scan.vocab_size == 512
+    (outside,) = [row for row in scan.worst if row.kind == "outside of the vocabulary"]
+    assert outside.document == 21
+    assert any("ids from 512 on" in warning for warning in scan.warnings)
+
+
+def test_a_tokenizer_of_either_tells_what_its_ids_are(tmp_path: Path) -> None:
+    """A bare reference is of the same tokenizer, as it is said: without, no feature of characters would be measured."""
+    model = sentencepiece_file(tmp_path)
+    write(tmp_path, Plain("bare", [[(list(range(3, 200)), 0)] for _ in range(9)]), "uint16")
+    reference, known = open_shelf([tmp_path / "bare"]), open_shelf([tmp_path / "bare"], model)
+    scan = scan_shards(known, tmp_path / "scan", against=reference, progress=False)
+    assert scan.vocab_size == known.vocab_size
+    assert Yardstick.load(tmp_path / "scan" / workplace.YARDSTICK).lexicon.known
+    assert not any("vocabulary is not known" in warning for warning in scan.warnings)
+
+
+def test_a_small_sample_is_said_to_be_one(done: tuple[Scan, Path]) -> None:
+    scan, _ = done
+    (warning,) = [text for text in scan.warnings if "guesses" in text]
+    assert f"learnt from {scan.sample_tokens:,} tokens only: below 1,000,000" in warning
+
+
+def test_what_a_loop_and_noise_compress_to(tmp_path: Path) -> None:
+    """As zstd says of the first 64 KiB, also of a document that comes in several blocks."""
+    random = np.random.default_rng(4)
+    noise = random.integers(0, 1 << 16, BLOCK + 50_000).tolist()
+    loop = [1, 2, 3, 4, 5] * 2000
+    write(
+        tmp_path,
+        Plain("some", [[(loop, 0)], [], [(noise, 0)], [(loop[:7], 0)], [(loop + noise, 0)]]),
+        "uint16",
+    )
+    scan = scan_shards(open_shelf([tmp_path / "some"]), tmp_path / "scan", progress=False)
+    rows = workplace.read_rows(workplace.part(tmp_path / "scan", 0))
+    assert rows is not None and scan.units == 1
+    found = rows["compression"].to_pylist()
+    for ids, ratio in zip([loop, [], noise, loop[:7], loop + noise], found, strict=True):
+        head = np.array(ids, "<u2").tobytes()[:COMPRESSED]
+        assert ratio == pytest.approx(len(head) / len(zstandard.compress(head, 1)) if head else 0.0, rel=0.5)
+    assert found[0] > 100 and found[1] == 0 and found[2] == pytest.approx(1, abs=0.01)
+    assert len(scan.quantiles["compression"]) == len(scan.shares)
 
 
 def test_nothing_to_scan_and_wrong_arguments(shards: Path, tmp_path: Path) -> None:

@@ -63,6 +63,24 @@ def test_the_worst_come_first_with_their_texts(scanned: tuple[Scan, Shelf]) -> N
     assert sum(length.counts) == 203
 
 
+def test_a_sheet_says_what_its_numbers_are_worth(scanned: tuple[Scan, Shelf]) -> None:
+    scan, shelf = scanned
+    sheet = sheet_of(scan, shelf, top=3)
+    assert any("below 1,000,000, scores and kinds are guesses" in line for line in sheet.lead)
+    above = [value for name, value in sheet.facts if name.startswith("score")]
+    told = {(line.documents, line.usual) for line in scan.thresholds}
+    assert len(above) == len(set(above)) == len(told)
+    for value, line in zip(above, scan.thresholds):
+        assert f"false positives: about {line.usual:.3%}" in value or not line.usual
+    good = scan.model_copy(
+        update={"thresholds": [scan.thresholds[0].model_copy(update={"usual": 0.0})], "sample_documents": 300}
+    )
+    (value,) = [value for name, value in sheet_of(good, shelf, top=1).facts if name.startswith("score")]
+    assert value.endswith("false positives: below 1.000%")
+    (compression,) = [column for column in sheet.columns if column.key == "compression"]
+    assert "zstd" in compression.help and all(row["compression"] > 0 for row in sheet.rows)
+
+
 def test_every_form_shows_it_and_none_obeys_it(scanned: tuple[Scan, Shelf]) -> None:
     scan, shelf = scanned
     sheet = sheet_of(scan, shelf)

@@ -1,0 +1,76 @@
+"""Where a sheet goes: files, links, devices and pipes, and the standard output for whoever reads it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megastable.durable import write_output
+from megastable.errors import DataError, user_errors
+from megastable.report.sheet import Column, Sheet
+from megastable.report.sheet.output import STDOUT, Output
+
+ROOT = Path(__file__).parents[2]
+SHEET = Sheet("sheet", columns=[Column("a", "a")], rows=[{"a": 1}])
+CHILD = """
+from pathlib import Path
+from megastable.errors import user_errors
+from megastable.report.sheet.output import Output
+from tests.report.test_sheet_output import SHEET
+with user_errors():
+    Output({}).put(SHEET)
+"""
+
+
+def put(options: str, stdout: str) -> subprocess.CompletedProcess[str]:
+    with open(stdout, "w") as stream:
+        command = [sys.executable, "-c", CHILD.format(options)]
+        return subprocess.run(command, cwd=ROOT, stdout=stream, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_link_stays_and_what_it_points_to_is_written(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to("real")
+    write_output(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new"
+
+
+def test_a_table_on_the_standard_output_is_alone_there_and_the_device_stays(tmp_path: Path) -> None:
+    """Also where the standard output is a regular file, which a rename would put in the device's place."""
+    was = Path("/dev/stdout").readlink()
+    done = put('csv=Path("/dev/stdout")', str(tmp_path / "out.csv"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(csv.reader((tmp_path / "out.csv").open())) == [["a"], ["1"]]
+    assert Path("/dev/stdout").readlink() == was
+
+
+@pytest.mark.parametrize("options", ["", "json=True"])
+def test_a_full_standard_output_is_an_error_without_a_traceback(options: str) -> None:
+    done = put(options, "/dev/full")
+    assert done.returncode == 2
+    assert done.stderr == "error: the standard output could not be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("path", STDOUT)
+def test_only_one_form_goes_to_the_standard_output(path: str) -> None:
+    with pytest.raises(DataError, match="only one of --json, --csv and --html"):
+        Output(json=True, csv=Path(path))
+    with pytest.raises(DataError, match="only one of --json, --csv and --html"):
+        Output(csv=Path(path), html=Path(path))
+
+
+def test_json_is_alone_on_the_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Output(json=True, csv=tmp_path / "a.csv", html=tmp_path / "a.html").put(SHEET)
+    assert json.loads(capsys.readouterr().out)["title"] == "sheet"
+    assert (tmp_path / "a.csv").exists() and (tmp_path / "a.html").exists()
+
+
+def test_a_terminal_obeys_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), user_errors():
+        raise DataError("shard \x1b[2J\u202e\nis damaged")
+    assert capsys.readouterr().err == "error: shard \\x1b[2J\\u202e\nis damaged\n"
