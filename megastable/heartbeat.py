@@ -65,6 +65,11 @@ class Heartbeat:
         self._news.set()
         self._thread.join(timeout=2)  # not for ever, where the file system hangs
 
+    @property
+    def strict(self) -> bool:
+        """Whether a person has started this process, and sees what is wrong; not a supervisor at night."""
+        return self.attempt is None or self.attempt <= 1
+
     # Where the run stands
 
     def phase(self, name: str) -> None:

@@ -93,6 +93,17 @@ class Recovery:
             self.ring = Ring(self.engine, self._capacity(), self.settings.snapshots.interval)
             self._snapshot(state, self.guard.detector.state)
 
+    def begin_anew(self, step: int, old: dict[str, float], new: dict[str, float]) -> None:
+        """Other data is read from here on, on purpose: what was usual of its loss is learnt again, so that nobody takes
+        the change for an incident. Not while one is open: its proof needs what was usual before it."""
+        if not self.acts or self.casebook.incident is not None:
+            return
+        self.guard.rewind(DetectorState())
+        self.note("baseline_anew", step=step, old=old, new=new)
+        self.say(
+            f"step {step}: the corpora are mixed in another way from here on: what is usual is learnt anew"
+        )
+
     def memory(self) -> dict[str, Any]:
         """For the checkpoint."""
         book = self.casebook
@@ -398,8 +409,13 @@ class Recovery:
         return [t for t in self._trained if t.step >= onset]
 
 
-def selection(config: RunConfig, source: Source, run: RunDirectory) -> Selection:
-    """What the recipe and the ledger leave of the data. Rank 0 reads: no rank sees a line that others do not."""
+def selection(config: RunConfig, source: Source, run: RunDirectory, strict: bool = True) -> Selection:
+    """What the recipe and the ledger leave of the data. Rank 0 reads: no rank sees a line that others do not.
+
+    strict: a line that somebody got wrong is an error, where a person has started the run and can mend it.
+    """
+    if not strict:
+        return selection_that_can_be(config, source, run)[0]
     entries = first(lambda: read_ledger(run.skips))
     return Selection(source.order, entries, config.data.skip)
 

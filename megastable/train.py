@@ -189,7 +189,7 @@ class Trainer:
 
     def _move_skips(self, before: Corpora, position: int) -> int:
         """Skip the samples that the ledger names also where the new blend puts them; how many."""
-        entries = read_ledger(self.run.skips)
+        entries = read_ledger(self.run.skips, None if self.heart.strict else [])
         new, since = self.corpora.train.order, before.blends[-1].time
         moved = moved_skips(entries, before.train.order, new, position, since)
         append_all(self.run.skips, moved)
@@ -234,7 +234,7 @@ class Trainer:
         source = self.corpora.train
         self.recovery = Recovery(c, self.engine, source, self.run, self.note, self.say, self.heart.phase)
         first(self.heart.skips_read)
-        loader = self._loader(source, selection(c, source, self.run), s.cursor)
+        loader = self._loader(source, selection(c, source, self.run, self.heart.strict), s.cursor)
         total = c.schedule.total_steps or c.train.steps
         tokens = c.train.global_batch * c.model.sequence_length
         last_saved, stopping = s.step, False
@@ -248,6 +248,7 @@ class Trainer:
                 begin = time.perf_counter()
                 batch = next(loader)
                 waited = time.perf_counter() - begin
+                self._mix(loader, batch)
 
                 # Forward, backward, gate, update
                 lr = rate(c.schedule, c.optimizer.lr, total, s.updates) * self.recovery.rate_factor(s.updates)
@@ -328,6 +329,14 @@ class Trainer:
             loader.close()
             if observer is not None:
                 observer.close()
+
+    def _mix(self, loader: Loader, batch: Step) -> None:
+        """Notice where a blend changes or a corpus goes."""
+        s, skips = self.state, loader.skips
+        mix = skips.mix(batch.next - 1) if isinstance(skips, Selection) else {}
+        if s.mix and mix != s.mix:
+            self.recovery.begin_anew(s.step + 1, s.mix, mix)
+        s.mix = mix
 
     def _gate(self, lr: float) -> Judge:
         step = self.state.step + 1
@@ -545,15 +554,15 @@ def _train(
 ) -> int:
     # Before anything long begins; another blend may be what leaves something to train on.
     if corpora.reblended:
-        first(lambda: read_ledger(run.skips))
+        first(lambda: read_ledger(run.skips, None if heart.strict else []))
     else:
-        selection(config, corpora.train, run)
+        selection(config, corpora.train, run, heart.strict)
     changed = first(lambda: run.compare(config))
     trainer = Trainer(config, run, corpora, stop, heart)
     trainer.resume()
     trainer.follow_blend()
     source = trainer.corpora.train
-    left_out = selection(config, source, run)
+    left_out = selection(config, source, run, heart.strict)
     first(lambda: run.freeze(config, corpora.fingerprints, trainer.ds_config))
     if changed:
         trainer.note("config_changed", changes=changed)

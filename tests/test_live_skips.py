@@ -160,6 +160,10 @@ def test_other_corpora_before_the_first_checkpoint(tmp_path: Path) -> None:
 
 def test_a_run_that_is_made_longer_says_what_is_skipped_no_further(corpus: Path, tmp_path: Path) -> None:
     run_ranks(1, train, tiny(corpus, tmp_path / "run", train={"steps": 2}))
+    recipe = tmp_path / "run/recipe.yaml"
+    recipe.write_text(
+        recipe.read_text().replace("steps: 2\n", "steps: 3\n", 1)
+    )  # as if it was to do one more
     history = History(tmp_path / "run")
     fingerprint = history.blends[0].corpora[0].fingerprint
     until = skip_documents(history, fingerprint, {"part-0": np.array([3, 4])}, "bad").until
@@ -170,6 +174,7 @@ def test_a_run_that_is_made_longer_says_what_is_skipped_no_further(corpus: Path,
     (told,) = events(tmp_path / "run", "skips_end")
     assert told["until"] == until < told["end"] == 3 * 8 + 32
     # Said again, it holds to the end.
+    recipe.write_text(recipe.read_text().replace("steps: 4\n", "steps: 5\n", 1))
     skip_documents(History(tmp_path / "run"), fingerprint, {"part-0": np.array([3, 4])}, "bad")
     run_ranks(1, train, longer.model_copy(update={"train": longer.train.model_copy(update={"steps": 5})}))
     assert len(events(tmp_path / "run", "skips_end")) == 1
@@ -186,3 +191,48 @@ def test_a_changed_corpus_is_still_refused(tmp_path: Path) -> None:
     data = {"corpora": [{"path": tmp_path / "a"}], "accept_changed_manifest": True}
     assert run_ranks(1, train, tiny(tmp_path / "a", tmp_path / "run", data=data, train={"steps": 6})) == [0]
     assert [e.position for e in read_blends(tmp_path / "run" / "blends.jsonl")] == [0, 0]
+
+
+def test_what_is_usual_is_learnt_anew_where_a_person_changes_the_mix(tmp_path: Path) -> None:
+    """A corpus swapped out of a live run, and weights that begin at a block: neither may pass for an incident."""
+    paths = [tmp_path / name for name in ("a", "b")]
+    for seed, path in enumerate(paths):
+        write_corpus(path, tokens=300_000, seed=seed)
+
+    def config(steps: int, weights: tuple[float, float]) -> RunConfig:
+        given = [{"path": str(p), "weight": w} for p, w in zip(paths, weights, strict=True) if w]
+        data = {"corpora": given, "skip": [[120, BLOCK - 16]]}
+        return tiny(paths[0], tmp_path / "run", data=data, train={"steps": steps}, checkpoint={"interval": 5})
+
+    out = SkipEntry(first=0, end=2**62, reason="x", corpus="b").model_dump_json(exclude_none=True)
+    run_ranks(2, train_and_skip, config(10, (0.5, 0.5)), [(4, out)])
+    (anew,) = events(tmp_path / "run", "baseline_anew")
+    assert anew["step"] == 5 and anew["old"] == {"a": 0.5, "b": 0.5} and anew["new"] == {"a": 1.0}
+    (tmp_path / "run/skips.jsonl").write_text("")  # a person takes that back
+    run_ranks(1, train, config(20, (0.25, 0.75)))
+    steps = events(tmp_path / "run", "baseline_anew")[1:]
+    assert [e["new"] for e in steps] == [{"a": 0.5, "b": 0.5}, {"a": 0.25, "b": 0.75}]
+    first, second = (e["step"] for e in steps)
+    rows = {r["step"]: r for r in records.read(tmp_path / "run/steps").to_pylist()}
+    assert first == 11 and rows[second]["next_position"] > BLOCK >= rows[second - 1]["next_position"]
+
+
+def test_a_supervisors_restart_lives_with_a_line_that_a_person_got_wrong(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """At night nobody mends it; a person who starts the run sees it."""
+    run_ranks(1, train, tiny(corpus, tmp_path / "run", train={"steps": 2}))
+    (tmp_path / "run/skips.jsonl").write_text(line(16, 18) + "\n{not a line\n")
+    longer = tiny(corpus, tmp_path / "run", train={"steps": 3})
+    with pytest.raises(AssertionError, match=re.escape("line 2 is not JSON")):
+        run_ranks(1, train, longer)
+    with pytest.raises(AssertionError, match=re.escape("line 2 is not JSON")):
+        run_ranks(1, train_attempt, longer, 1)
+    assert run_ranks(1, train_attempt, longer, 2) == [0]
+    assert positions(tmp_path / "run")[3] == [*range(18, 26)]
+
+
+def train_attempt(config: RunConfig, attempt: int) -> int:
+    from megastable.train import train
+
+    return train(config, Path("recipe.yaml"), attempt)

@@ -76,7 +76,8 @@ def document(shard: Annotated[Path, typer.Argument(help="PREFIX, .idx or .bin of
     from megastable.forensics.whereabouts import document_sheet
 
     shelf, runs = open_shelf([shard], tokenizer), [history(one) for one in run or ()]
-    Output(as_json, csv, html, rows, texts).put(document_sheet(shelf, prefix_of(shard).name, number, runs))
+    found = document_sheet(shelf, prefix_of(shard).name, number, runs, 20_000 if html else 1_000)
+    Output(as_json, csv, html, rows, texts).put(found)
 
 
 @app.command("run", epilog=EXAMPLES)

@@ -52,6 +52,7 @@ class RunState(BaseModel):
 
     step: steps done, discarded ones included. updates: those that were applied; the learning rate follows from
     it. cursor: the next data position. stability: the state of detector, policy and the open incident (recovery.py).
+    mix: the share of each corpus in the last step.
     """
 
     # A loss may be nan: the default would write null, which is no number when it is read again.
@@ -69,6 +70,7 @@ class RunState(BaseModel):
     order_fingerprint: str
     layout: LayoutState
     stability: dict[str, Any] = {}
+    mix: dict[str, float] = {}
     versions: dict[str, str] = {}
 
 

@@ -187,6 +187,10 @@ class Order:
             found.append(other._positions(there, mine))
         return np.sort(np.concatenate(found))
 
+    def quotas_at(self, position: int) -> list[int]:
+        """How many slots of a block each corpus has where `position` is."""
+        return self._quotas[self._phase(position // self.block)].tolist()
+
     def absent(self, corpus: int) -> list[tuple[int, int]]:
         """The ranges of positions [first, end) of the phases in which a corpus gives nothing."""
         edges = [*(self._starts * self.block).tolist(), LAST_POSITION]

@@ -155,6 +155,13 @@ class Selection:
         left = [quota for index, quota in enumerate(self._order.quotas) if index not in gone]
         return sum(left) / sum(self._order.quotas)
 
+    def mix(self, position: int) -> dict[str, float]:
+        """The share of each corpus around a position, as far as it is not swapped out there."""
+        quotas = self._order.quotas_at(position)
+        out = {index for index, skips in self._out.items() if skips.contains(position)}
+        left = {i: quota for i, quota in enumerate(quotas) if quota and i not in out}
+        return {self._order.corpora[i].name: quota / sum(left.values()) for i, quota in left.items()}
+
     def _gone(self) -> set[int]:
         return {index for index, skips in self._out.items() if skips.ranges[-1][1] == LAST_POSITION}
 

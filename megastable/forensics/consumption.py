@@ -43,7 +43,7 @@ def run_sheet(history: History) -> Sheet:
     last = [d for d in done if not d.undone]
     rows: list[dict[str, Any]] = []
     total = 0
-    out_of_all = _out(history, last)
+    out_of_all, now = _out(history, last), order.quotas_at(cursor)
     for index, corpus in enumerate(order.corpora):
         ranges = Skips.of([*out_of_all, *_swapped_out(history, corpus.name, last)]).ranges
         out = _samples(ranges, index, order.samples_before, cursor)
@@ -53,14 +53,14 @@ def run_sheet(history: History) -> Sheet:
             (s.path for e in reversed(history.blends) for s in e.corpora if s.name == corpus.name), ""
         )
         rows.append({
-            "corpus": corpus.name, "weight": order.quotas[index] / sum(order.quotas), "samples": samples,
+            "corpus": corpus.name, "weight": now[index] / sum(now), "samples": samples,
             "tokens": samples * length, "epochs": given[index] / order.sequences[index], "skipped": out,
             "skipped_tokens": out * length, "left": -given[index] % order.sequences[index], "path": path,
         })  # fmt: skip
     for row in rows:
         row["share"] = row["samples"] / total if total else 0.0
-    refused = [d for d in last if not d.applied]
-    undone = [d for d in done if d.undone]
+    refused = [d for d in done if not d.applied]
+    undone = [d for d in done if d.undone and d.applied]
     facts = [
         ("position", f"{cursor:,}"), ("steps", f"{max((d.step for d in last), default=0):,}"),
         ("tokens", f"{total * length:,}"), ("refused batches", f"{len(refused):,}"),

@@ -150,7 +150,7 @@ class History:
 
     @cached_property
     def ledger(self) -> list[SkipEntry]:
-        return read_ledger(self.run.skips)
+        return read_ledger(self.run.skips, self.problems)
 
     @property
     def skipped(self) -> Skips:

@@ -18,7 +18,7 @@ from megastable import durable
 from megastable.data.blends import GoneStream
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import LAST_POSITION
-from megastable.data.skips import Selection, SkipEntry, append_all
+from megastable.data.skips import Selection, SkipEntry, Skips, append_all
 from megastable.errors import DataError
 from megastable.forensics.history import History
 from megastable.forensics.places import checkpoint_cursor, live_place
@@ -47,11 +47,16 @@ class Skipped:
     @property
     def text(self) -> str:
         if not self.documents:
-            head = f"corpus {self.corpus} is swapped out"
+            head = f"corpus {self.corpus} is swapped out{'' if self.lines else ' already'}"
+        elif not self.samples:
+            head = f"nothing to do: none of the {self.documents:,} documents of corpus {self.corpus} is in a sample to "
+            head += f"come that is not skipped already (up to position {self.until:,}, the end of the run)"
         else:
             head = f"{self.documents:,} documents of corpus {self.corpus}: {self.samples:,} samples to come are skipped"
             head += f" (up to position {self.until:,}, the end of the run"
             head += f"; {self.already:,} of its samples were skipped already)" if self.already else ")"
+        if not self.lines:
+            return head
         if self.taken_up is not None:
             return f"{head}; taken up by the run after step {self.taken_up}"
         return f"{head}; {'the run has not said yet that it took it up' if self.live else 'nothing trains there now'}"
@@ -69,13 +74,19 @@ def skip_documents(
     order, back = library.source.order, goes_back_to(history, cursor)
     corpus = [c.name for c in order.corpora].index(history.share(fingerprint).name)
     selection = Selection(order, history.ledger, history.config.data.skip)
-    stream, until = library.source.streams[corpus], end_of(history, selection, step, cursor)
+    stream = library.source.streams[corpus]
     if isinstance(stream, GoneStream):
         raise DataError(f"the run no longer trains on corpus {order.corpora[corpus].name}: nothing to skip")
     sequences = _sequences(stream, documents, order.sequence_length, order.sequences[corpus])
-    positions = order.positions_of(corpus, sequences, back, until)
-    new = positions[~selection.skips.mask(positions)]
-    entries = [SkipEntry(first=a, end=b, reason=reason) for a, b in as_ranges(new.tolist())]
+    share = selection.share_without()
+    until, before, entries = end_of(history, selection.skips, share, step, cursor), -1, list[SkipEntry]()
+    while until > before:  # what is left out moves the end, and more of it comes before that
+        before = until
+        positions = order.positions_of(corpus, sequences, back, until)
+        new = positions[~selection.skips.mask(positions)]
+        ranges = as_ranges(new.tolist())
+        until = end_of(history, selection.skips.union(Skips.of(ranges)), share, step, cursor)
+    entries = [SkipEntry(first=a, end=b, reason=reason) for a, b in ranges]
     count = sum(numbers.size for numbers in documents.values())
     # Those behind the cursor come again only if the run goes back to a checkpoint.
     ahead, samples = int((positions >= cursor).sum()), int((new >= cursor).sum())
@@ -111,6 +122,13 @@ def swap_out(history: History, corpus: str, reason: str = "swapped out by a pers
     Raises DataError where there is none, or no other would be left.
     """
     _, cursor = live_place(history)
+    names = [share.name for share in history.blends[-1].corpora] if history.blends else []
+    if corpus not in names:
+        raise DataError(
+            f"{history.run.root} has no corpus {corpus!r} in its blend; it has {', '.join(names) or 'none'}"
+        )
+    if any(e.corpus == corpus and e.end == LAST_POSITION for e in history.ledger):
+        return Skipped(corpus, 0, 0, 0, 0, LAST_POSITION, _is_live(history), None)
     first = goes_back_to(history, cursor)
     entry = SkipEntry(first=first, end=LAST_POSITION, reason=reason, corpus=corpus)
     return _add(history, [entry], Skipped(corpus, 0, 0, 1, 0, LAST_POSITION, False, None))
@@ -121,13 +139,17 @@ def goes_back_to(history: History, cursor: int) -> int:
     return min(cursor, checkpoint_cursor(history.run, min))
 
 
-def end_of(history: History, selection: Selection, step: int, cursor: int) -> int:
+def end_of(history: History, skips: Skips, share: float, step: int, cursor: int) -> int:
     """A position that a run does not come to in the steps that its recipe has left, with a tenth to spare for what will
-    be skipped on the way."""
+    be skipped on the way. share: of the blend that is not swapped out."""
     c = history.config
-    left = max(0, c.train.steps - step) * c.train.global_batch / selection.share_without()
-    skipped = sum(last - first for first, last in selection.skips.between(cursor, LAST_POSITION))
-    return min(LAST_POSITION, cursor + int(1.1 * left) + skipped + c.train.global_batch)
+    left = max(0, c.train.steps - step) * c.train.global_batch / share
+    end, before = cursor + int(1.1 * left), -1
+    while end > before:
+        before = end
+        skipped = sum(last - first for first, last in skips.between(cursor, end))
+        end = min(LAST_POSITION, cursor + int(1.1 * left) + skipped)
+    return end
 
 
 def _sequences(stream: Stream, documents: Mapping[str, Int64s], length: int, count: int) -> Int64s:
@@ -152,7 +174,8 @@ def _add(history: History, entries: list[SkipEntry], added: Skipped) -> Skipped:
     )  # nothing that a run could not live with
     live, before = _is_live(history), len(_told(history))
     append_all(history.run.skips, entries)
-    history.run.note("skips_added", **asdict(added))
+    told = {key: value for key, value in asdict(added).items() if key not in ("live", "taken_up")}
+    history.run.note("skips_added", **told)
     taken = _taken_up(history, before) if live and entries else None
     return Skipped(**asdict(added) | {"live": live, "taken_up": taken})
 

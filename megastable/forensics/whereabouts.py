@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from megastable.data.shard_format import little_endian
 from megastable.errors import DataError
 from megastable.forensics.history import History
 from megastable.forensics.shelf import Shelf
+from megastable.forensics.skip import end_of
 from megastable.forensics.spans import spans
 from megastable.recipe import find
 from megastable.report.postmortem.texts import Library
@@ -23,7 +24,7 @@ from megastable.report.told import plural
 Int64s = npt.NDArray[np.int64]
 
 SHOWN = 20_000  # tokens of the document that are shown
-AHEAD = 4  # epochs from now on that are looked at
+AHEAD = 50  # positions to come that are listed
 
 COLUMNS = (
     Column("run", "run"),
@@ -34,12 +35,17 @@ COLUMNS = (
     Column("first_token", "first token", "count", "of the document, from 0"),
     Column("tokens", "tokens", "count"),
     Column("loss", "loss of the step", "number"),
-    Column("time", "Unix time", "count", wide=True),
+    Column("time", "time", wide=True),
 )
 
 
-def document_sheet(shelf: Shelf, shard_name: str, document: int, runs: Sequence[History]) -> Sheet:
-    """Document number `document` of a shard. Raises DataError where there is none, or a run has no such shard."""
+def document_sheet(
+    shelf: Shelf, shard_name: str, document: int, runs: Sequence[History], most: int = SHOWN
+) -> Sheet:
+    """Document number `document` of a shard, with its first `most` tokens as text.
+
+    Raises DataError where there is none, or a run has no such shard.
+    """
     shard = shelf.shard(shard_name)
     if not 0 <= document < shard.documents:
         raise DataError(f"{shard.idx_path} has the documents 0 to {shard.documents - 1}, not {document}")
@@ -51,16 +57,16 @@ def document_sheet(shelf: Shelf, shard_name: str, document: int, runs: Sequence[
     ]  # fmt: skip
     rows = [row for history in runs for row in _rows(history, shelf, shard_name, first, end)]
     trained = sum(row["state"] == "trained" for row in rows)
-    shown = shard.read(first, min(end - first, SHOWN)).tolist()
-    cut = f", its first {SHOWN:,} tokens" if end - first > SHOWN else ""
+    shown = shard.read(first, min(end - first, most)).tolist()
+    cut = f", its first {most:,} tokens" if end - first > most else ""
     where = f"document {document} of {shard_name}"
     head: dict[str, Any] = {"run": "", "state": "the document", "first_token": 0, "tokens": end - first}
-    lead = [f"{where}: {plural(end - first, 'token')}."]
+    lead = [f"{plural(end - first, 'token')}."]
     if runs:
         lead.append(f"Trained on in {plural(trained, 'sample')} of {plural(len(runs), 'run')}.")
     notes = [] if runs else ["With --run RUN (repeatable) every step that trained on it is listed."]
     return Sheet(
-        title=f"{where}, {shelf.name}", lead=lead, facts=facts, columns=COLUMNS, rows=[head, *rows],
+        title=where, lead=lead, facts=facts, columns=COLUMNS, rows=[head, *rows],
         passages={0: [Passage(f"{where}{cut}", spans(_text(shown, shelf.eod), shelf.tokenizer))]},
         notes=[*notes, *([shelf.problem] if shelf.problem else []), *(p for h in runs for p in h.problems)],
     )  # fmt: skip
@@ -79,12 +85,17 @@ def stream_of(library: Library, shelf: Shelf, shard: str) -> int:
     same = [i for i in found if find(streams[i].directory).resolve() == here]
     if not same:
         # A copy elsewhere, not another corpus whose shards have the same names.
-        sizes = given.bin_bytes, given.idx_bytes, given.documents
         infos = {i: next(x for x in streams[i].manifest.shards if x.name == shard) for i in found}
-        same = [i for i, x in infos.items() if (x.bin_bytes, x.idx_bytes, x.documents) == sizes]
+        if given.info is not None:
+            same = [i for i, x in infos.items() if x == given.info]
+        else:
+            sizes = given.bin_bytes, given.idx_bytes, given.documents
+            same = [i for i, x in infos.items() if (x.bin_bytes, x.idx_bytes, x.documents) == sizes]
     if len(same) != 1:
-        names = ", ".join(corpus.name for corpus in library.source.order.corpora)
-        raise DataError(f"shard {shard} belongs to {len(same)} corpora of the run, which has {names}")
+        paths = ", ".join(str(s.directory) for s in streams if not isinstance(s, GoneStream))
+        raise DataError(
+            f"{given.bin_path} is not what the run trained on: that was {paths}; give the shard of one of these"
+        )
     return same[0]
 
 
@@ -104,11 +115,9 @@ def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> l
     at = stream.offset_of(shard, first)
     if at is None:
         return [{"run": run, "state": "not in the part that is trained on"}]
-    # To the end of this epoch, and a few more: when it comes next.
-    n, cursor = order.sequences[corpus], history.cursor
-    share = max(order.quotas[corpus], 1) / sum(order.quotas)
-    stop = cursor + int(AHEAD * n / share) + order.block
-    positions = positions_with(library, corpus, at, at + end - first, 0, stop)
+    cursor, c = history.cursor, history.config.train
+    most = max(cursor, c.steps * c.global_batch) + history.skipped.count() + order.block
+    positions = positions_with(library, corpus, at, at + end - first, 0, most)
     past = positions[positions < cursor]
     # Steps that were undone may have gone further than where the run is now.
     found: list[dict[str, Any]] = []
@@ -126,21 +135,29 @@ def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> l
     for done, mine in history.that_read(positions):
         for position in mine.tolist():
             met.add(position)
-            found.append(row(position, step=done.step, state=done.state, loss=done.loss, time=int(done.time)))
+            found.append(
+                row(position, step=done.step, state=done.state, loss=done.loss, time=_clock(done.time))
+            )
     skipped = history.skipped
     for position in past.tolist():
         if position not in met:
             state = "skipped" if skipped.contains(position) else "not recorded"
             found.append(row(position, state=state))
-    for position in positions[positions >= cursor][:50].tolist():
-        found.append(row(position, state="skipped" if skipped.contains(position) else "ahead"))
+    step, batch = history.step, history.config.train.global_batch
+    end = end_of(history, skipped, 1.0, step, cursor)
+    for position in positions[(positions >= cursor) & (positions < end)][:AHEAD].tolist():
+        left_out = sum(b - a for a, b in skipped.between(cursor, position))
+        when = step + 1 + (position - cursor - left_out) // batch
+        if skipped.contains(position):
+            found.append(row(position, state="skipped"))
+        elif when <= history.config.train.steps:
+            found.append(row(position, state="ahead", step=when))
     return found
+
+
+def _clock(time: float) -> str:
+    return datetime.fromtimestamp(time, UTC).isoformat(" ", "seconds")
 
 
 def _text(ids: list[int], eod: int | None) -> list[int]:
     return ids[:-1] if ids and ids[-1] == eod else ids
-
-
-def open_runs(paths: Sequence[Path]) -> list[History]:
-    """Raises DataError for a directory that is no run's."""
-    return [History(path) for path in paths]

@@ -188,6 +188,9 @@ TOLD: dict[str, Callable[[Event], str]] = {
     "blend_changed": lambda e: (
         f"the corpora are blended by other weights from position {e.get('position')} on"
     ),
+    "baseline_anew": lambda e: (
+        "the corpora are mixed in another way from here on: what is usual is learnt anew"
+    ),
     "skips_read": lambda e: (
         f"{e.get('entries')} new lines of the skip ledger hold from position {e.get('cursor')} on"
     ),

@@ -22,7 +22,7 @@ from megastable import durable, errors
 from megastable.config import RunConfig
 from megastable.data.blends import read_blends
 from megastable.data.corpora import open_corpora
-from megastable.data.skips import Selection, SkipEntry, append, read_ledger
+from megastable.data.skips import Selection, SkipEntry, append, entries_that_can_be, read_ledger
 from megastable.errors import ConfigError, DataError, MegastableError, SpaceError, UnstableError
 from megastable.messages import Progress, folder_of, log_of
 from megastable.rundir import RunDirectory
@@ -317,7 +317,7 @@ class Supervisor:
         incident.cause, incident.evidence = remedy.cause, list(dict.fromkeys([*incident.evidence, *paths]))
         incident.kind = "lingering" if len(incident.actions) > 1 else "recoverable"
         if remedy.skip and end.cursor is not None:
-            mine = [e for e in read_ledger(self.run.skips) if e.incident is None and e.step == end.step]
+            mine = [e for e in read_ledger(self.run.skips, []) if e.incident is None and e.step == end.step]
             incident.positions = sorted({*incident.positions, *((e.first, e.end) for e in mine)})
         if remedy.action is Action.STOP:
             incident.kind = "divergent"
@@ -349,7 +349,8 @@ class Supervisor:
             return
         blends = read_blends(self.run.blends)
         corpora = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, blends)
-        left = Selection(corpora.train.order, read_ledger(self.run.skips), c.data.skip)
+        entries, _ = entries_that_can_be(self.run.skips, corpora.train.order, c.data.skip)
+        left = Selection(corpora.train.order, entries, c.data.skip)
         _, after = left.next_kept(end.cursor, c.train.global_batch)
         reason = f"{end.what} at step {end.step}, again and again"
         entry = SkipEntry(first=end.cursor, end=after, reason=reason, step=end.step)

@@ -158,7 +158,7 @@ def test_every_step_that_read_a_document(run: tuple[Path, list[list[int]]]) -> N
         sheet = document_sheet(shelf, "part-0", document, [history])
         found = [(r["step"], r["position"]) for r in sheet.rows if r["state"] in ("trained", "undone")]
         assert found == expected
-    assert any(row["state"] == "ahead" for row in sheet.rows)
+    assert not any(row["state"] == "ahead" for row in sheet.rows)  # it is over
     with pytest.raises(DataError, match="has the documents 0 to"):
         document_sheet(shelf, "part-0", 10**6, [])
 
@@ -261,7 +261,7 @@ def test_a_run_that_is_down_leaves_documents_out_from_its_checkpoint_on(
 
 def test_a_shard_of_the_same_name_is_not_the_runs(run: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     write_corpus(tmp_path / "other", tokens=9_000)
-    with pytest.raises(DataError, match="part-0 belongs to 0 corpora of the run, which has corpus"):
+    with pytest.raises(DataError, match=r"part-0\.bin is not what the run trained on: that was .*corpus"):
         document_sheet(open_shelf([tmp_path / "other/part-0"]), "part-0", 3, [History(run[0])])
     shutil.copytree(run[0].parent / "corpus", tmp_path / "copy")
     assert document_sheet(open_shelf([tmp_path / "copy/part-0"]), "part-0", 3, [History(run[0])]).rows

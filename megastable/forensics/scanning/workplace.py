@@ -37,7 +37,7 @@ NAMES = {
     "format": "the version",
     "checkpoint": "the checkpoint",
     "documents": "the choice of documents",
-    "precision": "--exact",
+    "precision": "the precision, see --exact",
     "gradients": "--gradients",
 }
 

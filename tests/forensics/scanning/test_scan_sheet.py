@@ -70,8 +70,11 @@ def test_a_sheet_says_what_its_numbers_are_worth(scanned: tuple[Scan, Shelf]) ->
     above = [value for name, value in sheet.facts if name.startswith("score")]
     told = {(line.documents, line.usual) for line in scan.thresholds}
     assert len(above) == len(set(above)) == len(told)
-    for value, line in zip(above, scan.thresholds):
-        assert f"false positives: about {line.usual:.3%}" in value or not line.usual
+    for line in scan.thresholds:
+        false = f"about {line.usual:.3%}" if line.usual else f"below {3 / scan.sample_documents:.3%}"
+        assert any(
+            f"({line.share:.3%})" in value and value.endswith(f"false positives: {false}") for value in above
+        )
     good = scan.model_copy(
         update={"thresholds": [scan.thresholds[0].model_copy(update={"usual": 0.0})], "sample_documents": 300}
     )

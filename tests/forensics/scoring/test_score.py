@@ -264,7 +264,7 @@ def test_the_odd_document_comes_out_worst_and_is_shown(run: Path, odd: Path, tmp
 def test_it_goes_on_where_it_was_interrupted(
     run: Path, odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megastable.forensics.score.PARCEL", 1000)
+    monkeypatch.setattr("megastable.forensics.scoring.score.PARCEL", 1000)
     shelf, folder = open_shelf([odd]), tmp_path / "scores"
     whole = score_shelf(shelf, run, tmp_path / "whole", progress=False)
     assert whole.parts > 4
