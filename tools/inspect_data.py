@@ -37,7 +37,9 @@ app = typer.Typer(help=__doc__, epilog=EXAMPLES, add_completion=False, pretty_ex
 Run = Annotated[Path, typer.Argument(help="Directory of a run, such as runs/quickstart")]
 Shards = Annotated[list[Path], typer.Argument(help="A corpus, or shards by prefix, .idx or .bin")]
 Tokenizer = Annotated[Path | None, typer.Option(help="For shards without a manifest")]
-Checkpoint = Annotated[Path | None, typer.Option(help="Colour every token by its loss: a checkpoint, or a run")]
+Checkpoint = Annotated[
+    Path | None, typer.Option(help="Colour every token by its loss: a checkpoint, or a run")
+]
 Again = Annotated[bool, typer.Option("--again", help="Forget what an earlier call left in --out")]
 # Imports are where they are needed: some take torch with them, and what is asked most takes a second in all.
 
@@ -110,7 +112,7 @@ def scan(shards: Shards,
     folder = out or default_folder(shelf)
     made = scan_shards(shelf, folder, against=reference, workers=workers_for(workers), near=near, top=top, again=again,
                        progress=not as_json)  # fmt: skip
-    show.put(sheet_of(made, shelf, top))
+    show.put(sheet_of(made, shelf, top, folder))
 
 
 @app.command(epilog=EXAMPLES)
@@ -139,7 +141,9 @@ def score(shards: Shards, checkpoint: Annotated[Path, typer.Option(help="A check
     chosen = listed(shelf, documents) if documents is not None else None
     score_shelf(shelf, checkpoint, folder, documents=chosen, sample=sample, gradients=gradients, exact=exact,
                 again=again, progress=not as_json)  # fmt: skip
-    show.put(score_sheet(folder, shelf, Scorer.of(shelf, load(checkpoint, exact)), top, show.wanted_texts, by))
+    show.put(
+        score_sheet(folder, shelf, Scorer.of(shelf, load(checkpoint, exact)), top, show.wanted_texts, by)
+    )
 
 
 @app.command(epilog=EXAMPLES)

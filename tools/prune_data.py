@@ -27,7 +27,7 @@ EXAMPLES = """Examples:
 
 PRUNE plan data/mine --incident runs/7b:3 --output bad.txt
 
-PRUNE plan data/mine --scan data/mine-scan --kind noise --score 12 --output bad.txt
+PRUNE plan data/mine --scan scans/mine --kind "random tokens" --score 6 --output bad.txt
 
 PRUNE plan data/mine --list ids.txt --output bad.txt
 

@@ -113,7 +113,7 @@ def find_checkpoint(path: Path) -> Path:
     path = recipe.find(path)
     if path.name == store.LATEST:
         return _verified(path.parent / _latest(path))
-    if (path / store.MANIFEST).exists() or path.name.startswith("step-"):
+    if (path / store.STATE).exists() or path.name.startswith("step-"):
         if not path.is_dir():
             raise CheckpointError(f"{path}: there is no such checkpoint{_others(path.parent)}")
         return _verified(path)

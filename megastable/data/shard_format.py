@@ -159,7 +159,8 @@ def file_sizes(prefix: Path) -> tuple[int, int]:
             found = path.stat()
         except OSError as error:
             raise DataError(
-                f"{path} is not there ({error.strerror}): a shard is a .bin and an .idx file, restore it"
+                f"{path} is not there ({error.strerror}): a shard is a .bin and an .idx file; restore it, or "
+                "correct the path"
             ) from error
         if not stat.S_ISREG(found.st_mode):
             raise DataError(f"{path} is not a plain file: a shard is a .bin and an .idx file, restore it")

@@ -103,7 +103,7 @@ def _suspects(
         )
     for suspect in suspects(folder, score, kinds or None, duplicates):
         why = f"{suspect.kind}, score {suspect.score:.2f}: {suspect.why}"
-        yield Why(suspect.shard, suspect.document, why)
+        yield Why(suspect.shard, suspect.document, why, suspect.piece)
 
 
 def _guilty(incident: str, manifest: Manifest) -> Iterator[Why]:

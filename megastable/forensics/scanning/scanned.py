@@ -22,7 +22,7 @@ DUPLICATE, NEAR_DUPLICATE = "duplicate", "near duplicate"
 USUAL = ALL_KINDS[0]
 SHARES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 COLUMNS = [
-    "document", "first_token", "tokens", "score", "kind", "feature", "value", "piece_tokens", "compression"
+    "document", "first_token", "tokens", "piece", "score", "kind", "feature", "value", "piece_tokens", "compression"
 ]  # fmt: skip
 
 
@@ -169,7 +169,8 @@ class Scan(_Part):
 
 @dataclass(frozen=True)
 class Suspect:
-    """A document that may be pruned: tokens [first_token, first_token + tokens) of its shard; why: in words."""
+    """A document that may be pruned: tokens [first_token, first_token + tokens) of its shard; piece: where in the shard
+    its worst piece begins; why: in words."""
 
     shard: str
     document: int
@@ -178,6 +179,7 @@ class Suspect:
     score: float
     kind: str
     why: str
+    piece: int
 
 
 def suspects(
@@ -227,7 +229,8 @@ def suspects(
                 why.append(text)
                 called = called if high[index] else sort
             yield Suspect(
-                shard, row["document"], row["first_token"], row["tokens"], row["score"], called, "; ".join(why)
+                shard, row["document"], row["first_token"], row["tokens"], row["score"], called, "; ".join(why),
+                row["piece"] if high[index] else row["first_token"],
             )  # fmt: skip
 
 

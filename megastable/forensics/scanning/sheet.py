@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -40,8 +41,8 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def sheet_of(scan: Scan, shelf: Shelf, top: int = 50) -> Sheet:
-    """The `top` worst documents of a scan of `shelf`, and all numbers.
+def sheet_of(scan: Scan, shelf: Shelf, top: int = 50, kept: Path | None = None) -> Sheet:
+    """The `top` worst documents of a scan of `shelf`, and all numbers. kept: where the scan is.
 
     Raises DataError for a shelf that is not the one that was scanned, and where a text cannot be read.
     """
@@ -55,7 +56,8 @@ def sheet_of(scan: Scan, shelf: Shelf, top: int = 50) -> Sheet:
     passages = {number: [passage(row, shelf)] for number, row in enumerate(worst)}
     return Sheet(
         title=f"Scan of {scan.name}", lead=_lead(scan), facts=_facts(scan), columns=columns, rows=rows,
-        passages=passages, histograms=_histograms(scan), notes=_notes(scan), legend="the piece with the highest score",
+        passages=passages, histograms=_histograms(scan),
+        notes=[*_notes(scan), *_next(shelf, kept)], legend="the piece with the highest score",
     )  # fmt: skip
 
 
@@ -180,6 +182,16 @@ def _histograms(scan: Scan) -> list[Histogram]:
         inside = [side for side in sides if bars.edges[0] <= side[0] <= bars.edges[-1]]
         found.append(Histogram(name, bars.edges, bars.counts, inside, note, column=name))
     return found
+
+
+def _next(shelf: Shelf, kept: Path | None) -> list[str]:
+    """What a person may do with it."""
+    if kept is None:
+        return []
+    plan = f"python tools/prune_data.py plan {shelf.directory} --scan {kept} --score {LIMIT:g}"
+    return [
+        f"Kept in {kept}." + (f" For a plan of what has {LIMIT:g} or more: {plan}" if shelf.directory else "")
+    ]
 
 
 def _notes(scan: Scan) -> list[str]:

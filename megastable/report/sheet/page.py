@@ -25,6 +25,7 @@ from megastable.report.told import escaped
 
 SCRIPTS = ("rows.js", "histogram.js", "reader.js", "page.js")
 CARDS = 6  # facts that stand in cards above the others
+FIRST = 2  # charts above the rows
 PART = 256  # rows whose texts are read together, once one of them is wanted
 SHORT = 11  # characters of a fact that fits a card
 # Around an escape. Private characters do not show, so `marked` leaves none of a text's own.
@@ -38,7 +39,7 @@ def as_html(sheet: Sheet) -> str:
     style, script = _style(), _script()
     cards = [fact for fact in sheet.facts if len(fact[1]) <= SHORT][:CARDS]
     return _environment().get_template("sheet.html.jinja").render(
-        sheet=sheet, cards=cards, facts=[fact for fact in sheet.facts if fact not in cards],
+        sheet=sheet, first=FIRST, cards=cards, facts=[fact for fact in sheet.facts if fact not in cards],
         style=Markup(style), script=Markup(script), style_hash=_hash(style), script_hash=_hash(script),
         data=Markup(embed(content(sheet))), parts={n: Markup(embed(part)) for n, part in texts(sheet).items()},
     )  # fmt: skip
@@ -52,6 +53,7 @@ def content(sheet: Sheet) -> dict[str, Any]:
         "rows": len(sheet.rows),
         "plan": _plan(sheet),
         "part": PART,
+        "first": FIRST,
         "histograms": [_histogram(histogram, keys) for histogram in sheet.histograms],
         "legend": marked(sheet.legend),
     }
@@ -80,8 +82,8 @@ def marked(text: str) -> str:
 
 def _column(column: Column, sheet: Sheet) -> dict[str, Any]:
     return {
-        "key": column.key, "title": marked(column.title), "kind": column.kind, "help": marked(column.help),
-        "tones": tones(column, sheet.rows), "values": [_value(row.get(column.key)) for row in sheet.rows],
+        "key": column.key, "title": marked(column.title), "kind": column.kind, "wide": column.wide,
+        "help": marked(column.help), "tones": tones(column, sheet.rows), "values": [_value(row.get(column.key)) for row in sheet.rows],
     }  # fmt: skip
 
 
@@ -99,13 +101,16 @@ def _value(value: Any) -> Any:
 
 
 def _plan(sheet: Sheet) -> list[str | None] | None:
-    """For every row the line "SHARD DOCUMENT"; None where a shard's name could not be pasted as it is."""
+    """For every row the line "SHARD DOCUMENT"; None where a shard's name could not be pasted as it is, and for what was
+    found to be innocent."""
     if not sheet.rows or not all("shard" in row and "document" in row for row in sheet.rows):
         return None
     pairs = [(str(plain(row["shard"])), str(plain(row["document"]))) for row in sheet.rows]
     return [
-        f"{shard} {document}" if shard.isprintable() and document.isdecimal() else None
-        for shard, document in pairs
+        f"{shard} {document}"
+        if shard.isprintable() and document.isdecimal() and row.get("guilty") is not False
+        else None
+        for (shard, document), row in zip(pairs, sheet.rows, strict=True)
     ]
 
 

@@ -31,7 +31,7 @@ class Histogram {
     this.place = node("div", { class: "plot" }, this.element);
     if (this.note || picked) {
       const note = node("p", { class: "note" }, this.element);
-      put(note, this.note && `${this.note} `);
+      put(note, this.note && `${this.note.replace(/[.]$/, "")}. `);
       if (picked) node("span", { class: "how" }, note).textContent = "Click a bar, or draw across some, to pick rows.";
     }
     new ResizeObserver(() => { if (this.width !== this.place.clientWidth) this.draw(); }).observe(this.place);

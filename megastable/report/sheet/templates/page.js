@@ -181,10 +181,15 @@ class Table {
     this.draw();
   }
 
+  // The documents of the rows that are shown, each once; those that were found innocent have no line.
+  lines() {
+    return [...new Set(this.order.map((row) => this.rows.lines[row]).filter((line) => line !== null))];
+  }
+
   async copy() {
-    const lines = this.order.map((row) => this.rows.lines[row]).filter((line) => line !== null);
-    const text = `${[...new Set(lines)].join("\n")}\n`;
-    let told = `${same.format(new Set(lines).size)} copied`;
+    const lines = this.lines();
+    const text = `${lines.join("\n")}\n`;
+    let told = `${same.format(lines.length)} copied`;
     try {
       await navigator.clipboard.writeText(text);
     } catch {
@@ -223,9 +228,11 @@ class Table {
   count() {
     const [shown, all] = [same.format(this.order.length), same.format(this.rows.count)];
     find("shown").textContent = shown === all ? `${all} row${all === "1" ? "" : "s"}` : `${shown} of ${all} rows`;
-    find("copy").textContent = `copy ${shown} as a plan`;
-    find("copy").disabled = !this.order.length;
-    find("copy").title = "lines SHARD DOCUMENT of the rows that are shown, for a plan of tools/prune_data.py";
+    if (!this.rows.lines) return;
+    const count = this.lines().length;
+    find("copy").textContent = `copy ${same.format(count)} for a plan`;
+    find("copy").disabled = !count;
+    find("copy").title = "lines SHARD DOCUMENT: save them, then python tools/prune_data.py plan CORPUS --list FILE";
   }
 
   top() {
@@ -332,7 +339,9 @@ const data = read("data");
 let table = null;
 const histograms = data.histograms.map((given) =>
   new Histogram(given, given.column !== null && data.rows ? () => table.apply() : null));
-find("charts").append(...histograms.map(({ element }) => element));
+// What is looked at first is the rows: more charts than a few are below them.
+find("charts").append(...histograms.slice(0, data.first).map(({ element }) => element));
+find("more")?.append(...histograms.slice(data.first).map(({ element }) => element));
 addEventListener("pointerup", () => histograms.forEach((histogram) => setTimeout(() => (histogram.from = undefined))));
 addEventListener("pointercancel", () => histograms.forEach((histogram) => (histogram.from = undefined)));
 if (find("grid")) {

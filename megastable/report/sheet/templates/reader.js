@@ -40,13 +40,15 @@ class Reader {
     this.where.textContent = place < 0 ? "a row that is not shown" : `row ${same.format(place + 1)} of ${same.format(shown)}`;
     this.previous.disabled = place <= 0;
     this.next.disabled = place < 0 || place + 1 >= shown;
-    this.body.replaceChildren(this.values(row));
+    const wide = this.rows.columns.map((column) => column.wide);
+    this.body.replaceChildren(this.values(row, (i) => !wide[i]));
     const texts = this.rows.passages(row);
     if (texts.some((passage) => passage.heat)) this.body.append(this.scale());
     for (const passage of texts) {
       put(node("h3", {}, this.body), passage.title);
       this.body.append(this.text(passage));
     }
+    if (wide.includes(true)) this.body.append(this.values(row, (i) => wide[i]));
     this.body.scrollTop = 0;
     this.highlight(query);
   }
@@ -56,10 +58,10 @@ class Reader {
     this.body.replaceChildren();
   }
 
-  values(row) {
+  values(row, chosen) {
     const list = node("dl", { class: "facts" });
     this.rows.columns.forEach((column, i) => {
-      const text = this.rows.text(i, row);
+      const text = chosen(i) && this.rows.text(i, row);
       if (!text) return;
       const name = put(node("dt", {}, list), column.title);
       if (column.help) name.title = bare(column.help);
