@@ -29,6 +29,12 @@ class Source:
         place = self.order.locate_one(position)
         return self.streams[place.corpus].read(place.first_token, self.order.sequence_length + 1)
 
+    def raw_sample(self, position: int) -> Int64s:
+        """As `sample`, whatever the ids: also those that no model could be given."""
+        place = self.order.locate_one(position)
+        pieces = self.streams[place.corpus].pieces(place.first_token, self.order.sequence_length + 1)
+        return np.concatenate([shard.raw(at, count) for shard, at, count, _ in pieces]).astype(np.int64)
+
     def samples(self, positions: Int64s) -> Int64s:
         """The tokens at n positions: int64 [n, L + 1]. Raises DataError as `Stream.read` does."""
         count = self.order.sequence_length + 1

@@ -178,12 +178,14 @@ def _add(
         suspect = history.suspects.get(position)
         tokens = heat = None
         if len(rows) < texts:
-            tokens = library.source.sample(position)
-            heat = losses(library, positions[index : index + 1])[0] if losses is not None else None
+            tokens = library.source.raw_sample(position)
+            if losses is not None and tokens.min() >= 0 and tokens.max() < library.vocabulary:
+                heat = losses(library, positions[index : index + 1])[0]
+        loss = suspect.loss if suspect and suspect.loss is not None else recorded.get(position)
         sample = {
             **(facts(position) if callable(facts) else facts),
             "position": position,
-            "loss": suspect.loss if suspect and suspect.loss is not None else recorded.get(position),
+            "loss": float(heat.mean()) if loss is None and heat is not None else loss,
             "z": suspect.z if suspect else None,
             "gradient_norm": suspect.gradient_norm if suspect else None,
             "corpus": order.corpora[int(places.corpus[index])].name,

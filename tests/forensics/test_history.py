@@ -298,3 +298,16 @@ def test_no_run(tmp_path: Path, corpus: Path) -> None:
     (run / "steps" / "00000021-00000900-9999999999999.parquet").write_bytes(b"torn")
     assert history.step == History(run).step > 0  # by the newest that can be read
     assert history.steps(1, 3) and "00000001-00000020-5.parquet is damaged" in history.problems[0]
+
+
+def test_a_sample_that_no_model_could_read_is_shown(corpus: Path, tmp_path: Path) -> None:
+    """An id beyond the vocabulary is what one looks for: the rest of the batch is shown beside it."""
+    shutil.copytree(corpus, tmp_path / "corpus")
+    root = make_run(tmp_path / "corpus", tmp_path / "run")
+    history = History(root)
+    place = history.library().source.order.locate_one(history.at(3, 3)[0].first_position)
+    with (tmp_path / "corpus/part-0.bin").open("r+b") as file:
+        file.seek(2 * (place.first_token + 1))
+        file.write(b"\xff\xff")
+    sheet = step_sheet(history, 3, 3, texts=100)
+    assert "65535" in " ".join(p.text for passages in sheet.passages.values() for p in passages)

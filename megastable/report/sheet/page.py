@@ -82,8 +82,9 @@ def marked(text: str) -> str:
 
 def _column(column: Column, sheet: Sheet) -> dict[str, Any]:
     return {
-        "key": column.key, "title": marked(column.title), "kind": column.kind, "wide": column.wide,
-        "help": marked(column.help), "tones": tones(column, sheet.rows), "values": [_value(row.get(column.key)) for row in sheet.rows],
+        "key": column.key, "title": marked(column.title), "kind": column.kind, "help": marked(column.help),
+        "wide": column.wide, "tones": tones(column, sheet.rows),
+        "values": [_value(row.get(column.key)) for row in sheet.rows],
     }  # fmt: skip
 
 
