@@ -27,6 +27,7 @@ from megastable.messages import Control, LastWords, folder_of
 from megastable.rundir import RunDirectory
 from megastable.startup import StopRequest
 
+PACKAGE = Path(__file__).parent
 SECONDS = 0.25  # between two looks of rank 0, and two reports of its progress
 OTHERS = 2.0  # ... and, at least, of the other ranks, which are many
 
@@ -160,7 +161,10 @@ class Heartbeat:
         collective = isinstance(error, MegastableError) and error.collective
         if collective and self.rank:
             return
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if "megastable" in f.filename]
+        # Not by the name in the path: what is installed may lie in a clone of that name.
+        frames = [
+            f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(PACKAGE)
+        ]
         where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
         words = LastWords(
             rank=self.rank, host=self._facts["host"], pid=os.getpid(), time=time.time(),
