@@ -109,6 +109,10 @@ class Supervised:
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         return list(self.run.events(*kinds))
 
+    def healed(self, count: int) -> None:
+        """Until so many incidents are over: a failure before that would belong to the one that is open."""
+        self.until(lambda: [e for e in self.events("incident") if e["what"] == "closed"][count - 1 :])
+
     def kill(self, *processes: psutil.Process | subprocess.Popen[bytes]) -> None:
         for process in processes:
             try:
@@ -160,6 +164,7 @@ def test_whatever_is_killed_the_run_ends_with_the_same_bytes(
     (failed,) = s.events("ended")
     assert (failed["what"], failed["rank"], failed["signal"]) == ("SIGKILL", 1, 9)
     assert "rank 1 on " in failed["failure"] and "SIGKILL" in failed["failure"]
+    s.healed(1)
 
     # The supervisor is killed: its processes go on, and another one takes over
     assert s.process is not None
@@ -179,12 +184,14 @@ def test_whatever_is_killed_the_run_ends_with_the_same_bytes(
     stacks = (s.run.root / hang["stacks"][0]).read_text()
     assert stacks.startswith("rank 1 on ") and "train.py" in stacks
     s.at(before + 3, attempt=3)
+    s.healed(3)
 
     # All of it is killed at once: supervisor, launcher, ranks
     s.kill(s.process, *s.everything())
     s.process.wait()
     s.start()
     s.at(before + 4, attempt=4)
+    s.healed(4)
 
     # Asked to stop, it saves; the same command goes on
     s.process.send_signal(signal.SIGTERM)
