@@ -41,7 +41,8 @@ class ModelConfig(Part):
     vocab_multiple: PositiveInt = 128  # the embedding is padded to a multiple of it, the same in every layout
     rope_theta: PositiveFloat = 10_000.0
     norm_eps: PositiveFloat = 1e-5
-    qk_norm: bool = True
+    qk_norm: Literal[True, False, "full"] = True  # of each head; full: over the width of all heads, as OLMo 2
+    norms: Literal["before", "after"] = "before"  # attention and MLP, inside the residual branch
     tied: bool = False
     init_std: PositiveFloat = 0.02
     z_loss: NonNegativeFloat = 1e-4  # weight of mean(logsumexp(logits)^2)
@@ -174,7 +175,11 @@ class PrecisionConfig(Part):
 
 class CheckpointConfig(Part):
     interval: NonNegativeInt = 500  # steps; 0 = only at the end and on a signal
-    keep: PositiveInt = 3  # newest ones
+    keep: PositiveInt = 3  # newest ones; besides, the newest healthy one and all that are pinned
+    keep_every: NonNegativeInt = 0  # steps; the first one of every so many is kept for good, 0 = none
+    healthy_after: NonNegativeInt = 50  # steps on trend after it, before a checkpoint counts as healthy
+    asynchronous: bool = True  # the step waits for a copy in host memory only
+    staging: Path | None = None  # local disk of every host: written there first, then uploaded to run.dir
     at_end: bool = True
     on_failure: Literal["continue", "stop"] = "continue"  # when a checkpoint cannot be written
 

@@ -20,7 +20,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -62,14 +61,14 @@ class Measured:
 
     losses, squares: fp64 [global batch], per-sample cross-entropy (nats) and mean logsumexp^2, in the order of
     the step's positions. grad_norm: global L2 norm before clipping, unscaled; inf when any gradient is not
-    finite. note: what the ranks added (`Engine.train_step(note=...)`), summed. overflow: gradients beyond fp16's range,
-    which a smaller loss scale mends: part of fp16, no incident.
+    finite. votes: what the ranks said (`Engine.train_step(votes=...)`), summed. overflow: gradients beyond fp16's
+    range, which a smaller loss scale mends: part of fp16, no incident.
     """
 
     losses: Tensor
     squares: Tensor
     grad_norm: float
-    note: float
+    votes: tuple[float, ...]
     loss_scale: float
     overflow: bool = False
 
@@ -260,13 +259,12 @@ class Engine:
                     f"deepspeed={config.deepspeed}: DeepSpeed refuses this configuration: {error}. Compare the file "
                     "with those in ds_configs/, and look at `python -m megastable.config RECIPE`"
                 ) from error
-        self.ds._copy_recovery_script = lambda *_: None  # its script cannot read tensor-parallel checkpoints
         self._update = self.ds._take_model_step
         self.ds._take_model_step = self._gate
         self._judge: Judge | None = None
-        self._note: Callable[[], float] = lambda: 0.0
+        self._votes: Callable[[], Sequence[float]] = tuple
         self._probing = False
-        self._copied: torch.cuda.Event | None = None
+        self._copies: list[torch.cuda.Event] = []
         self.probe = Probe(self.ds.module, topology, self.tp, self.device)
         self.measured: Measured | None = None
         self.applied = False
@@ -287,16 +285,16 @@ class Engine:
         micro_batches: Sequence[MicroBatch],
         lr: float,
         judge: Judge,
-        note: Callable[[], float] = lambda: 0.0,
+        votes: Callable[[], Sequence[float]] = tuple,
     ) -> tuple[Measured, bool]:
         """One step on this rank's micro-batches: what was measured, and whether the update was applied.
 
-        What `note` says after the backward pass is added up over the ranks and comes back in `Measured` (a vote that
-        costs no collective).
+        What `votes` says after the backward pass, as many numbers on every rank, is added up over the ranks and comes
+        back in `Measured`: votes that cost no collective.
         """
         if not self._probing:
             self.counters_before = self.counters()
-        self._judge, self._note, self.measured = judge, note, None
+        self._judge, self._votes, self.measured = judge, votes, None
         self.loss.samples.clear()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -349,8 +347,8 @@ class Engine:
         valid = torch.isfinite(norm) & (norm >= 0)
         # The norm travels from rank 0 only, so that a last bit that differs cannot split the ranks.
         mine = torch.where(valid & (self.topology.rank == 0), norm, 0.0)
-        extra = torch.stack((mine, (~valid).double(), self._scalar(self._note())))
-        losses, squares, (grad_norm, broken, note) = self._collect(
+        extra = torch.cat((torch.stack((mine, (~valid).double())), self._scalar(self._votes())))
+        losses, squares, (grad_norm, broken, *votes) = self._collect(
             self.ds.gradient_accumulation_steps(), extra
         )
         scale = float(getattr(self.optimizer, "loss_scale", 1.0))
@@ -358,14 +356,14 @@ class Engine:
         overflow = bool(broken) and self.config.precision.kind == "fp16" and scale > self._lowest_scale
         overflow &= bool(torch.isfinite(losses).all())
         norm_or_inf = math.inf if broken else grad_norm
-        self.measured = Measured(losses, squares, norm_or_inf, note, scale, overflow)
+        self.measured = Measured(losses, squares, norm_or_inf, tuple(votes), scale, overflow)
         if self.probe.watching:
             flat = self.flat_state()
             self.probe.gradients(flat, self._gradients(flat), scale)
         assert self._judge is not None
-        if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
-            self._copied = None
+        for copied in self._copies:
+            torch.cuda.current_stream().wait_event(copied)
+        self._copies.clear()
         if self._judge(self.measured):
             self._step(lr_kwargs, known)
         elif self.measured.overflow and not self._probing:
@@ -488,20 +486,32 @@ class Engine:
 
     def counters(self) -> dict[str, Any]:
         """DeepSpeed's counts of steps, and fp16's loss scaler."""
-        scaler = getattr(self.optimizer, "loss_scaler", None)
-        plain = (int, float, bool)
-        scale = {k: v for k, v in vars(scaler).items() if isinstance(v, plain)} if scaler is not None else {}
-        return {"engine": {name: getattr(self.ds, name) for name in COUNTERS}, "scaler": scale}
+        return {"engine": {name: getattr(self.ds, name) for name in COUNTERS}, "scaler": self.scaler}
 
     def restore_counters(self, saved: dict[str, Any]) -> None:
         for name, value in saved["engine"].items():
             setattr(self.ds, name, value)
-        for name, value in saved["scaler"].items():
+        self.restore_scaler(saved["scaler"])
+
+    @property
+    def scaler(self) -> dict[str, Any]:
+        """fp16's loss scaler: its scale, and what it counts; empty in other precisions that have none."""
+        scaler = getattr(self.optimizer, "loss_scaler", None)
+        plain = (int, float, bool)
+        return {k: v for k, v in vars(scaler).items() if isinstance(v, plain)} if scaler is not None else {}
+
+    def set_loss_scale(self, scale: float) -> None:
+        """fp16: go on with this loss scale. Elsewhere there is none."""
+        if self.config.precision.kind == "fp16":
+            self.restore_scaler({"cur_scale": scale})
+
+    def restore_scaler(self, saved: dict[str, Any]) -> None:
+        for name, value in saved.items():
             setattr(self.optimizer.loss_scaler, name, value)
 
     def hold_updates(self, until: torch.cuda.Event) -> None:
         """The next update waits, on the GPU, for `until`: what it overwrites is still being copied."""
-        self._copied = until
+        self._copies.append(until)
 
     def flat_state(self) -> FlatState:
         """Masters and moments of this rank by parameter; see flatstate.py. Views: what is written there counts."""
@@ -564,33 +574,6 @@ class Engine:
             if isinstance(o, DeepSpeedZeroOptimizer):
                 for group in range(len(o.bit16_groups)):
                     o._update_model_bit16_weights(group)
-
-    def set_loss_scale(self, scale: float) -> None:
-        """fp16: go on with this loss scale. Elsewhere there is none."""
-        if self.config.precision.kind == "fp16":
-            self.optimizer.loss_scaler.cur_scale = scale
-
-    @property
-    def optimizer_file(self) -> str:
-        """Name of the file in which `save` keeps this rank's masters and moments."""
-        return Path(self.ds._get_zero_ckpt_name("", "")).name
-
-    def save(self, folder: Path, writer: Any, client_state: dict[str, Any]) -> None:
-        """DeepSpeed's files into `folder`, through `writer` (see checkpoint/files.py), without `latest`."""
-        self.ds.checkpoint_engine = writer
-        with _silence():
-            self.ds.save_checkpoint(
-                str(folder.parent), tag=folder.name, client_state=client_state, save_latest=False
-            )
-
-    def load(self, folder: Path, reader: Any) -> None:
-        """Weights, moments and loss scale of a checkpoint of the same layout."""
-        self.ds.checkpoint_engine = reader
-        with _silence():
-            path, _ = self.ds.load_checkpoint(
-                str(folder.parent), tag=folder.name, load_lr_scheduler_states=False
-            )
-        assert path is not None
 
 
 def _adamw(module: nn.Module, config: OptimizerConfig, on: torch.device) -> torch.optim.Optimizer:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from megastable.parallel.sharding import Placement, shard
+from megastable.parallel.sharding import Placement
 from megastable.ranks import gathered
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # fp32 master weights, Adam's first and second moment
@@ -137,10 +137,9 @@ class FlatState:
         return found
 
     @torch.no_grad()
-    def fill(
-        self, whole: Callable[[str, str], Tensor], step: float, tensor_rank: int, tensor_size: int
-    ) -> None:
-        """Set masters and moments from whole tensors: `whole(name, kind)`; `step` is Adam's count of updates.
+    def fill(self, read: Callable[[Fragment, str], Tensor], step: float) -> None:
+        """Set masters and moments: `read(fragment, kind)` gives its elements; `step` is Adam's count of updates, 0
+        where there are no moments.
 
         The caller brings the low-precision parameters up to date afterwards.
         """
@@ -155,5 +154,4 @@ class FlatState:
             for fragment in self.fragments:
                 piece = self.piece(fragment, kind)
                 assert piece is not None
-                mine = shard(whole(fragment.name, kind), fragment.placement, tensor_rank, tensor_size)
-                piece.copy_(mine.flatten()[fragment.start : fragment.start + fragment.numel])
+                piece.copy_(read(fragment, kind))

@@ -137,6 +137,14 @@ class Recovery:
         """Whether anything is done beyond refusing updates that are not finite."""
         return self.settings.enabled and not self.settings.dry_run
 
+    @property
+    def calm(self) -> bool:
+        """Whether the last step was on trend, with no incident open."""
+        if self.decision is None:
+            return True
+        found = self.decision.finding
+        return found.verdict is Verdict.HEALTHY and found.on_trend and self.casebook.incident is None
+
     # Before the update
 
     def judge(self, measured: Measured, step: int, lr: float) -> bool:

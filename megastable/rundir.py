@@ -146,11 +146,8 @@ class RunDirectory:
 
     def freeze(self, config: RunConfig, fingerprints: list[str], ds_config: dict[str, Any]) -> None:
         """Write the resolved recipe: it can be started again as it stands. Raises ConfigError when it cannot."""
-        content = {
-            "config": config.model_dump(mode="json"), "manifests": fingerprints, "deepspeed_json": ds_config,
-        }  # fmt: skip
         try:
-            durable.write_file(self.recipe, yaml.safe_dump(content, sort_keys=False).encode())
+            durable.write_file(self.recipe, frozen(config, fingerprints, ds_config))
         except OSError as error:
             raise ConfigError(f"{self.recipe} could not be written: {error}") from None
 
@@ -165,6 +162,14 @@ class RunDirectory:
             raise ConfigError(
                 f"run.dir={self.root}: another process trains here: stop it, or use another run.dir"
             )
+
+
+def frozen(config: RunConfig, fingerprints: list[str], ds_config: dict[str, Any]) -> bytes:
+    """The resolved recipe as recipe.yaml holds it. fingerprints: of the corpora's manifests."""
+    content = {
+        "config": config.model_dump(mode="json"), "manifests": fingerprints, "deepspeed_json": ds_config,
+    }  # fmt: skip
+    return yaml.safe_dump(content, sort_keys=False).encode()
 
 
 def as_json(value: Any, indent: int | None = None) -> str:

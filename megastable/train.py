@@ -11,7 +11,6 @@ space for checkpoints, 78 to be started again from an older checkpoint.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import platform
 import random
@@ -27,8 +26,8 @@ import torch.distributed as dist
 
 import megastable
 from megastable import deepspeed_config, durable, errors, recipe, rundir
-from megastable.checkpoint import reshape, store
-from megastable.checkpoint.files import Writer
+from megastable.checkpoint import store
+from megastable.checkpointing import Checkpoints
 from megastable.config import RunConfig
 from megastable.data.blends import BlendEntry, moved_skips
 from megastable.data.corpora import Corpora, open_corpora
@@ -45,8 +44,7 @@ from megastable.messages import attempt_of
 from megastable.model.flops import parameters
 from megastable.optim.schedule import rate
 from megastable.parallel.topology import Layout, Topology
-from megastable.ranks import agree, first, gathered, shared
-from megastable.recall import interrupted
+from megastable.ranks import agree, first, shared
 from megastable.recovery import Recovery, selection, selection_that_can_be
 from megastable.report.observer import Observer
 from megastable.report.summary import incidents, summarise
@@ -54,7 +52,6 @@ from megastable.report.told import plural
 from megastable.rundir import RunDirectory
 from megastable.startup import StopRequest, open_data, open_run
 
-MORE_SKIPS = 2.0**20  # a vote that no number of ranks that vote for a stop adds up to
 ENTROPY_TOKENS = 50_000_000  # of the validation text: more would not change its unigram entropy
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -85,7 +82,9 @@ class Trainer:
                 "python": platform.python_version(),
             },
         )
-        self.rejected: dict[str, str] = {}  # checkpoints that were passed over, and why
+        self.checkpoints = Checkpoints(
+            config, self.engine, run, self.note, self.say, heart.phase, self.frozen
+        )
         self.validation: tuple[Any, int] | None = None
         self._anew = False  # the corpora are others than those that the checkpoint knew
 
@@ -93,69 +92,16 @@ class Trainer:
 
     def resume(self) -> None:
         """Continue from the newest good checkpoint of the run directory, if there is one."""
-        before = first(self.run.handed_over)
-        if before is not None:
-            self.say(f"the last process asked for a checkpoint from before step {before}")
-            first(lambda: self._set_aside(before))
-        elif cut_short := first(lambda: interrupted(self.run.events("training", "incident", "checkpoint"))):
-            first(lambda: self._leave_behind(*cut_short))
-        found, rejected = store.newest_good(self.run.checkpoints)
-        self.rejected = rejected
-        for name, problem in rejected.items():
-            self.note("checkpoint_rejected", name=name, problem=problem)
-            self.say(f"passed over a damaged checkpoint: {problem}")
+        found = self.checkpoints.find()
         if found is None:
-            if rejected:
-                raise shared(
-                    CheckpointError(
-                        f"{self.run.checkpoints}: none of its {len(rejected)} checkpoints can be used; see the lines "
-                        "above. Restore one, or start again with another run.dir"
-                    )
-                )
             return
         saved = agree(lambda: store.read_state(found))
         agree(lambda: self._check_order(saved, found))
-        if saved.layout == self.state.layout and self._same_pieces(found):
-            self.engine.load(found, Writer())
-            store.restore_rng(found)
-        else:
-            # Other ranks hold other pieces: every weight and moment is put together and shared out anew.
-            agree(lambda: reshape.load(found, self.engine, fp16=saved.layout.precision == "fp16"))
-            self.engine.refresh_weights()
-            self.note("reshaped", old=vars(saved.layout), new=vars(self.state.layout))
-            self.say(f"{found.name} was written by another layout ({saved.layout}): reshaped")
-        for name in rejected if self.first else ():
-            store.set_aside(self.run.checkpoints / name)
+        self.checkpoints.load(found, saved, self.state.layout)
         versions = self.state.versions
         self.state = saved.model_copy(update={"layout": self.state.layout, "versions": versions})
         self.note("resumed", step=saved.step, checkpoint=found.name, cursor=saved.cursor)
         self.say(f"resumed from {found} at step {saved.step}")
-
-    def _set_aside(self, before: int) -> None:
-        """Leave only the checkpoints of before a step, if there are any at all."""
-        steps = [store.step_of(path) for path in store.newest_first(self.run.checkpoints)]
-        if steps and min(steps) >= before:
-            raise CheckpointError(
-                f"{self.run.checkpoints}: the last process asked for a checkpoint from before step {before}, and all "
-                f"are later (from step {min(steps)} on): restore one, or accept the oldest by removing the line with "
-                f'"event": "handover" at the end of {self.run.journal}'
-            )
-        store.set_aside_newer(self.run.checkpoints, before - 1)
-
-    def _leave_behind(self, undone: int, since: set[str]) -> None:
-        """Put aside what a rewind had undone when the process died, if that leaves any checkpoint."""
-        steps = {path.name: store.step_of(path) for path in store.newest_first(self.run.checkpoints)}
-        if any(step < undone or name in since for name, step in steps.items()):
-            for name in store.set_aside_newer(self.run.checkpoints, undone - 1, since):
-                self.note(
-                    "checkpoint_suspect",
-                    name=name,
-                    reason=f"an incident undid step {undone} and what came after",
-                )
-
-    def _same_pieces(self, found: Path) -> bool:
-        mine = agree(lambda: reshape.same_pieces(found, self.engine))
-        return all(gathered(mine))
 
     def follow_blend(self) -> None:
         """Write down how the corpora are blended, from the first block on that nothing was read of yet."""
@@ -196,7 +142,7 @@ class Trainer:
         return sum(entry.end - entry.first for entry in moved)
 
     def _check_order(self, saved: store.RunState, found: Path) -> None:
-        if saved.order_fingerprint == self.corpora.fingerprint_until(saved.cursor):
+        if not saved.cursor or saved.order_fingerprint == self.corpora.fingerprint_until(saved.cursor):
             return
         message = (
             f"{found}: the data is not what it was when this checkpoint was written: a manifest, seed or sequence "
@@ -237,12 +183,13 @@ class Trainer:
         loader = self._loader(source, selection(c, source, self.run, self.heart.strict), s.cursor)
         total = c.schedule.total_steps or c.train.steps
         tokens = c.train.global_batch * c.model.sequence_length
-        last_saved, stopping = s.step, False
+        stopping = False
         self.note("training", step=s.step, cursor=s.cursor, world=self.layout.world)
+        self.checkpoints.begin(s.step)
         try:
             self.recovery.begin(s, loader)
-            if self.rejected:
-                self.recovery.casebook.damaged(self.rejected, s.step)
+            if self.checkpoints.rejected:
+                self.recovery.casebook.damaged(self.checkpoints.rejected, s.step)
             while s.step < c.train.steps and not stopping:
                 self.heart.at(s)
                 begin = time.perf_counter()
@@ -255,9 +202,10 @@ class Trainer:
                 if due(c.logging.layers_interval, s.step + 1) or s.discards_in_a_row == 1:
                     self.engine.probe.watch()  # the second refused update, too: what the trouble looks like inside
                 measured, applied = self.engine.train_step(
-                    batch.micro_batches, lr, self._gate(lr), self._vote
+                    batch.micro_batches, lr, self._gate(lr), self._votes
                 )
-                stopping, more_skips = measured.note % MORE_SKIPS > 0, measured.note >= MORE_SKIPS
+                stop_votes, skip_votes, written, settled = measured.votes
+                stopping, more_skips = stop_votes > 0, skip_votes > 0
                 seconds = time.perf_counter() - begin
                 self.heart.stepped(
                     loss=measured.loss, grad_norm=measured.grad_norm, lr=lr, applied=applied, seconds=seconds,
@@ -292,26 +240,29 @@ class Trainer:
                 after = self.recovery.settle(batch, measured, applied, before, s, loader)
                 if after is s:
                     self._patience(measured)
-                    if due(c.checkpoint.interval, s.step) and not self._finite():
-                        damage = "weights or Adam's moments are not finite"
-                        after = self.recovery.rescue(batch, measured, s, loader, damage)
+                    self.checkpoints.stepped(s.step, applied and self.recovery.calm, written, settled)
+                    if self.checkpoints.ill is not None:
+                        after = self._leave(batch, measured, loader)
                 if observer is not None and self.recovery.casebook.incident is not incident:
                     observer.flush()  # one was opened or closed: its report is written now
                 if more_skips:
                     self._skip_more(loader, after.cursor)
                 if after is not s:
                     s = self.state = after
-                    last_saved = self._gone_back(observer)
+                    self._remember()
+                    self.checkpoints.back_to(s)
                     continue
 
                 # Once in a while
                 if due(c.train.eval_interval, s.step) and s.step < c.train.steps and not stopping:
                     self._evaluate(observer)
                 if due(c.checkpoint.interval, s.step):
-                    last_saved = self._checkpoint(observer) or last_saved
+                    self._checkpoint(observer)
 
             self.heart.at(s)
-            if s.step > last_saved and (stopping or c.checkpoint.at_end) and not self._checkpoint(observer):
+            self.checkpoints.finish()
+            wanted = s.step > self.checkpoints.last and (stopping or c.checkpoint.at_end)
+            if wanted and not self._checkpoint(observer, wait=True):
                 raise shared(
                     SpaceError(
                         f"step {s.step} is done, but its checkpoint could not be written (see above): make room and "
@@ -325,6 +276,10 @@ class Trainer:
             self.recovery.finish(s)
             self._finish(self._evaluate(observer), observer)
             return errors.OK
+        except errors.MegastableError as error:
+            if error.collective:  # all ranks are here: what they have begun to write is good
+                self.checkpoints.saver.finish()
+            raise
         finally:
             loader.close()
             if observer is not None:
@@ -342,9 +297,14 @@ class Trainer:
         step = self.state.step + 1
         return lambda measured: self.recovery.judge(measured, step, lr)
 
-    def _vote(self) -> float:
-        """What this rank wants all of them to do after the step: stop, or read the skip ledger again."""
-        return (self.stop.signal is not None) + MORE_SKIPS * self.heart.more_skips
+    def _votes(self) -> tuple[float, ...]:
+        """What this rank wants all of them to do after the step: stop, read the skip ledger again; and how far its part
+        of a checkpoint is."""
+        return (
+            float(self.stop.signal is not None),
+            float(self.heart.more_skips),
+            *self.checkpoints.saver.votes(),
+        )
 
     def _skip_more(self, loader: Loader, cursor: int) -> None:
         """Somebody added to the skip ledger: go on at `cursor` without those positions."""
@@ -385,28 +345,12 @@ class Trainer:
                 )
             )
 
-    def _finite(self) -> bool:
-        """Whether weights and Adam's moments are; without the stability system `_checkpoint` sees to it."""
-        norms = self.engine.flat_state().norms()
-        return not self.recovery.acts or math.isfinite(norms.parameters + norms.second_moment)
-
-    def _gone_back(self, observer: Observer | None) -> int:
-        """The checkpoints of after this step no longer count; where there are no others, one of now comes first.
-
-        The step of the newest that counts, -1 where there is none.
-        """
-        folder, step = self.run.checkpoints, self.state.step
-        steps = first(lambda: [store.step_of(path) for path in store.newest_first(folder)])
-        kept = max((saved for saved in steps if saved <= step), default=None)
-        if kept is None and steps:
-            kept = self._checkpoint(observer)
-            if kept is None:
-                return -1  # a suspect one is better than none
-        for name in first(lambda: store.set_aside_newer(folder, step)):
-            self.note(
-                "checkpoint_suspect", name=name, reason=f"written after step {step}, which was returned to"
-            )
-        return -1 if kept is None else kept
+    def _leave(self, batch: Step, measured: Measured, loader: Loader) -> store.RunState:
+        """Go back from a state that was found not to be finite when it was to be saved."""
+        if not self.recovery.acts:
+            raise self.checkpoints.unstable()
+        damage = f"weights or Adam's moments were not finite after step {self.checkpoints.ill}"
+        return self.recovery.rescue(batch, measured, self.state, loader, damage)
 
     # Once in a while
 
@@ -423,41 +367,17 @@ class Trainer:
             observer.live.validation(self.state.step, loss)
         return loss
 
-    def _checkpoint(self, observer: Observer | None) -> int | None:
-        """Save; the step when it worked. A disk that refuses is journaled and, if the recipe says so, ends the run."""
-        begin = time.perf_counter()
-        self.heart.phase("checkpoint")
+    def _checkpoint(self, observer: Observer | None, wait: bool = False) -> bool:
+        """Begin to save, and wait for it where that is said; False when there is no checkpoint then."""
         if observer is not None:
             observer.flush()
-        norms = self.engine.flat_state().norms()
-        if not math.isfinite(norms.parameters + norms.second_moment):
-            # A checkpoint would push out a good one, and from here on every update is refused anyway.
-            self.note("unstable", step=self.state.step, **vars(norms))
-            raise shared(
-                UnstableError(
-                    f"step {self.state.step}: weights or Adam's moments are not finite (norms {norms.parameters}, "
-                    f"{norms.second_moment}), so no checkpoint is written. Those in {self.run.checkpoints} are from "
-                    "before: start again to go on from the newest; if it recurs, lower optimizer.lr or skip the data"
-                )
-            )
+        self._remember()
+        return self.checkpoints.save(self.state, wait)
+
+    def _remember(self) -> None:
+        """Into the state what a checkpoint is to know."""
         self.state.stability = self.recovery.memory()
         self.state.order_fingerprint = self.corpora.fingerprint_until(self.state.cursor)
-        saved = store.save(self.run.checkpoints, self.engine, self.state, self.config.checkpoint.keep)
-        seconds = round(time.perf_counter() - begin, 3)
-        if saved.path is not None:
-            self.note(
-                "checkpoint", step=self.state.step, name=saved.path.name, bytes=saved.size, seconds=seconds
-            )
-            return self.state.step
-        self.note("checkpoint_failed", step=self.state.step, problem=saved.problem)
-        message = f"the checkpoint of step {self.state.step} could not be written: {saved.problem}. "
-        message += "Earlier ones are intact"
-        if self.config.checkpoint.on_failure == "stop":
-            raise shared(
-                SpaceError(f"{message}. Make room and start again, or set checkpoint.on_failure=continue")
-            )
-        self.say(f"WARNING: {message}; training goes on (checkpoint.on_failure=continue)")
-        return None
 
     def _finish(self, validation: float | None, observer: Observer | None) -> None:
         """The last records, summary.json and the last word."""
@@ -523,6 +443,10 @@ class Trainer:
             f"recomputation {c.parallel.recompute}, peak {peak:.3g} TFLOP/s a device ({peak_source})\n"
             f"{c.train.global_batch} samples of {c.model.sequence_length} tokens a step, run directory {self.run.root}"
         )
+
+    def frozen(self) -> bytes:
+        """The recipe as it is kept."""
+        return rundir.frozen(self.config, self.corpora.fingerprints, self.ds_config)
 
     def note(self, event: str, **fields: Any) -> None:
         """Journal, on rank 0."""

@@ -64,7 +64,7 @@ def train_poisoned(config: RunConfig, bad: list[int], where: str) -> dict[str, A
 
     real = engine.train_step
 
-    def train_step(micro_batches: Any, lr: float, judge: Any, note: Any = lambda: 0.0) -> Any:
+    def train_step(micro_batches: Any, lr: float, judge: Any, votes: Any = tuple) -> Any:
         step = trainer.state.step + 1
         handle = None
         if step in bad:
@@ -77,7 +77,7 @@ def train_poisoned(config: RunConfig, bad: list[int], where: str) -> dict[str, A
                 original = type(engine.loss).__call__
                 type(engine.loss).__call__ = lambda self, *a: original(self, *a) * math.nan  # type: ignore[method-assign]
         try:
-            result = real(micro_batches, lr, judge, note)
+            result = real(micro_batches, lr, judge, votes)
         finally:
             if handle is not None:
                 handle.remove()

@@ -20,7 +20,7 @@ from megastable.parallel.topology import Layout, TensorParallel
 from megastable.probe import INDICATORS, Statistics, attention_chunks
 from tests.conftest import tiny
 from tests.distributed import run_ranks
-from tests.parallel.test_layouts import BATCH, batches, config
+from tests.parallel.test_layouts import BATCH, OLMO2, batches, config
 
 STEPS, RATE = 3, 3e-3
 CLIP = 0.1  # far below the norms: what is measured is what the gradients were before
@@ -36,6 +36,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3-selective": {"zero": 3, "recompute": "selective"},
     "zero3-small-buffers": {"zero": 3, "buffer": 5000},
     "documents-tp2": {"tensor": 2, "apart": True},
+    "olmo2-tp2-sequence-full": {"tensor": 2, "sequence": True, "recompute": "full", "model": OLMO2},
 }
 FOUR = {"tp2-pp2-full": {"tensor": 2, "pipeline": 2, "recompute": "full"}}
 WRAPPERS: dict[str, tuple[dict[str, Any], str]] = {
@@ -106,9 +107,9 @@ def hooks_of(engine: Any) -> int:
 
 
 @cache
-def plain(tied: bool, apart: bool) -> tuple[Statistics, dict[str, int]]:
+def plain(tied: bool, apart: bool, olmo2: bool = False) -> tuple[Statistics, dict[str, int]]:
     """The same steps by autograd and torch's AdamW on the whole model; also the sizes of its parameters."""
-    c = recipe(tied=tied)
+    c = recipe(tied=tied, model=OLMO2 if olmo2 else {})
     model = GPT(c.model, TensorParallel(), "none", c.run.seed)
     named = {placement_of(p).name: p for p in model.parameters()}
     blocks = [m for m in model.modules() if isinstance(m, Block)]
@@ -179,11 +180,14 @@ def attention_of(block: Block, qkv: torch.Tensor, segments: torch.Tensor | None)
     a = block.attention
     s, b, _ = qkv.shape
     assert a.q_norm is not None and a.k_norm is not None
-    q, k, _ = qkv.view(s, b, -1, a.width).split((a.q_heads, a.k_heads, a.k_heads), 2)
+    q, k, _ = qkv.split([n * a.width for n in (a.q_heads, a.k_heads, a.k_heads)], -1)
+    if a.q_norm.weight.numel() == a.width:
+        q, k = q.unflatten(-1, (-1, a.width)), k.unflatten(-1, (-1, a.width))
+    q, k = (n(x).reshape(s, b, -1, a.width) for n, x in ((a.q_norm, q), (a.k_norm, k)))
     cos, sin = rope_table(s, a.width, a.theta, qkv.device)
     position = torch.arange(s).expand(b, s) if segments is None else document_positions(segments)
     cos, sin = cos[position.t()][:, :, None], sin[position.t()][:, :, None]
-    q, k = (rotate(n(x), cos, sin).permute(1, 2, 0, 3) for n, x in ((a.q_norm, q), (a.k_norm, k)))
+    q, k = (rotate(x, cos, sin).permute(1, 2, 0, 3) for x in (q, k))
     entropy, highest = whole_attention(q, k, segments)
     return float(entropy.mean()), float(highest.max())
 
@@ -202,8 +206,8 @@ def whole_attention(
     return -torch.xlogy(p, p).sum(-1), scores.amax(-1)
 
 
-def check(got: dict[str, Any], name: str, tied: bool, apart: bool) -> None:
-    wanted, _ = plain(tied, apart)
+def check(got: dict[str, Any], name: str, parts: dict[str, Any]) -> None:
+    wanted, _ = plain(parts.get("tied", False), parts.get("apart", False), "model" in parts)
     overall, layers = got["statistics"].overall, got["statistics"].layers
     assert got["hooks"] == 0
     assert {**overall, "grad_norm": got["grad_norm"]} == pytest.approx(wanted.overall, rel=2e-5), name
@@ -225,7 +229,7 @@ def test_one_process_equals_a_plain_calculation() -> None:
     ]
     (found,) = run_ranks(1, watch_last, cases, 1)
     for parts, got in zip(cases, found, strict=True):
-        check(got, str(parts), parts.get("tied", False), parts.get("apart", False))
+        check(got, str(parts), parts)
 
 
 @pytest.mark.parametrize(("world", "cases"), [(2, LAYOUTS), (4, FOUR)])
@@ -234,7 +238,7 @@ def test_every_layout_equals_a_plain_calculation(world: int, cases: dict[str, di
     ranks = run_ranks(world, watch_last, list(cases.values()), world)
     for index, (name, parts) in enumerate(cases.items()):
         found = [rank[index] for rank in ranks]
-        check(found[0], name, parts.get("tied", False), parts.get("apart", False))
+        check(found[0], name, parts)
         assert all(other["statistics"] == found[0]["statistics"] for other in found), name
 
 

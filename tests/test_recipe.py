@@ -194,7 +194,8 @@ def test_recipes_of_the_project_are_found_from_anywhere(
 FINITE = st.floats(1e-12, 1e12)
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model.layers": st.integers(1, 200),
-    "model.qk_norm": st.booleans(),
+    "model.qk_norm": st.sampled_from([True, False, "full"]),
+    "model.norms": st.sampled_from(["before", "after"]),
     "model.rope_theta": FINITE,
     "model.kv_heads": st.sampled_from([None, 1, 2, 4]),
     "model.attention": st.sampled_from(["reference", "sdpa"]),

@@ -220,7 +220,7 @@ class Bench:
             self.engine._update(lr_kwargs)
             self.engine.measured = nothing
 
-        nothing = Measured(torch.empty(0), torch.empty(0), 0.0, 0.0, 1.0)
+        nothing = Measured(torch.empty(0), torch.empty(0), 0.0, (), 1.0)
         with engine._instead(self.engine.ds, "_take_model_step", update):
             self.engine.train_step(batch.micro_batches, RATE, _finite)
 

@@ -1,18 +1,25 @@
-"""Writing and reading the files of a checkpoint: hashed on the way to the disk, and no error lost.
-
-DeepSpeed saves collectively, with barriers inside: a rank that raised half-way would leave the others waiting.
-So `Writer` keeps the first error, lets the rest of the save pass, and the caller asks all ranks afterwards.
-"""
+"""Writing and reading the files of a checkpoint: hashed on the way to the disk, and on the disk when a call returns."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any, BinaryIO, cast
 
 import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+BLOCK = 1 << 24  # bytes that are written and hashed at a time
+NAMES = {  # of safetensors (its README, "Format")
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # fmt: skip
 
 
 class FileRecord(BaseModel):
@@ -44,6 +51,11 @@ class _Hashing:
     def flush(self) -> None:
         self.file.flush()
 
+    def finish(self) -> FileRecord:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        return FileRecord(size=self.size, xxh3=self.hash.hexdigest())
+
 
 def write_file(path: Path, content: Any) -> FileRecord:
     """torch.save `content`, or write bytes; on the disk when this returns. Raises OSError, RuntimeError."""
@@ -58,67 +70,84 @@ def write_file(path: Path, content: Any) -> FileRecord:
                 if hashing.error is None:
                     raise
                 raise hashing.error from None
-        file.flush()
-        os.fsync(file.fileno())
-    return FileRecord(size=hashing.size, xxh3=hashing.hash.hexdigest())
+        return hashing.finish()
 
 
-def hash_file(path: Path) -> FileRecord:
-    """Size and hash of a file as it lies on the disk."""
-    digest, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-            size += len(chunk)
-    return FileRecord(size=size, xxh3=digest.hexdigest())
+class TensorFile:
+    """One .safetensors file, written in a stream: names, dtypes and shapes are known first, tensors come one by one.
 
+        with TensorFile(path, [("weight", torch.float32, (2, 3))]) as file:
+            file.write("weight", tensor)
+        file.record  # its size and hash
 
-class Writer:
-    """In place of DeepSpeed's checkpoint engine while saving. `records`: file name -> what was written."""
+    The library's own writer wants all tensors of a file in memory at once. Memory here: one block. Raises OSError.
+    """
 
-    name = "megastable"
-
-    def __init__(self) -> None:
-        self.records: dict[str, FileRecord] = {}
-        self.error: str | None = None
-
-    def save(self, state_dict: Any, path: str | Path) -> None:
-        """Write one file; the first failure is kept in `error`, later files are left out."""
-        if self.error is not None:
-            return
+    def __init__(
+        self,
+        path: Path,
+        entries: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+        metadata: dict[str, str] | None = None,
+    ) -> None:
+        self.path, self._left = path, list(reversed(entries))
+        header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+        offset = 0
+        for name, dtype, shape in entries:
+            end = offset + dtype.itemsize * torch.Size(shape).numel()
+            header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+            offset = end
+        assert len(header) == len(entries) + bool(metadata), "a name stands twice"
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+        self._file = path.open("wb")
         try:
-            self.records[Path(path).name] = write_file(Path(path), state_dict)
-        except (OSError, RuntimeError) as error:
-            self.error = f"{path}: {error}".splitlines()[0]
+            self._hashing = _Hashing(self._file)
+            self._hashing.write(len(text).to_bytes(8, "little") + text)
+        except BaseException:
+            self._file.close()
+            raise
+        self._record: FileRecord | None = None
 
-    def load(self, path: str, map_location: Any = None) -> Any:
-        # DeepSpeed's optimizer state holds its own classes; the files have been verified against the manifest.
-        return torch.load(path, map_location=map_location, weights_only=False)
+    def write(self, name: str, tensor: Tensor) -> None:
+        """The next tensor; of the dtype and shape that were said of it, on any device."""
+        expected = self._left.pop()
+        assert (name, tensor.dtype, tuple(tensor.shape)) == expected, f"{name}: said {expected}"
+        flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+        for block in flat.split(BLOCK):
+            self._hashing.write(block.cpu().numpy().data)
 
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        # The folder exists already; where it does not, this host does not see the one that rank 0 made.
-        if not os.path.isdir(path):
-            self.error = (
-                self.error or f"{path}: not seen by this host: run.dir must be on a shared file system"
-            )
+    def close(self) -> FileRecord:
+        """On the disk when this returns."""
+        if self._record is None:
+            assert not self._left, f"{self._left[-1][0]} was not written"
+            self._record = self._hashing.finish()
+            self._file.close()
+        return self._record
 
-    def create(self, info: Any) -> None: ...
+    @property
+    def record(self) -> FileRecord:
+        return self.close()
 
-    def commit(self, info: Any) -> bool:
-        return True
+    def __enter__(self) -> TensorFile:
+        return self
 
-    def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        return dp_rank == 0
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._file.close()
 
-    def is_decoupled(self) -> bool:
-        return False
 
-    def set_commit_info(self, info: Any) -> None: ...
-
-    def get_commit_info(self) -> None:
-        return None
-
-    def cleanup(self) -> None: ...
-
-    def preserves_storage_sharing(self) -> bool:
-        return True
+def hash_file(path: Path, from_disk: bool = False) -> FileRecord:
+    """Size and hash of a file. from_disk: as it lies there, not as the file cache remembers it."""
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb", buffering=0) as file:
+        if from_disk:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        buffer = memoryview(bytearray(1 << 22))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+    return FileRecord(size=size, xxh3=digest.hexdigest())

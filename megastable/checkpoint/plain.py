@@ -2,17 +2,13 @@
 
     model = load_plain(Path("runs/quickstart"))
 
-The weights are the optimizer's fp32 masters, put together tensor by tensor. The files are compared with the manifest
-first, and of what is pickled in them nothing is called but what makes tensors.
+The weights are the optimizer's fp32 masters, put together tensor by tensor; the files are compared with the manifest
+first.
 """
 
 from __future__ import annotations
 
-import collections
-import pickle
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,13 +17,14 @@ from torch import Tensor, nn
 from megastable import recipe
 from megastable.checkpoint import store
 from megastable.checkpoint.files import hash_file
-from megastable.checkpoint.reshape import WholeState
+from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config import ModelConfig, RunConfig
 from megastable.errors import CheckpointError
 from megastable.model.gpt import GPT, Head, tied_head
 from megastable.parallel.layers import VocabParallelEmbedding
 from megastable.parallel.sharding import place, placement_of
 from megastable.parallel.topology import TensorParallel
+from megastable.report.told import visible
 
 
 class PlainModel(nn.Module):
@@ -88,16 +85,7 @@ def load_plain(
     run's recipe that cannot be read.
     """
     path = find_checkpoint(checkpoint)
-    frozen = path.parent.parent / "recipe.yaml"
-    if not frozen.is_file():
-        raise CheckpointError(
-            f"{path}: {frozen} is not there, which says what the model is like: give a checkpoint inside of its run"
-        )
-    run = recipe.load(frozen)
-    if run.model.vocab_size is None:
-        raise CheckpointError(
-            f"{frozen}: model.vocab_size is missing: it is not the recipe of a run that has begun"
-        )
+    run = run_of(path)
     if dtype is None:
         dtype = torch.bfloat16 if run.precision.kind == "bf16" else torch.float32
     # On no device: the initial weights are not drawn.
@@ -154,17 +142,17 @@ def _others(folder: Path) -> str:
 
 def _fill(gpt: GPT, checkpoint: Path, dtype: torch.dtype, device: torch.device) -> None:
     """Give a model without weights those of a checkpoint."""
-    whole = _Masters(checkpoint)
+    whole = WholeState(checkpoint)
     wanted = {placement_of(p).name for p in gpt.parameters()}
     if unknown := sorted(set(whole.names) - wanted):
         raise CheckpointError(
-            f"{checkpoint}: holds {unknown[0]!r}, which the model of {checkpoint.parent.parent / 'recipe.yaml'} "
-            "does not have: it belongs to another model"
+            f"{checkpoint}: holds {visible(unknown[0])!r}, which the model of its recipe does not have: it belongs to "
+            "another model"
         )
     for module in gpt.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             placement = placement_of(parameter)
-            weight = whole.weight(placement.name)
+            weight = whole.tensor(placement.name, "weight")
             if weight.shape != parameter.shape:
                 raise CheckpointError(
                     f"{checkpoint}: {placement.name} is {tuple(weight.shape)}, in the recipe's model "
@@ -178,67 +166,3 @@ def _fill(gpt: GPT, checkpoint: Path, dtype: torch.dtype, device: torch.device) 
                 ) from None
             place(filled, placement, 1)
             setattr(module, name, filled)
-
-
-class _Masters(WholeState):
-    """The fp32 masters of a checkpoint, read without DeepSpeed."""
-
-    def weight(self, name: str) -> Tensor:
-        try:
-            return self.tensor(name, "weight")
-        except CheckpointError:
-            raise
-        except Exception as error:  # whatever torch and pickle raise for a file that is not what it should be
-            what = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise CheckpointError(f"{self.checkpoint}: {name} cannot be read: {what}") from error
-
-    def _open(self, file: str) -> tuple[list[Tensor], dict[int, dict[str, Any]]]:
-        if file not in self._buffers:
-            pickles: Any = SimpleNamespace(Unpickler=_Unpickler, __name__=__name__)
-            content = torch.load(
-                self.checkpoint / file,
-                map_location="cpu",
-                weights_only=False,
-                mmap=True,
-                pickle_module=pickles,
-            )
-            state = content["optimizer_state_dict"]
-            zero3 = "fp32_flat_groups" in state
-            self._buffers[file] = (
-                state["fp32_flat_groups" if zero3 else "single_partition_of_fp32_groups"],
-                {},
-            )
-        return self._buffers[file]
-
-
-class _Stranger:
-    """In place of anything else in a pickle, such as DeepSpeed's own classes: it takes everything and does nothing."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __setstate__(self, _: Any) -> None: ...
-
-    def __setitem__(self, _: Any, __: Any) -> None: ...
-
-    def append(self, _: Any) -> None: ...
-
-    def extend(self, _: Any) -> None: ...
-
-
-def _without_attributes(make: Callable[..., Any], _type: Any, arguments: tuple[Any, ...], _state: Any) -> Any:
-    """A tensor that was pickled with attributes of its own, as ZeRO-3's are."""
-    return make(*arguments)
-
-
-# What a pickle may call; `torch.load` itself takes care of storages.
-_KNOWN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("torch", "Size"): torch.Size,
-    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
-    ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        return _KNOWN.get((module, name), _Stranger)

@@ -1,10 +1,8 @@
-"""Checkpoints of a run: saved under a temporary name, verified, renamed; found again, newest good one first.
+"""The checkpoints of a run: what one says of itself, whether it is whole, and the newest good one.
 
-checkpoints/step-N/ holds DeepSpeed's files, rng-*.pt, state.json (where the run stands) and manifest.json (sizes
-and checksums of all others). `checkpoints/latest` is a text file with the name of the newest one, replaced
-atomically. Whatever happens in the middle of a save, the checkpoints before it stay as they were.
-
-All functions here that take part in a save or load are collective: every rank calls them.
+checkpoints/step-N/ holds what every rank wrote (pieces.py), state.json (where the run stands), recipe.yaml and
+manifest.json (sizes and checksums of all others, and of itself). `checkpoints/latest` is a text file with the name of
+the newest one, replaced atomically. Nothing in it is a pickle but rng-*.pt, which is read with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -12,27 +10,34 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megastable import durable
-from megastable.checkpoint import reshape
-from megastable.checkpoint.files import FileRecord, Writer, hash_file, write_file
+from megastable import __version__, durable, rundir
+from megastable.checkpoint.files import FileRecord, hash_file
+from megastable.checkpoint.pieces import FORMAT
+from megastable.config import ModelConfig
 from megastable.errors import CheckpointError
 from megastable.ranks import first, gathered
-from megastable.rng import rng_state, set_rng_state
+from megastable.report.told import visible
+from megastable.rng import set_rng_state
 
 log = logging.getLogger(__name__)
 
-MANIFEST, STATE, LATEST = "manifest.json", "state.json", "latest"
+MANIFEST, STATE, RECIPE, LATEST = "manifest.json", "state.json", "recipe.yaml", "latest"
 SAVING = ".saving-"  # prefix of a checkpoint that is being written
+FREE = {
+    key.removeprefix("model.") for key in rundir.FREE
+}  # of a model's options: those that its weights do not depend on
+PARTS = re.compile(r"(rank-\d+\.(json|safetensors)|rng-\d+\.pt)")  # what ranks write
 
 
 class LayoutState(BaseModel):
@@ -46,25 +51,35 @@ class LayoutState(BaseModel):
     zero: int
     precision: str
 
+    @property
+    def world(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    def __str__(self) -> str:
+        return f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}, ZeRO {self.zero}, {self.precision}"
+
 
 class RunState(BaseModel):
     """Where a run stands; everything that is needed to continue besides weights, moments and RNG.
 
     step: steps done, discarded ones included. updates: those that were applied; the learning rate follows from
-    it. cursor: the next data position. stability: the state of detector, policy and the open incident (recovery.py).
-    mix: the share of each corpus in the last step.
+    it. cursor: the next data position. adam_step: Adam's own count, 0 where there are no moments. scaler: of fp16's
+    loss. stability: the state of detector, policy and the open incident (recovery.py). mix: the share of each corpus
+    in the last step.
     """
 
     # A loss may be nan: the default would write null, which is no number when it is read again.
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
-    format: Literal[1] = 1
+    format: Literal[2] = FORMAT
     step: int = 0
     updates: int = 0
     cursor: int = 0
     tokens: int = 0
     seconds: float = 0.0
     discards_in_a_row: int = 0
+    adam_step: float = 0.0
+    scaler: dict[str, Any] = {}
     first_loss: float | None = None
     recent_losses: list[float] = []
     order_fingerprint: str
@@ -75,123 +90,55 @@ class RunState(BaseModel):
 
 
 class Contents(BaseModel):
-    """manifest.json of a checkpoint."""
+    """manifest.json of a checkpoint.
+
+    fingerprints: of the "model" and of the "data" (its order); finite: whether all weights and moments are; xxh3: of
+    this text without it.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
-    format: Literal[1] = 1
+    format: Literal[2] = FORMAT
     step: int
     files: dict[str, FileRecord]
+    fingerprints: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    finite: bool = True
+    xxh3: str = ""
 
+    @property
+    def parts(self) -> list[str]:
+        """The descriptions of what the ranks wrote, by rank."""
+        return sorted(name for name in self.files if PARTS.fullmatch(name) and name.endswith(".json"))
 
-@dataclass(frozen=True)
-class Saved:
-    """Outcome of a save: the checkpoint, or why there is none."""
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(record.size for record in self.files.values())
 
-    path: Path | None
-    problem: str = ""
-    size: int = 0
+    def sealed(self) -> bytes:
+        """As it is written: with its own checksum."""
+        return self.model_copy(update={"xxh3": self._hash()}).model_dump_json(indent=1).encode()
+
+    def _hash(self) -> str:
+        return xxhash.xxh3_128_hexdigest(self.model_copy(update={"xxh3": ""}).model_dump_json().encode())
+
+    @property
+    def is_itself(self) -> bool:
+        return self.xxh3 == self._hash()
 
 
 def name_of(step: int) -> str:
     return f"step-{step}"
 
 
-def save(folder: Path, engine: Any, state: RunState, keep: int) -> Saved:
-    """Write `folder`/step-N. Never raises for a disk that refuses: the outcome says so, on every rank alike."""
-    target = folder / name_of(state.step)
-    temporary = folder / f"{SAVING}{target.name}"
-    problem = _on_first(lambda: _begin(folder, temporary))
-    if problem:
-        return Saved(None, problem)
-    writer = Writer()
-    engine.save(temporary, writer, {})
-    writer.save(rng_state(), temporary / f"rng-{dist.get_rank():05d}.pt")
-    pieces = reshape.describe(engine).model_dump_json().encode()
-    writer.save(pieces, temporary / f"{reshape.PREFIX}{dist.get_rank():05d}.json")
-    everyone = gathered((writer.records, writer.error or _reread(temporary, writer.records)))
-    problem = next((f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error), "")
-    files = {name: record for records, _ in everyone for name, record in records.items()}
-    if problem:
-        _on_first(lambda: shutil.rmtree(temporary, ignore_errors=True))
-        return Saved(None, problem)
-    problem = _on_first(lambda: _commit(folder, temporary, target, state, files, keep))
-    if problem:
-        return Saved(None, problem)
-    return Saved(target, size=sum(record.size for record in files.values()))
+def model_fingerprint(config: ModelConfig) -> str:
+    """The same for two models whose weights mean the same."""
+    tree = config.model_dump(mode="json", exclude=FREE)
+    return xxhash.xxh3_128_hexdigest(json.dumps(tree, sort_keys=True).encode())
 
 
-def _on_first(action: Callable[[], None]) -> str:
-    """Run `action` on rank 0; its OSError as text, the same on every rank, "" when it went well."""
-
-    def attempt() -> str:
-        try:
-            action()
-        except OSError as error:
-            return str(error)
-        return ""
-
-    return first(attempt)
-
-
-def _begin(folder: Path, temporary: Path) -> None:
-    _bring_back(folder)
-    for stale in folder.glob(f"{SAVING}*"):
-        shutil.rmtree(stale)
-    newest = newest_first(folder)
-    if newest:
-        needed = sum(file.stat().st_size for file in newest[0].iterdir())
-        free = shutil.disk_usage(folder).free
-        if free < needed:
-            raise OSError(
-                f"{folder}: {free / 1e9:.2f} GB free, the last checkpoint took {needed / 1e9:.2f} GB"
-            )
-    temporary.mkdir()
-
-
-def _reread(folder: Path, records: dict[str, FileRecord]) -> str:
-    """Compare what lies on the disk with what was written."""
-    for name, record in records.items():
-        try:
-            found = hash_file(folder / name)
-        except OSError as error:
-            return f"{folder / name}: {error}"
-        if found != record:
-            return f"{folder / name}: reads back differently from what was written"
-    return ""
-
-
-def _commit(
-    folder: Path, temporary: Path, target: Path, state: RunState, files: dict[str, FileRecord], keep: int
-) -> None:
-    replaced = folder / f"{SAVING}replaced-{target.name}"
-    try:
-        unseen = [name for name in files if not (temporary / name).exists()]
-        if unseen:
-            raise OSError(
-                f"{temporary / unseen[0]}: written by another rank, not seen here: the folder is not shared"
-            )
-        files[STATE] = write_file(temporary / STATE, state.model_dump_json(indent=1).encode())
-        contents = Contents(step=state.step, files=dict(sorted(files.items())))
-        write_file(temporary / MANIFEST, contents.model_dump_json(indent=1).encode())
-        durable.sync_directory(temporary)
-        if target.exists():  # the same step again, after a return to an older checkpoint
-            os.replace(target, replaced)
-        os.replace(temporary, target)
-        durable.sync_directory(folder)
-    except OSError:
-        if replaced.exists() and not target.exists():
-            os.replace(replaced, target)
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    try:
-        durable.write_file(folder / LATEST, target.name.encode())
-    except OSError as error:
-        log.warning("%s: %s; it still names an older checkpoint", folder / LATEST, error)
-    shutil.rmtree(replaced, ignore_errors=True)
-    for old in newest_first(folder)[keep:]:
-        if old != target:
-            shutil.rmtree(old, ignore_errors=True)
+# Putting aside
 
 
 def set_aside(checkpoint: Path) -> None:
@@ -201,7 +148,7 @@ def set_aside(checkpoint: Path) -> None:
         _rename(checkpoint, "rejected")
     except OSError as error:
         log.warning("%s: damaged, and could not be renamed: %s", checkpoint, error)
-    _point_latest(checkpoint.parent)
+    point_latest(checkpoint.parent)
 
 
 def set_aside_newer(folder: Path, step: int, but: Collection[str] = ()) -> list[str]:
@@ -213,7 +160,7 @@ def set_aside_newer(folder: Path, step: int, but: Collection[str] = ()) -> list[
     older, done = list(folder.glob("suspect-*")), list[Path]()
     stuck: list[str] = []
     try:
-        _bring_back(folder)  # or it would come back later as if it were a good one
+        bring_back(folder)  # or it would come back later as if it were a good one
     except OSError as error:
         stuck.append(str(error))
     for path in [path for path in newest_first(folder) if step_of(path) > step and path.name not in but]:
@@ -222,7 +169,7 @@ def set_aside_newer(folder: Path, step: int, but: Collection[str] = ()) -> list[
             done.append(path)
         except OSError as error:
             stuck.append(str(error))
-    _point_latest(folder)
+    point_latest(folder)
     if stuck:
         raise CheckpointError(
             f"{stuck[0]}: a checkpoint of after step {step}, which the run goes back to, could not be put aside: "
@@ -241,7 +188,7 @@ def _rename(checkpoint: Path, why: str) -> None:
     durable.sync_directory(checkpoint.parent)
 
 
-def _point_latest(folder: Path) -> None:
+def point_latest(folder: Path) -> None:
     """`latest` names the newest checkpoint that is left, or is not there: never one that was set aside."""
     left = newest_first(folder)
     try:
@@ -255,9 +202,8 @@ def _point_latest(folder: Path) -> None:
 def restore_rng(checkpoint: Path) -> None:
     """Set this rank's random states from a checkpoint, where it has some for this rank."""
     path = checkpoint / f"rng-{dist.get_rank():05d}.pt"
-    if not path.exists():
-        return
-    set_rng_state(torch.load(path, map_location="cpu", weights_only=True))
+    if path.exists():
+        set_rng_state(torch.load(path, map_location="cpu", weights_only=True))
 
 
 # Finding one again
@@ -279,41 +225,96 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def read_contents(checkpoint: Path) -> Contents:
-    """manifest.json of a checkpoint. Raises CheckpointError when it is missing or not one."""
+    """manifest.json of a checkpoint. Raises CheckpointError when it is missing, damaged or not one."""
     path = checkpoint / MANIFEST
-    try:
-        return Contents.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing: the save did not finish") from None
-    except (OSError, ValueError, ValidationError) as error:
-        raise CheckpointError(f"{path}: damaged ({str(error).splitlines()[0]})") from None
+    if not path.exists():
+        foreign = sorted(checkpoint.glob("*_states.pt")) or sorted(checkpoint.glob("mp_rank_*"))
+        if foreign:
+            raise CheckpointError(
+                f"{path}: missing, and {foreign[0].name} is there: a checkpoint of DeepSpeed or Megatron themselves? "
+                "`python tools/checkpoint.py --help` says how to import one"
+            )
+        raise CheckpointError(f"{path}: missing: the save did not finish")
+    contents = _read(path, Contents)
+    assert isinstance(contents, Contents)
+    if not contents.is_itself:
+        raise CheckpointError(f"{path}: damaged (its checksum is not its own)")
+    return contents
 
 
 def read_state(checkpoint: Path) -> RunState:
     """state.json of a checkpoint. Raises CheckpointError when it is missing or not one."""
-    path = checkpoint / STATE
+    state = _read(checkpoint / STATE, RunState)
+    assert isinstance(state, RunState)
+    return state
+
+
+def _read(path: Path, model: type[BaseModel]) -> BaseModel:
     try:
-        return RunState.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, ValidationError) as error:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        version = tree.get("format") if isinstance(tree, dict) else None
+        if isinstance(version, int) and version > FORMAT:
+            by = visible(str(dict(tree.get("versions") or {}).get("megastable", "a newer one")))
+            raise CheckpointError(
+                f"{path}: format {version}, of megastable {by}; this is {__version__}, which reads format {FORMAT}: "
+                "use the newer version"
+            )
+        if version == 1:
+            raise CheckpointError(
+                f"{path}: format 1, which only a development version of before 2026-11-21 reads: use that one"
+            )
+        return model.model_validate(tree)
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, TypeError, ValidationError) as error:
         raise CheckpointError(f"{path}: damaged ({str(error).splitlines()[0]})") from None
 
 
 def verify(checkpoint: Path, part: int = 0, parts: int = 1) -> None:
     """Compare every file (or each `parts`-th from `part` on) with the manifest; CheckpointError where one differs."""
+    for problem in _problems(checkpoint, part, parts):
+        raise CheckpointError(problem)
+
+
+def problems(checkpoint: Path) -> list[str]:
+    """All that is wrong with a checkpoint, a sentence each; empty when it is as it was written."""
+    try:
+        return list(_problems(checkpoint, 0, 1))
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def _problems(checkpoint: Path, part: int, parts: int) -> Iterator[str]:
     contents = read_contents(checkpoint)
-    for name, record in list(contents.files.items())[part::parts]:
+    named = re.fullmatch(r"(?:\w+-)?step-(\d+)", checkpoint.name)
+    if named and int(named[1]) != contents.step:
+        yield f"{checkpoint / MANIFEST}: is of step {contents.step}: another checkpoint's"
+    if not contents.finite:
+        yield f"{checkpoint / MANIFEST}: weights or moments are not finite"
+    if STATE not in contents.files:
+        yield f"{checkpoint / MANIFEST}: does not name {STATE}"
+    for name in sorted(os.listdir(checkpoint)):
+        if PARTS.fullmatch(name) and name not in contents.files:
+            yield f"{checkpoint / name}: not in the manifest: of another checkpoint"
+    # The largest first: the ranks get about the same to read.
+    by_size = sorted(contents.files.items(), key=lambda item: (-item[1].size, item[0]))
+    for name, record in by_size[part::parts]:
         path = checkpoint / name
+        if "/" in name or name in ("", ".", ".."):
+            yield f"{checkpoint / MANIFEST}: names {visible(name)!r}, which is no file of a checkpoint"
+            continue
         try:
             size = path.stat().st_size
             found = hash_file(path) if size == record.size else None
         except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror or error}") from None
+            yield f"{path}: {error.strerror or error}"
+            continue
         if size != record.size:
-            raise CheckpointError(
-                f"{path}: {size} bytes, the manifest says {record.size}: cut off or changed"
-            )
-        if found != record:
-            raise CheckpointError(f"{path}: its checksum is not the manifest's: damaged")
+            yield f"{path}: {size} bytes, the manifest says {record.size}: cut off or changed"
+        elif found is not None and found != record:
+            other = next((n for n, r in contents.files.items() if r == found), None)
+            why = f"it is what {other} should be: swapped" if other else "damaged, or of another checkpoint"
+            yield f"{path}: its checksum is not the manifest's: {why}"
 
 
 def newest_good(folder: Path) -> tuple[Path | None, dict[str, str]]:
@@ -334,13 +335,13 @@ def newest_good(folder: Path) -> tuple[Path | None, dict[str, str]]:
 
 def _names(folder: Path) -> list[str]:
     try:
-        _bring_back(folder)
+        bring_back(folder)
     except OSError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     return [path.name for path in newest_first(folder)]
 
 
-def _bring_back(folder: Path) -> None:
+def bring_back(folder: Path) -> None:
     """After a crash between two renames the older checkpoint is whole, under another name."""
     for hidden in folder.glob(f"{SAVING}replaced-*"):
         target = folder / hidden.name.removeprefix(f"{SAVING}replaced-")

@@ -1,7 +1,6 @@
 """Rewind points in host memory: what `engine` says its state is, copied aside; a ring of them, ever sparser with age.
 
-The only impure file of this package: it copies tensors. Which points are kept is decided in spacing.py. On a GPU
-the copies run on a stream of their own into pinned memory, and the next update waits for them there, not the host.
+The only impure file of this package: it copies tensors. Which points are kept is decided in spacing.py.
 """
 
 from __future__ import annotations
@@ -9,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
+from megastable.hostcopy import HostCopy
 from megastable.stability.spacing import thin
 
 
@@ -43,7 +42,7 @@ class Ring:
         self._engine, self._capacity, self._interval = engine, capacity, interval
         self._kept: list[Snapshot] = []
         self._spare: list[dict[str, Tensor]] = []
-        self._stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
+        self._host = HostCopy(engine.hold_updates)
 
     @property
     def steps(self) -> list[int]:
@@ -74,8 +73,8 @@ class Ring:
             self._kept.remove(snapshot)
             self._spare.append(snapshot.tensors)
         source = self._engine.optimizer_state()
-        tensors = self._copy(source, self._spare.pop() if self._spare else {})
-        self._kept.append(Snapshot(step, tensors, counters or self._engine.counters(), extra))
+        copied = self._host.copy(source, self._spare.pop() if self._spare else {})
+        self._kept.append(Snapshot(step, copied.tensors, counters or self._engine.counters(), extra))
 
     def before(self, onset: int, older: int = 0) -> Snapshot | None:
         """The newest point that no step from `onset` on has touched; `older`: pass over so many, if there are."""
@@ -84,8 +83,7 @@ class Ring:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Put the engine back; later points are dropped. The caller brings the low-precision weights up to date."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._host.synchronize()
         self._engine.restore_optimizer_state(snapshot.tensors)
         self._engine.restore_counters(snapshot.counters)
         self.forget_from(snapshot.step + 1)
@@ -95,22 +93,3 @@ class Ring:
         for snapshot in [s for s in self._kept if s.step >= step]:
             self._kept.remove(snapshot)
             self._spare.append(snapshot.tensors)
-
-    def _copy(self, source: dict[str, Tensor], spare: dict[str, Tensor]) -> dict[str, Tensor]:
-        def place(name: str, tensor: Tensor) -> Tensor:
-            old = spare.get(name)
-            if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
-                return old
-            return torch.empty_like(tensor, device="cpu", pin_memory=self._stream is not None)
-
-        copies = {name: place(name, tensor.detach()) for name, tensor in source.items()}
-        if self._stream is None:
-            for name, tensor in source.items():
-                copies[name].copy_(tensor.detach())
-            return copies
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for name, tensor in source.items():
-                copies[name].copy_(tensor.detach(), non_blocking=True)
-        self._engine.hold_updates(self._stream.record_event())
-        return copies

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from safetensors import safe_open
+from safetensors.torch import load_file
 
-from megastable.checkpoint.files import FileRecord, Writer, hash_file, write_file
+from megastable.checkpoint.files import FileRecord, TensorFile, hash_file, write_file
 from tests.full_disk import files_no_larger_than
 
 
@@ -42,10 +44,8 @@ def test_the_hash_on_the_way_is_that_on_the_disk(name: str, tmp_path: Path) -> N
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    writer = Writer()
-    writer.save(state(), tmp_path / "a.pt")
-    assert writer.error is None
-    loaded = Writer().load(str(tmp_path / "a.pt"), map_location="cpu")
+    write_file(tmp_path / "a.pt", state())
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
     assert loaded["step"] == 5 and loaded["names"] == ["x", "ü"]
     assert torch.equal(loaded["weights"]["a"], state()["weights"]["a"])
     assert torch.equal(loaded["view"], state()["view"])
@@ -79,36 +79,48 @@ def test_a_device_without_space_is_an_error() -> None:
     assert error.value.errno == errno.ENOSPC
 
 
-def test_the_writer_records_every_file_by_name(tmp_path: Path) -> None:
-    writer = Writer()
-    writer.save(state(), str(tmp_path / "a.pt"))
-    writer.save(b"{}", tmp_path / "b.json")
-    assert writer.records == {"a.pt": hash_file(tmp_path / "a.pt"), "b.json": hash_file(tmp_path / "b.json")}
-    assert writer.error is None
+TENSORS = {
+    "matrix": torch.randn(3, 5, generator=torch.Generator().manual_seed(1)),
+    "transposed": torch.arange(100.0).view(10, 10)[2:4].t(),
+    "bf16": torch.randn(7).to(torch.bfloat16),
+    "empty": torch.empty(0, 4),
+    "scalar": torch.tensor(3),
+    "large": torch.arange(5_000_000.0),
+}
 
 
-@pytest.mark.parametrize("limit", [0, 1000, 5_000_000])
-def test_the_first_error_is_kept_and_later_files_are_left_out(limit: int, tmp_path: Path) -> None:
-    """The save goes on to its end: DeepSpeed has barriers in it. Limits: at once, in the header, in the tensors."""
-    writer = Writer()
-    writer.save(b"", tmp_path / "before.json")
-    with files_no_larger_than(limit):
-        writer.save(CONTENTS["large"], tmp_path / "large.pt")
-        first = writer.error
-        writer.save(CONTENTS["large"], tmp_path / "again.pt")
-    writer.save(state(), tmp_path / "after.pt")
-    assert first is not None and first.startswith(f"{tmp_path / 'large.pt'}: ") and "File too large" in first
-    assert writer.error == first
-    assert list(writer.records) == ["before.json"]
-    assert not (tmp_path / "again.pt").exists() and not (tmp_path / "after.pt").exists()
+def write_tensors(path: Path) -> FileRecord:
+    entries = [(name, t.dtype, tuple(t.shape)) for name, t in TENSORS.items()]
+    with TensorFile(path, entries, {"made": "here"}) as file:
+        for name, tensor in TENSORS.items():
+            file.write(name, tensor)
+    return file.record
 
 
-def test_a_missing_folder_is_an_error_that_is_kept(tmp_path: Path) -> None:
-    writer = Writer()
-    writer.save(state(), tmp_path / "none/a.pt")
-    assert writer.error is not None and "none/a.pt" in writer.error
-    # It is not made either: rank 0 has made it, and a host that does not see it must not go on by itself.
-    again = Writer()
-    again.makedirs(str(tmp_path / "none"), exist_ok=True)
-    assert again.error is not None and "shared file system" in again.error
-    assert not (tmp_path / "none").exists()
+def test_a_stream_of_tensors_is_what_the_library_reads(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    record = write_tensors(path)
+    content = path.read_bytes()
+    assert record == hash_file(path) == hash_file(path, from_disk=True)
+    assert record == FileRecord(size=len(content), xxh3=xxhash.xxh3_128(content).hexdigest())
+    loaded = load_file(path)
+    assert list(loaded) and set(loaded) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor), name
+    with safe_open(path, "pt") as opened:
+        assert opened.metadata() == {"made": "here"}
+
+
+def test_a_tensor_that_was_not_announced_is_refused(tmp_path: Path) -> None:
+    file = TensorFile(tmp_path / "a.safetensors", [("a", torch.float32, (2,)), ("b", torch.float32, (2,))])
+    with pytest.raises(AssertionError, match="b: said"):
+        file.write("b", torch.zeros(2))
+    with pytest.raises(AssertionError, match="b was not written"):
+        file.close()
+
+
+@pytest.mark.parametrize("limit", [0, 1000, 15_000_000])
+def test_a_disk_that_fills_under_the_tensors(limit: int, tmp_path: Path) -> None:
+    """At once, in the header's block, in the tensors: an error where it happens."""
+    with files_no_larger_than(limit), pytest.raises(OSError, match="File too large"):
+        write_tensors(tmp_path / "a.safetensors")

@@ -17,6 +17,7 @@ from megastable.checkpoint.store import (
     LayoutState,
     RunState,
     newest_first,
+    problems,
     read_contents,
     read_state,
     verify,
@@ -34,10 +35,10 @@ def checkpoint(tmp_path: Path) -> Path:
     """Two files of weights and a state, with their manifest."""
     folder = tmp_path / "step-10"
     folder.mkdir()
-    contents: dict[str, Any] = {"a.pt": {"w": [1, 2]}, "b.pt": {"w": [3, 4]}}
+    contents: dict[str, Any] = {"rank-00000.json": b'{"a": 1}', "rank-00001.json": b'{"a": 2}'}
     contents[STATE] = run_state(step=10).model_dump_json().encode()
     files = {name: write_file(folder / name, content) for name, content in contents.items()}
-    (folder / MANIFEST).write_text(Contents(step=10, files=files).model_dump_json())
+    (folder / MANIFEST).write_bytes(Contents(step=10, files=files).sealed())
     return folder
 
 
@@ -46,7 +47,7 @@ def test_a_whole_checkpoint_verifies(checkpoint: Path) -> None:
     assert read_contents(checkpoint).step == read_state(checkpoint).step == 10
 
 
-@pytest.mark.parametrize("name", ["a.pt", "b.pt", STATE])
+@pytest.mark.parametrize("name", ["rank-00000.json", "rank-00001.json", STATE])
 @pytest.mark.parametrize("damage", ["missing", "cut off", "longer", "one bit", "empty"])
 def test_any_damage_to_any_file_is_named(damage: str, name: str, checkpoint: Path) -> None:
     path = checkpoint / name
@@ -69,14 +70,14 @@ def test_any_damage_to_any_file_is_named(damage: str, name: str, checkpoint: Pat
 
 def test_the_ranks_share_the_files_out(checkpoint: Path) -> None:
     """Of three ranks each reads one file: exactly one finds the damage."""
-    (checkpoint / "b.pt").write_bytes(b"")
+    (checkpoint / "rank-00001.json").write_bytes(b"")
     found = []
     for rank in range(3):
         try:
             verify(checkpoint, rank, 3)
         except CheckpointError as error:
             found.append(str(error))
-    assert len(found) == 1 and "b.pt" in found[0]
+    assert len(found) == 1 and "rank-00001.json" in found[0]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"step": 1}', b"\xff\xfe"])
@@ -85,6 +86,47 @@ def test_a_damaged_manifest_or_state_is_named(content: bytes, checkpoint: Path) 
         (checkpoint / name).write_bytes(content)
         with pytest.raises(CheckpointError, match=rf"{name}: damaged"):
             read(checkpoint)
+
+
+def test_a_changed_manifest_is_damaged_even_where_it_can_be_read(checkpoint: Path) -> None:
+    text = (checkpoint / MANIFEST).read_text()
+    (checkpoint / MANIFEST).write_text(text.replace('"step": 10', '"step": 11'))
+    with pytest.raises(CheckpointError, match="its checksum is not its own"):
+        verify(checkpoint)
+
+
+def test_a_newer_format_names_the_version_that_wrote_it(checkpoint: Path) -> None:
+    (checkpoint / MANIFEST).write_text('{"format": 3, "versions": {"megastable": "9.1"}, "news": true}')
+    with pytest.raises(
+        CheckpointError, match=r"format 3, of megastable 9\.1; this is .*use the newer version"
+    ):
+        verify(checkpoint)
+
+
+def test_files_that_were_swapped_are_said_to_be(checkpoint: Path) -> None:
+    one, other = checkpoint / "rank-00000.json", checkpoint / "rank-00001.json"
+    a, b = one.read_bytes(), other.read_bytes()
+    one.write_bytes(b)
+    other.write_bytes(a)
+    found = problems(checkpoint)
+    assert len(found) == 2 and "it is what rank-00001.json should be: swapped" in found[0]
+
+
+def test_a_file_of_a_larger_checkpoint_is_not_taken_along(checkpoint: Path) -> None:
+    (checkpoint / "rank-00002.json").write_text("{}")
+    assert problems(checkpoint) == [
+        f"{checkpoint / 'rank-00002.json'}: not in the manifest: of another checkpoint"
+    ]
+    (checkpoint / "rank-00002.json").rename(checkpoint / "health.json")  # markers may come later
+    assert problems(checkpoint) == []
+
+
+def test_a_checkpoint_under_another_ones_name(checkpoint: Path) -> None:
+    moved = checkpoint.rename(checkpoint.with_name("step-20"))
+    with pytest.raises(CheckpointError, match="is of step 10: another checkpoint's"):
+        verify(moved)
+    verify(moved.rename(checkpoint.with_name("suspect-step-10")))
+    verify(checkpoint.with_name("suspect-step-10").rename(checkpoint.with_name("the-best")))
 
 
 def test_a_missing_manifest_means_that_the_save_did_not_finish(checkpoint: Path) -> None:

@@ -1,0 +1,52 @@
+"""A checkpoint of any layout into an engine of any other: weights, moments and fp16's loss scale, bit for bit.
+
+Every rank asks for the ranges that it holds. Where tensor parallelism is the same it reads just those; otherwise it
+puts each of its tensors together and cuts its shard out of it, one tensor in memory at a time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megastable.checkpoint import store
+from megastable.checkpoint.store import RunState
+from megastable.checkpoint.whole import WholeState, run_of
+from megastable.config import ModelConfig
+from megastable.errors import CheckpointError
+from megastable.flatstate import Fragment
+
+
+def load(checkpoint: Path, state: RunState, engine: Any) -> None:
+    """Put `checkpoint`, whose state.json is `state`, into an engine.
+
+    Not collective: a rank may fail alone, with CheckpointError. Once all agree, `engine.refresh_weights()` brings the
+    low-precision weights up to date.
+    """
+    check_model(checkpoint, engine.config.model)
+    whole, topology = WholeState(checkpoint), engine.topology
+
+    def read(fragment: Fragment, kind: str) -> Tensor:
+        return whole.read(
+            fragment.name, kind, topology.tensor_rank, topology.layout.tensor, fragment.start, fragment.numel
+        )
+
+    engine.flat_state().fill(read, whole.adam_step)
+    if state.layout.precision == engine.config.precision.kind:
+        engine.restore_scaler(state.scaler)
+
+
+def check_model(checkpoint: Path, model: ModelConfig) -> None:
+    """Raises CheckpointError, with what differs, when the weights are of another model."""
+    if store.read_contents(checkpoint).fingerprints.get("model") == store.model_fingerprint(model):
+        return
+    theirs = run_of(checkpoint).model.model_dump()
+    differing = [
+        f"model.{key}: {theirs[key]} there, {value} here"
+        for key, value in model.model_dump().items()
+        if theirs.get(key) != value and key not in store.FREE
+    ]
+    if differing:
+        raise CheckpointError(f"{checkpoint} is of another model: {'; '.join(differing)}")

@@ -1,0 +1,100 @@
+"""What one rank holds of the model, as its part of a checkpoint says: rank-00000.json beside rank-00000.safetensors.
+
+A piece is a range of one parameter's flattened tensor-parallel shard. Replicas are written once, by the rank that
+counts them, and padding is not written: the same weights under two layouts are the same bytes in other files.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from megastable.errors import CheckpointError
+from megastable.parallel.sharding import Placement
+
+FORMAT: Final = 2  # of checkpoints
+CHUNK = 1 << 22  # elements that are looked at at a time
+
+
+def part_name(rank: int) -> str:
+    """Of the files of a rank, without their suffix."""
+    return f"rank-{rank:05d}"
+
+
+def entry_name(kind: str, name: str) -> str:
+    """Of a piece's numbers in the .safetensors file."""
+    return f"{kind}/{name}"
+
+
+class Statistics(BaseModel):
+    """Of the numbers of a piece. nonfinite: how many are not; norm: L2; the others are over all, nan and infinities
+    included."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+    nonfinite: int
+    norm: float
+    absmax: float
+    mean: float
+
+
+class Piece(BaseModel):
+    """`numel` elements of a parameter, from `start` of its flattened shard on. name, dim, sections: its `Placement`;
+    shape: of the shard. statistics: by kind ("weight", "exp_avg", "exp_avg_sq")."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    dim: int | None
+    sections: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+    statistics: dict[str, Statistics]
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.name, self.dim, self.sections)
+
+
+class Pieces(BaseModel):
+    """All that a rank holds; kinds: what there is of every piece."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[2] = FORMAT
+    rank: int
+    stage: int
+    tensor_rank: int
+    kinds: tuple[str, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def finite(self) -> bool:
+        return not any(s.nonfinite for piece in self.pieces for s in piece.statistics.values())
+
+
+def statistics_of(flat: Tensor) -> Statistics:
+    """flat: floats [n] on the CPU."""
+    square = total = absmax = 0.0
+    for chunk in flat.split(CHUNK):
+        square += float(torch.linalg.vector_norm(chunk, dtype=torch.float64).square())
+        total += float(chunk.sum(dtype=torch.float64))
+        absmax = max(absmax, float(torch.linalg.vector_norm(chunk, ord=math.inf)))
+    broken = 0 if math.isfinite(square) else flat.numel() - int(flat.isfinite().sum())
+    return Statistics(
+        nonfinite=broken, norm=math.sqrt(square), absmax=absmax, mean=total / max(1, flat.numel())
+    )
+
+
+def read_pieces(path: Path) -> Pieces:
+    """Raises CheckpointError."""
+    try:
+        return Pieces.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise CheckpointError(f"{path}: damaged ({str(error).splitlines()[0]})") from None

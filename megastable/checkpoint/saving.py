@@ -1,0 +1,350 @@
+"""Saving while training goes on: the step waits for a copy in host memory, the rest happens behind it.
+
+    saver.begin(state)                          # copies; a thread of this rank writes, hashes, fsyncs, reads back
+    ... steps; in each: saver.votes() into its reduction, saver.heard(votes) after it
+    outcome = saver.heard(...) or .finish()     # when it stands under its name, or why it does not
+
+No collective is added to a step. Every rank votes, in the sum that the step makes anyway, that its part is written;
+in the step in which all have, the ranks exchange their records, and a thread of rank 0 writes the manifest and renames.
+The next save waits for this one. Whatever happens in between, the checkpoints before it stay as they were.
+DeepSpeed's own decoupled writer does not commit under pipeline parallelism; this one does not know of layouts at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megastable import durable, room
+from megastable.checkpoint import retention, store
+from megastable.checkpoint.files import FileRecord, TensorFile, hash_file, write_file
+from megastable.checkpoint.pieces import Piece, Pieces, Statistics, entry_name, part_name, statistics_of
+from megastable.checkpoint.store import SAVING, Contents, RunState
+from megastable.config import CheckpointConfig, ModelConfig
+from megastable.flatstate import KINDS, FlatState, Fragment
+from megastable.hostcopy import Copied, HostCopy
+from megastable.parallel.topology import Topology
+from megastable.ranks import first, gathered
+from megastable.rng import rng_state
+
+log = logging.getLogger(__name__)
+
+SPARE = 1.25  # host memory that must be free for the copy, in copies
+
+
+class Savable(Protocol):
+    """What a save needs of the engine."""
+
+    topology: Topology
+
+    @property
+    def masters(self) -> list[Tensor]: ...
+    @property
+    def scaler(self) -> dict[str, Any]: ...
+    def optimizer_state(self) -> dict[str, Tensor]: ...
+    def flat_state(self) -> FlatState: ...
+    def hold_updates(self, until: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a save. path: of the checkpoint, None when there is none, and then why; finite: False when that is because a
+    weight or moment is not. blocked: seconds that this rank's steps waited; seconds: until it stood."""
+
+    step: int
+    path: Path | None
+    problem: str = ""
+    finite: bool = True
+    size: int = 0
+    blocked: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank wrote, or why it could not."""
+
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    finite: bool = True
+    problem: str = ""
+
+
+@dataclass
+class _Job:
+    """A save under way. stage: "writing" until all ranks have written, then "committing"."""
+
+    state: RunState
+    temporary: Path
+    copied: Copied
+    random: dict[str, Any]
+    recipe: bytes
+    begun: float
+    blocked: float = 0.0
+    stage: str = "writing"
+    writing: Future[_Part] | None = None
+    committing: Future[Outcome] | None = None
+
+
+class Saver:
+    """The saves of one rank of a run. `begin`, `heard` and `finish` are called by all ranks at the same places."""
+
+    def __init__(
+        self,
+        folder: Path,
+        engine: Savable,
+        config: CheckpointConfig,
+        model: ModelConfig,
+        recipe: Callable[[], bytes],
+    ) -> None:
+        """folder: of the checkpoints; recipe: the run's frozen one, of which every checkpoint holds a copy."""
+        self.folder, self.config, self.recipe = folder, config, recipe
+        self._engine, self._model = engine, model
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._host = HostCopy(engine.hold_updates)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._job: _Job | None = None
+        self._spare: dict[str, Tensor] = {}
+        self.asynchronous: bool | None = None if config.asynchronous else False
+        self._note = ""
+
+    # The face
+
+    @property
+    def pending(self) -> int | None:
+        """The step whose checkpoint is under way."""
+        return self._job.state.step if self._job is not None else None
+
+    def take_note(self) -> str:
+        """For the console, once: when the first save finds too little memory."""
+        note, self._note = self._note, ""
+        return note
+
+    def begin(self, state: RunState) -> None:
+        """Copy what `state` stands for, and begin to write it. No other save may be under way."""
+        assert self._job is None, "the save before is not finished"
+        begun = time.perf_counter()
+        source = self._engine.optimizer_state()
+        if self.asynchronous is None:
+            self.asynchronous = self._has_room(source)
+        steps = [tensor for name, tensor in source.items() if name.endswith("/step")]
+        state = state.model_copy(deep=True)
+        state.adam_step, state.scaler = float(steps[0]) if steps else 0.0, self._engine.scaler
+        big = {name: tensor for name, tensor in source.items() if not name.endswith("/step")}
+        copied = self._host.copy(big, self._spare) if self.asynchronous else Copied(big)
+        self._spare = copied.tensors if self.asynchronous else {}
+        temporary = self.folder / f"{SAVING}{store.name_of(state.step)}"
+        job = self._job = _Job(state, temporary, copied, rng_state(), self.recipe(), begun)
+        # A replica is written by the rank that counts it.
+        held = [fragment for fragment in self._engine.flat_state().fragments if fragment.counted]
+        job.writing = self._thread.submit(self._write, job, held)
+        job.blocked = time.perf_counter() - begun
+
+    def votes(self) -> tuple[float, float]:
+        """For the sum over the ranks that a step makes: is this rank's part written; does the checkpoint stand."""
+        job = self._job
+        written = (
+            job is not None and job.stage == "writing" and job.writing is not None and job.writing.done()
+        )
+        settled = job is not None and job.committing is not None and job.committing.done()
+        return float(written), float(settled)
+
+    def heard(self, written: float, settled: float) -> Outcome | None:
+        """After every step, with the sums of `votes`: the outcome, once there is one, on every rank alike."""
+        job, begun = self._job, time.perf_counter()
+        if job is None:
+            return None
+        outcome = None
+        if job.stage == "writing" and written == self._world:
+            outcome = self._all_written(job)
+        elif job.stage == "committing" and settled:
+            outcome = self._settled(job)
+        job.blocked += time.perf_counter() - begun
+        return replace(outcome, blocked=job.blocked) if outcome is not None else None
+
+    def finish(self) -> Outcome | None:
+        """Wait for the save that is under way; its outcome. None when there is none."""
+        job, begun = self._job, time.perf_counter()
+        if job is None:
+            return None
+        outcome = self._all_written(job) if job.stage == "writing" else None
+        outcome = outcome or self._settled(job)
+        return replace(outcome, blocked=job.blocked + time.perf_counter() - begun)
+
+    def clean(self) -> None:
+        """At the start of a run: what a process that died in a save left behind. Raises OSError."""
+        if self._rank == 0:
+            store.bring_back(self.folder)
+            for stale in self.folder.glob(f"{SAVING}*"):
+                shutil.rmtree(stale)
+
+    # Behind the steps
+
+    def _has_room(self, source: dict[str, Tensor]) -> bool:
+        """Whether every rank has host memory for a copy of its state."""
+        pinned = torch.cuda.is_initialized()
+        demand = room.demand(source.values(), self._engine.masters, pinned)
+        everyone = gathered(demand)
+        for mine in everyone:
+            together = [other for other in everyone if other.host == mine.host]
+            needed, free = sum(d.snapshot for d in together), min(d.free for d in together)
+            if free < SPARE * needed:
+                self._note = (
+                    f"WARNING: the steps wait for every checkpoint: copies take {needed / room.GIB:.2f} GiB on "
+                    f"{mine.host}, and {free / room.GIB:.2f} are free"
+                )
+                return False
+        return True
+
+    def _write(self, job: _Job, held: list[Fragment]) -> _Part:
+        """This rank's files; in its thread."""
+        try:
+            if self._rank == 0:
+                self._check_space()
+            job.temporary.mkdir(exist_ok=True)
+            job.copied.wait()
+            files, finite = self._write_files(job, held)
+            for name, record in files.items():
+                if hash_file(job.temporary / name, from_disk=True) != record:
+                    raise OSError(f"{job.temporary / name} reads back differently from what was written")
+            return _Part(files, finite)
+        except OSError as error:
+            return _Part(problem=str(error))
+        except Exception as error:  # the other ranks must hear of it, whatever it is
+            log.exception("a checkpoint could not be written")
+            return _Part(problem=f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def _check_space(self) -> None:
+        newest = store.newest_first(self.folder)
+        if newest:
+            needed = sum(file.stat().st_size for file in newest[0].iterdir())
+            free = shutil.disk_usage(self.folder).free
+            if free < needed:
+                raise OSError(
+                    f"{self.folder}: {free / 1e9:.2f} GB free, the last checkpoint took {needed / 1e9:.2f} GB"
+                )
+
+    def _write_files(self, job: _Job, held: list[Fragment]) -> tuple[dict[str, FileRecord], bool]:
+        kinds = KINDS if job.state.adam_step else KINDS[:1]
+        name = part_name(self._rank)
+        entries = [(entry_name(kind, f.name), torch.float32, (f.numel,)) for f in held for kind in kinds]
+        pieces = []
+        with TensorFile(job.temporary / f"{name}.safetensors", entries) as file:
+            for f in held:
+                found: dict[str, Statistics] = {}
+                for kind in kinds:
+                    piece = job.copied.tensors[f"{f.group}/{kind}"][f.offset : f.offset + f.numel]
+                    file.write(entry_name(kind, f.name), piece)
+                    found[kind] = statistics_of(piece)
+                pieces.append(
+                    Piece(
+                        name=f.name, dim=f.dim, sections=f.sections, shape=f.shape, start=f.start, numel=f.numel,
+                        statistics=found,
+                    )
+                )  # fmt: skip
+        topology = self._engine.topology
+        part = Pieces(
+            rank=self._rank,
+            stage=topology.stage,
+            tensor_rank=topology.tensor_rank,
+            kinds=kinds,
+            pieces=tuple(pieces),
+        )
+        files = {file.path.name: file.record}
+        files[f"{name}.json"] = write_file(job.temporary / f"{name}.json", part.model_dump_json().encode())
+        random = f"rng-{self._rank:05d}.pt"
+        files[random] = write_file(job.temporary / random, job.random)
+        return files, part.finite
+
+    def _all_written(self, job: _Job) -> Outcome | None:
+        """Collective: exchange the records; rank 0 goes on, or all hear why there will be no checkpoint."""
+        assert job.writing is not None
+        parts: list[_Part] = gathered(job.writing.result())
+        problem = next(
+            (f"rank {rank}: {part.problem}" for rank, part in enumerate(parts) if part.problem), ""
+        )
+        finite = all(part.finite for part in parts)
+        if problem or not finite:
+            self._job = None
+            first(lambda: shutil.rmtree(job.temporary, ignore_errors=True))
+            return self._outcome(job, None, problem or "weights or moments are not finite", finite)
+        job.stage = "committing"
+        if self._rank == 0:
+            files = {name: record for part in parts for name, record in part.files.items()}
+            job.committing = self._thread.submit(self._commit, job, files)
+        return None
+
+    def _settled(self, job: _Job) -> Outcome:
+        """Collective: what became of it at rank 0."""
+
+        def told() -> Outcome:
+            assert job.committing is not None
+            return job.committing.result()
+
+        outcome = first(told)
+        self._job = None
+        return outcome
+
+    def _outcome(
+        self, job: _Job, path: Path | None, problem: str = "", finite: bool = True, size: int = 0
+    ) -> Outcome:
+        seconds = time.perf_counter() - job.begun
+        return Outcome(job.state.step, path, problem, finite, size, job.blocked, seconds)
+
+    def _commit(self, job: _Job, files: dict[str, FileRecord]) -> Outcome:
+        """Rank 0: the rest of the files, and the name; in its thread."""
+        target = self.folder / store.name_of(job.state.step)
+        try:
+            size = self._put_in_place(job, target, files)
+        except OSError as error:
+            return self._outcome(job, None, str(error))
+        except Exception as error:
+            log.exception("a checkpoint could not be committed")
+            return self._outcome(job, None, f"{type(error).__name__}: {error}".splitlines()[0])
+        retention.apply(self.folder, self.config.keep, self.config.keep_every)
+        return self._outcome(job, target, size=size)
+
+    def _put_in_place(self, job: _Job, target: Path, files: dict[str, FileRecord]) -> int:
+        temporary, state = job.temporary, job.state
+        replaced = self.folder / f"{SAVING}replaced-{target.name}"
+        try:
+            for name, record in files.items():
+                if not (temporary / name).exists() or (temporary / name).stat().st_size != record.size:
+                    raise OSError(
+                        f"{temporary / name}: written by another rank, not seen here: the folder is not shared"
+                    )
+            files[store.STATE] = write_file(temporary / store.STATE, state.model_dump_json(indent=1).encode())
+            files[store.RECIPE] = write_file(temporary / store.RECIPE, job.recipe)
+            contents = Contents(
+                step=state.step,
+                files=dict(sorted(files.items())),
+                fingerprints={"model": store.model_fingerprint(self._model), "data": state.order_fingerprint},
+                versions=state.versions,
+            )
+            write_file(temporary / store.MANIFEST, contents.sealed())
+            durable.sync_directory(temporary)
+            if target.exists():  # the same step again, after a return to an older checkpoint
+                os.replace(target, replaced)
+            os.replace(temporary, target)
+            durable.sync_directory(self.folder)
+        except OSError:
+            if replaced.exists() and not target.exists():
+                os.replace(replaced, target)
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        try:
+            durable.write_file(self.folder / store.LATEST, target.name.encode())
+        except OSError as error:
+            log.warning("%s: %s; it still names an older checkpoint", self.folder / store.LATEST, error)
+        shutil.rmtree(replaced, ignore_errors=True)
+        return contents.size

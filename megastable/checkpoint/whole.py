@@ -1,0 +1,183 @@
+"""Whole tensors out of a checkpoint of any layout, exactly, and any range of any shard of them.
+
+Every rank's part says which elements of which parameter it holds. From those any weight or moment is put together
+without knowing how ZeRO, the pipeline or the tensor group cut it, and shared out again for another layout. DeepSpeed's
+universal checkpoint does the same after a conversion on the disk, for layouts that it wrote itself; this needs neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megastable import recipe
+from megastable.checkpoint import store
+from megastable.checkpoint.pieces import Piece, entry_name, read_pieces
+from megastable.config import ModelConfig, RunConfig
+from megastable.errors import CheckpointError
+from megastable.model.gpt import GPT
+from megastable.parallel.sharding import Placement, placement_of, shard, unshard
+from megastable.parallel.topology import TensorParallel
+
+
+@dataclass(frozen=True)
+class Described:
+    """A parameter of a model. shape: of the whole tensor; layer: of `gpt.layers`."""
+
+    shape: tuple[int, ...]
+    placement: Placement
+    layer: int
+
+
+def parameters(config: ModelConfig) -> dict[str, Described]:
+    """Every parameter of a model by its name, in the model's order; no memory is taken. `vocab_size` must be known."""
+    with torch.device("meta"):
+        gpt = GPT(config, TensorParallel(), recompute="none", seed=0)
+    found = {}
+    for key, parameter in gpt.named_parameters():
+        placement = placement_of(parameter)
+        found[placement.name] = Described(tuple(parameter.shape), placement, int(key.partition(".")[0]))
+    return found
+
+
+def run_of(checkpoint: Path) -> RunConfig:
+    """The recipe of the run that a checkpoint is of. Raises CheckpointError, ConfigError."""
+    path = checkpoint / store.RECIPE
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is not there, which says what the model is like: the checkpoint is incomplete"
+        )
+    run = recipe.load(path)
+    if run.model.vocab_size is None:
+        raise CheckpointError(
+            f"{path}: model.vocab_size is missing: it is not the recipe of a run that has begun"
+        )
+    return run
+
+
+class WholeState:
+    """Weights and moments of a checkpoint, by name and kind ("weight", "exp_avg", "exp_avg_sq"); fp32 on the CPU.
+
+    Files are mapped, not read whole; memory is that of the tensor that is asked for. They are not compared with the
+    manifest here: `store.verify` does that. Raises CheckpointError for holes, and for what cannot be read.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        contents = store.read_contents(checkpoint)
+        parts = {name: read_pieces(checkpoint / name) for name in contents.parts}
+        if not any(part.pieces for part in parts.values()):
+            raise CheckpointError(f"{checkpoint}: holds no weights")
+        self.kinds: tuple[str, ...] = next(part.kinds for part in parts.values() if part.pieces)
+        self._held: dict[str, dict[int, list[tuple[str, Piece]]]] = {}
+        for name, part in parts.items():
+            file = name.removesuffix(".json") + ".safetensors"
+            for piece in part.pieces:
+                self._held.setdefault(piece.name, {}).setdefault(part.tensor_rank, []).append((file, piece))
+        for by_rank in self._held.values():
+            for held in by_rank.values():
+                held.sort(key=lambda item: item[1].start)
+        self._files: dict[str, Any] = {}
+        self._last: tuple[tuple[str, str, int], Tensor] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._held)
+
+    @property
+    def adam_step(self) -> float:
+        """Adam's count of updates; 0 where there are no moments."""
+        return store.read_state(self.checkpoint).adam_step if len(self.kinds) > 1 else 0.0
+
+    def placement(self, name: str) -> Placement:
+        return self._any(name).placement
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        piece = self._any(name)
+        shape = list(piece.shape)
+        if piece.dim is not None:
+            shape[piece.dim] *= self._tensor_size(name)
+        return tuple(shape)
+
+    def pieces(self, name: str) -> list[Piece]:
+        return [piece for held in self._of(name).values() for _, piece in held]
+
+    def tensor(self, name: str, kind: str) -> Tensor:
+        """The whole tensor `name`."""
+        by_rank = self._of(name)
+        return unshard([self._shard(name, kind, r) for r in sorted(by_rank)], self.placement(name))
+
+    def read(self, name: str, kind: str, rank: int, size: int, start: int, numel: int) -> Tensor:
+        """`numel` elements from `start` of the flattened shard that tensor rank `rank` of `size` holds of `name`.
+
+        Where the checkpoint has as many tensor ranks, only those elements are read.
+        """
+        piece = self._any(name)
+        if piece.dim is None:
+            return self._range(name, kind, 0, start, numel)
+        if self._tensor_size(name) == size:
+            return self._range(name, kind, rank, start, numel)
+        key = (name, kind, size)
+        if (
+            self._last is None or self._last[0] != key
+        ):  # a shard is often asked for in ranges, one after the other
+            mine = shard(self.tensor(name, kind), piece.placement, rank, size)
+            self._last = (key, mine.flatten())
+        return self._last[1][start : start + numel]
+
+    def _of(self, name: str) -> dict[int, list[tuple[str, Piece]]]:
+        held = self._held.get(name)
+        if held is None:
+            raise CheckpointError(
+                f"{self.checkpoint}: holds no parameter {name!r}: it belongs to another model"
+            )
+        return held
+
+    def _any(self, name: str) -> Piece:
+        return next(iter(self._of(name).values()))[0][1]
+
+    def _tensor_size(self, name: str) -> int:
+        held = self._of(name)
+        if set(held) != set(range(len(held))):
+            raise CheckpointError(f"{self.checkpoint}: {name!r} is there of tensor ranks {sorted(held)} only")
+        return len(held)
+
+    def _shard(self, name: str, kind: str, rank: int) -> Tensor:
+        shape = self._of(name)[rank][0][1].shape
+        return self._range(name, kind, rank, 0, torch.Size(shape).numel()).view(shape)
+
+    def _range(self, name: str, kind: str, rank: int, start: int, numel: int) -> Tensor:
+        """Elements of the flattened shard of one tensor rank of the checkpoint."""
+        found, at = [], start
+        for file, piece in self._of(name).get(rank, []):
+            first, end = max(at, piece.start), min(start + numel, piece.start + piece.numel)
+            if first == at and first < end:
+                found.append(
+                    self._slice(file, entry_name(kind, name), first - piece.start, end - piece.start)
+                )
+                at = end
+        if at != start + numel:
+            raise CheckpointError(
+                f"{self.checkpoint}: {name!r} ({kind}) has no elements {at} to {start + numel} of tensor rank {rank}"
+            )
+        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
+
+    def _slice(self, file: str, entry: str, start: int, end: int) -> Tensor:
+        path = self.checkpoint / file
+        try:
+            if file not in self._files:
+                self._files[file] = safe_open(path, "pt")
+            tensor: Tensor = self._files[file].get_slice(entry)[start:end]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: {entry} cannot be read: {str(error).splitlines()[0]}") from None
+        if tensor.shape != (end - start,) or tensor.dtype != torch.float32:
+            raise CheckpointError(
+                f"{path}: {entry} is {tensor.dtype} {tuple(tensor.shape)}: not what was written"
+            )
+        return tensor

@@ -1,0 +1,223 @@
+"""The checkpoints of a run in training: which one it begins from, when one stands, which ones still count.
+
+Between the trainer and checkpoint/: it journals, says, and raises. All methods are collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megastable.checkpoint import loading, markers, store
+from megastable.checkpoint.health import Trend
+from megastable.checkpoint.saving import Outcome, Saver
+from megastable.checkpoint.store import LayoutState, RunState
+from megastable.config import RunConfig
+from megastable.engine import Engine
+from megastable.errors import CheckpointError, SpaceError, UnstableError
+from megastable.ranks import agree, first, shared
+from megastable.recall import interrupted
+from megastable.rundir import RunDirectory
+
+
+class Checkpoints:
+    """Of one run, on this rank. note, say, phase: the trainer's journal, console and heartbeat. recipe: the
+    frozen one.
+
+    last: the step of the newest one that counts, -1 where there is none. rejected: those that were passed over at the
+    start, and why. ill: the step of a state that could not be saved because it is not finite.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        run: RunDirectory,
+        note: Callable[..., None],
+        say: Callable[[str], None],
+        phase: Callable[[str], None],
+        recipe: Callable[[], bytes],
+    ) -> None:
+        self.config, self.engine, self.run, self.folder = config.checkpoint, engine, run, run.checkpoints
+        self.note, self.say, self.phase = note, say, phase
+        self.saver = Saver(self.folder, engine, self.config, config.model, recipe)
+        self.trend = Trend(self.config.healthy_after)
+        self.last = -1
+        self.rejected: dict[str, str] = {}
+        self.ill: int | None = None
+
+    # Starting
+
+    def find(self) -> Path | None:
+        """The newest good one that the run may go on from; None in a new run."""
+        first(self._clean)
+        before = first(self.run.handed_over)
+        if before is not None:
+            self.say(f"the last process asked for a checkpoint from before step {before}")
+            first(lambda: self._only_before(before))
+        elif cut_short := first(lambda: interrupted(self.run.events("training", "incident", "checkpoint"))):
+            first(lambda: self._leave_behind(*cut_short))
+        found, self.rejected = store.newest_good(self.folder)
+        for name, problem in self.rejected.items():
+            self.note("checkpoint_rejected", name=name, problem=problem)
+            self.say(f"passed over a damaged checkpoint: {problem}")
+        if found is None and self.rejected:
+            raise shared(
+                CheckpointError(
+                    f"{self.folder}: none of its {len(self.rejected)} checkpoints can be used; see the lines above. "
+                    "Restore one, or start again with another run.dir"
+                )
+            )
+        return found
+
+    def load(self, found: Path, saved: RunState, layout: LayoutState) -> None:
+        """Weights, moments and random states of `found` into the engine, whatever layout wrote it."""
+        agree(lambda: loading.load(found, saved, self.engine))
+        self.engine.refresh_weights()
+        store.restore_rng(found)
+        if saved.layout != layout:
+            self.note("reshaped", old=vars(saved.layout), new=vars(layout))
+            self.say(f"{found.name} was written by another layout ({saved.layout}): reshaped")
+        if saved.updates and not saved.adam_step:
+            self.note("moments_anew", step=saved.step)
+            self.say(f"{found.name} holds no optimizer state: Adam's moments begin anew")
+        for name in self.rejected if dist.get_rank() == 0 else ():
+            store.set_aside(self.folder / name)
+        self.last = saved.step
+
+    def begin(self, step: int) -> None:
+        """Training goes on after `step`."""
+        self.last = max(self.last, step)
+        self.trend.resumed(step, first(lambda: [s for s in self._steps() if not self._is_healthy(s)]))
+
+    def _clean(self) -> None:
+        try:
+            self.saver.clean()
+        except OSError as error:
+            raise SpaceError(f"{self.folder} cannot be written to: {error}") from None
+
+    def _only_before(self, before: int) -> None:
+        """Leave only those of before a step, if there are any at all; of them only up to the newest healthy one."""
+        steps = self._steps()
+        if steps and min(steps) >= before:
+            raise CheckpointError(
+                f"{self.folder}: the last process asked for a checkpoint from before step {before}, and all "
+                f"are later (from step {min(steps)} on): restore one, or accept the oldest by removing the line with "
+                f'"event": "handover" at the end of {self.run.journal}'
+            )
+        healthy = [step for step in steps if step < before and self._is_healthy(step)]
+        if steps and not healthy:
+            self.say(
+                "none of the checkpoints from before it has proved healthy yet: the newest of them is taken"
+            )
+        store.set_aside_newer(self.folder, max(healthy, default=before - 1))
+
+    def _leave_behind(self, undone: int, since: set[str]) -> None:
+        """Put aside what a rewind had undone when the process died, if that leaves any checkpoint."""
+        names = {step: store.name_of(step) for step in self._steps()}
+        if any(step < undone or name in since for step, name in names.items()):
+            for name in store.set_aside_newer(self.folder, undone - 1, since):
+                why = f"an incident undid step {undone} and what came after"
+                self.note("checkpoint_suspect", name=name, reason=why)
+
+    def _steps(self) -> list[int]:
+        return [store.step_of(path) for path in store.newest_first(self.folder)]
+
+    def _is_healthy(self, step: int) -> bool:
+        return markers.healthy(self.folder / store.name_of(step)) is not None
+
+    # While training
+
+    def save(self, state: RunState, wait: bool = False) -> bool:
+        """Begin to save, and wait for it where that is said; False when there is no checkpoint of it then."""
+        self.phase("checkpoint")
+        self.finish()
+        self.saver.begin(state)
+        if note := self.saver.take_note():
+            self.say(note)
+        if wait or not self.saver.asynchronous:
+            self.finish()
+            return self.last == state.step
+        return True
+
+    def finish(self) -> None:
+        """Wait for the one that is under way, if there is one. Raises SpaceError, UnstableError."""
+        self._stands(self.saver.finish())
+        if self.ill is not None:
+            raise self.unstable()
+
+    def stepped(self, step: int, calm: bool, written: float, settled: float) -> None:
+        """After every step: has one come to stand, has one proved healthy? calm: the step was on trend; written,
+        settled: the sums of `saver.votes`. Afterwards `ill` says whether a state was found not to be finite."""
+        self._stands(self.saver.heard(written, settled))
+        self._mark(self.trend.step(step, calm), step)
+
+    def back_to(self, state: RunState) -> None:
+        """The run went back: later ones no longer count; where there are no others, one of now comes first."""
+        self._stands(self.saver.finish())
+        self.ill = None
+        step = state.step
+        self.trend.back_to(step)
+        steps = first(self._steps)
+        kept = max((saved for saved in steps if saved <= step), default=None)
+        if kept is None and steps:
+            if not self.save(state, wait=True):
+                self.last = -1
+                return  # a suspect one is better than none
+            kept = step
+        for name in first(lambda: store.set_aside_newer(self.folder, step)):
+            self.note(
+                "checkpoint_suspect", name=name, reason=f"written after step {step}, which was returned to"
+            )
+        self.last = -1 if kept is None else kept
+
+    def unstable(self) -> UnstableError:
+        """What to raise where a state that is not finite cannot be left. A checkpoint of it would push out a good one,
+        and from here on every update is refused anyway."""
+        self.note("unstable", step=self.ill)
+        error = UnstableError(
+            f"step {self.ill}: weights or Adam's moments are not finite, so there is no checkpoint of it. Those in "
+            f"{self.folder} are from before: start again to go on from the newest; if it recurs, lower optimizer.lr "
+            "or skip the data"
+        )
+        shared(error)
+        return error
+
+    def _stands(self, outcome: Outcome | None) -> None:
+        """Journal what became of a save. A disk that refuses ends the run, if the recipe says so."""
+        if outcome is None:
+            return
+        step = outcome.step
+        if outcome.path is not None:
+            self.last = max(self.last, step)
+            self.note(
+                "checkpoint", step=step, name=outcome.path.name, bytes=outcome.size,
+                seconds=round(outcome.seconds, 3), blocked=round(outcome.blocked, 3),
+            )  # fmt: skip
+            self._mark(self.trend.saved(step), step)
+            return
+        self.note("checkpoint_failed", step=step, problem=outcome.problem)
+        if not outcome.finite:
+            self.ill = step
+            return
+        message = (
+            f"the checkpoint of step {step} could not be written: {outcome.problem}. Earlier ones are intact"
+        )
+        if self.config.on_failure == "stop":
+            raise shared(
+                SpaceError(f"{message}. Make room and start again, or set checkpoint.on_failure=continue")
+            )
+        self.say(f"WARNING: {message}; training goes on (checkpoint.on_failure=continue)")
+
+    def _mark(self, steps: list[int], now: int) -> None:
+        """Those of `steps` have proved healthy."""
+        for step in steps if dist.get_rank() == 0 else ():
+            path = self.folder / store.name_of(step)
+            try:
+                markers.mark_healthy(path, now, self.trend.after)
+            except CheckpointError as error:
+                self.say(f"WARNING: {error}")
+            else:
+                self.note("checkpoint_healthy", step=now, name=path.name)

@@ -1,0 +1,185 @@
+"""When a checkpoint has proved healthy, against a reference that remembers every step."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from megastable.checkpoint.health import Trend
+
+
+def run(trend: Trend, first: int, last: int, calm: bool = True) -> dict[int, list[int]]:
+    """Steps first to last; those that made checkpoints healthy."""
+    done = {step: trend.step(step, calm) for step in range(first, last + 1)}
+    return {step: healthy for step, healthy in done.items() if healthy}
+
+
+def test_after_so_many_calm_steps_it_is_healthy_once() -> None:
+    trend = Trend(50)
+    assert run(trend, 1, 100) == {}
+    assert trend.saved(100) == [] and trend.pending == [100]
+    assert run(trend, 101, 149) == {} and trend.counted(100) == 49
+    assert run(trend, 150, 400) == {150: [100]}
+    assert trend.pending == []
+
+
+def test_one_step_of_trouble_begins_the_count_of_all_anew() -> None:
+    trend = Trend(50)
+    run(trend, 1, 100)
+    trend.saved(100)
+    run(trend, 101, 120)
+    trend.saved(120)
+    assert run(trend, 121, 149) == {}
+    assert trend.step(150, calm=False) == []
+    assert run(trend, 151, 300) == {200: [100, 120]}
+
+
+def test_a_later_one_is_healthy_later() -> None:
+    trend = Trend(50)
+    run(trend, 1, 100)
+    trend.saved(100)
+    run(trend, 101, 120)
+    trend.saved(120)
+    assert run(trend, 121, 300) == {150: [100], 170: [120]}
+
+
+def test_who_goes_back_loses_what_is_later_and_counts_anew() -> None:
+    trend = Trend(50)
+    run(trend, 1, 100)
+    trend.saved(100)
+    run(trend, 101, 140)
+    trend.saved(140)
+    trend.back_to(120)
+    assert trend.pending == [100]
+    assert run(trend, 121, 300) == {170: [100]}
+
+
+def test_the_checkpoint_that_a_run_goes_back_to_stays() -> None:
+    trend = Trend(50)
+    run(trend, 1, 100)
+    trend.saved(100)
+    run(trend, 101, 140)
+    trend.back_to(100)
+    assert run(trend, 101, 300) == {150: [100]}
+
+
+def test_a_new_process_counts_from_where_it_goes_on() -> None:
+    trend = Trend(50)
+    trend.resumed(130, pending=[100, 120, 130, 200])
+    assert trend.pending == [100, 120, 130]
+    assert run(trend, 131, 300) == {180: [100, 120, 130]}
+
+
+def test_steps_that_nobody_saw_prove_nothing() -> None:
+    trend = Trend(50)
+    run(trend, 1, 100)
+    trend.saved(100)
+    run(trend, 101, 120)
+    assert run(trend, 1000, 2000) == {1049: [100]}
+    trend = Trend(50)
+    run(trend, 1, 100)
+    trend.saved(100)
+    assert trend.saved(500) == []
+    assert run(trend, 501, 600) == {550: [100, 500]}
+
+
+def test_a_step_that_was_done_before_means_that_the_run_went_back() -> None:
+    trend = Trend(50)
+    run(trend, 1, 100)
+    trend.saved(90)
+    trend.saved(100)
+    assert run(trend, 100, 300) == {149: [90]}
+
+
+def test_with_none_to_wait_for_it_is_healthy_at_once() -> None:
+    trend = Trend(0)
+    assert run(trend, 1, 10, calm=False) == {}
+    assert trend.saved(10) == [10] and trend.pending == []
+    assert trend.step(11, calm=False) == []
+
+
+def test_a_save_that_is_told_late_counts_from_when_it_was_taken() -> None:
+    trend = Trend(5)
+    run(trend, 1, 20)
+    assert trend.saved(17) == [] and trend.saved(15) == [15]
+    assert run(trend, 21, 30) == {22: [17]}
+
+
+def test_a_negative_number_of_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="after=-1"):
+        Trend(-1)
+
+
+class AgainstMemory(RuleBasedStateMachine):
+    """The reference keeps the set of steps that were seen to be calm, and counts back from now."""
+
+    @initialize(after=st.integers(0, 6), now=st.integers(0, 3))
+    def begin(self, after: int, now: int) -> None:
+        self.trend, self.after, self.now = Trend(after), after, now
+        self.trend.resumed(now, [])
+        self.calm: set[int] = set()
+        self.pending: set[int] = set()
+        self.proven: list[int] = []
+
+    def count(self, checkpoint: int) -> int:
+        step = self.now
+        while step > checkpoint and step in self.calm:
+            step -= 1
+        return self.now - step
+
+    def expect(self, answer: list[int]) -> None:
+        healthy = sorted(c for c in self.pending if self.count(c) >= self.after)
+        assert answer == healthy
+        self.pending -= set(healthy)
+
+    def go_back(self, step: int) -> None:
+        self.now = step
+        self.calm.clear()
+        self.pending = {c for c in self.pending if c <= step}
+
+    @rule(calm=st.sampled_from([True, True, True, False]), jump=st.sampled_from([1] * 8 + [0, -3, 2, 5]))
+    def next(self, calm: bool, jump: int) -> None:
+        step = max(0, self.now + jump)
+        if step <= self.now:
+            self.go_back(step - 1)
+        self.now = step
+        if calm:
+            self.calm.add(step)
+        self.expect(self.trend.step(step, calm))
+
+    @rule(n=st.integers(1, 8))
+    def calm_steps(self, n: int) -> None:
+        for _ in range(n):
+            self.next(True, 1)
+
+    @rule(later=st.sampled_from([0, 0, 0, -2, 3]))
+    def save(self, later: int) -> None:
+        step = max(0, self.now + later)
+        self.now = max(self.now, step)
+        self.pending.add(step)
+        self.expect(self.trend.saved(step))
+
+    @rule(by=st.integers(0, 8))
+    def back(self, by: int) -> None:
+        step = max(0, self.now - by)
+        self.go_back(step)
+        self.trend.back_to(step)
+
+    @rule(by=st.integers(-3, 8))
+    def restart(self, by: int) -> None:
+        step, pending = max(0, self.now - by), sorted(self.pending)
+        self.go_back(step)
+        self.trend = Trend(self.after)
+        self.trend.resumed(step, pending)
+
+    @invariant()
+    def agree(self) -> None:
+        if hasattr(self, "trend"):
+            assert self.trend.pending == sorted(self.pending)
+            assert all(self.trend.counted(c) == self.count(c) for c in self.pending)
+
+
+TestAgainstMemory = AgainstMemory.TestCase
+TestAgainstMemory.settings = settings(max_examples=60, stateful_step_count=40)

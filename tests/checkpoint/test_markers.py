@@ -1,0 +1,143 @@
+"""What is written into a checkpoint later: read back, and not believed when it is damaged or about another one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from megastable.checkpoint import markers, store
+from megastable.checkpoint.markers import HEALTH, PINNED
+from megastable.errors import CheckpointError
+from tests.checkpoint.standins import checkpoint
+from tests.full_disk import files_no_larger_than
+
+DAMAGED = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'{"format": 1}',
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"format": 1, "time": NaN}',
+]
+
+
+def test_a_marked_one_is_healthy_and_still_whole(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 100)
+    assert markers.healthy(path) is None and markers.problems(path) == []
+    before = time.time()
+    markers.mark_healthy(path, step=150, steps=50)
+    found = markers.healthy(path)
+    assert found is not None and (found.step, found.steps) == (150, 50)
+    assert before - 0.01 <= found.time <= time.time() + 0.01
+    store.verify(path)  # a marker is no file of the manifest
+    assert sorted(f.name for f in path.iterdir() if f.name.startswith(".")) == []
+
+
+def test_a_marker_says_nothing_of_another_checkpoint(tmp_path: Path) -> None:
+    one, other = checkpoint(tmp_path, 100), checkpoint(tmp_path, 200)
+    markers.mark_healthy(one, 150, 50)
+    shutil.copy(one / HEALTH, other / HEALTH)
+    assert markers.healthy(one) and markers.healthy(other) is None
+    [problem] = markers.problems(other)
+    assert str(other / HEALTH) in problem and "another checkpoint" in problem
+
+
+def test_one_byte_of_the_manifest_makes_it_another_checkpoint(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 100)
+    markers.mark_healthy(path, 150, 50)
+    manifest = path / store.MANIFEST
+    manifest.write_bytes(manifest.read_bytes() + b"\n")
+    assert markers.healthy(path) is None
+    manifest.unlink()
+    assert markers.healthy(path) is None
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_health_marker_counts_as_none_a_damaged_pin_as_a_pin(
+    content: bytes, tmp_path: Path
+) -> None:
+    path = checkpoint(tmp_path, 100)
+    (path / HEALTH).write_bytes(content)
+    (path / PINNED).write_bytes(content)
+    assert markers.healthy(path) is None
+    found = markers.pinned(path)
+    assert found is not None and found.reason == markers.UNREADABLE
+    assert len(markers.problems(path)) == 2
+    assert all("damaged (" in problem and "\n" not in problem for problem in markers.problems(path))
+
+
+def test_a_marker_of_a_newer_format_counts_like_a_damaged_one(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 100)
+    markers.mark_healthy(path, 150, 50)
+    markers.pin(path, "for the paper")
+    for name in (HEALTH, PINNED):
+        tree = json.loads((path / name).read_text())
+        (path / name).write_text(json.dumps(tree | {"format": 2}))
+    assert markers.healthy(path) is None
+    assert markers.pinned(path) is not None
+    assert all("format" in problem for problem in markers.problems(path)) and len(markers.problems(path)) == 2
+
+
+def test_what_lies_in_the_place_of_a_pin_is_one(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 100)
+    (path / PINNED).symlink_to("nowhere")
+    assert markers.pinned(path) is not None
+    (path / PINNED).unlink()
+    (path / PINNED).mkdir()
+    assert markers.pinned(path) is not None
+    with pytest.raises(CheckpointError, match=r"pinned\.json could not be removed"):
+        markers.unpin(path)
+
+
+@pytest.mark.parametrize("reason", ["", "the best so far", "\x1b[31m\n{}", "bytes \udcff of a command line"])
+def test_pinned_until_unpinned(reason: str, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 100)
+    assert markers.pinned(path) is None
+    markers.pin(path, "an older reason")
+    markers.pin(path, reason)
+    found = markers.pinned(path)
+    assert found is not None and found.reason == reason.replace("\udcff", "\\udcff")
+    assert markers.unpin(path) and markers.pinned(path) is None
+    assert not markers.unpin(path)
+
+
+def test_what_is_no_checkpoint_is_not_marked(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    for name in ("folder", "file", "none", "n" * 300):
+        with pytest.raises(CheckpointError):
+            markers.pin(tmp_path / name)
+        assert markers.pinned(tmp_path / "file") is None and markers.healthy(tmp_path / "file") is None
+    for name in ("folder", "file", "none"):
+        with pytest.raises(CheckpointError):
+            markers.mark_healthy(tmp_path / name, 1, 1)
+    for name in ("file", "none"):
+        with pytest.raises(CheckpointError, match="no such checkpoint"):
+            markers.unpin(tmp_path / name)
+    assert list((tmp_path / "folder").iterdir()) == []
+
+
+def test_what_is_not_finite_is_not_healthy(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 100, finite=False)
+    with pytest.raises(CheckpointError, match="not finite"):
+        markers.mark_healthy(path, 150, 50)
+    assert markers.healthy(path) is None
+
+
+def test_a_disk_that_refuses_leaves_the_older_marker(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 100)
+    markers.pin(path, "old")
+    with files_no_larger_than(10):
+        with pytest.raises(CheckpointError, match=r"pinned\.json could not be written"):
+            markers.pin(path, "new")
+        with pytest.raises(CheckpointError, match=r"health\.json could not be written"):
+            markers.mark_healthy(path, 150, 50)
+    found = markers.pinned(path)
+    assert found is not None and found.reason == "old" and markers.healthy(path) is None
+    assert not [f.name for f in path.iterdir() if f.name.startswith(".")]
