@@ -156,9 +156,10 @@ class Checkpoints:
 
     def back_to(self, state: RunState) -> None:
         """The run went back: later ones no longer count; where there are no others, one of now comes first."""
-        self._stands(self.saver.finish())
+        step, outcome = state.step, self.saver.finish()
+        if outcome is not None and outcome.step <= step:
+            self._stands(outcome)  # of a later step: it is put aside below, without a word that would make it count
         self.ill = None
-        step = state.step
         self.trend.back_to(step)
         steps = first(self._steps)
         kept = max((saved for saved in steps if saved <= step), default=None)

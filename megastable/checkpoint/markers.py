@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megastable import durable
 from megastable.checkpoint import store
+from megastable.checkpoint.store import HEALTH, PINNED
 from megastable.checkpoint.files import hash_file
 from megastable.errors import CheckpointError
 
-HEALTH, PINNED = "health.json", "pinned.json"
 UNREADABLE = "not known: its marker cannot be read"  # the reason of a pin that stands all the same
 
 _CONFIG = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

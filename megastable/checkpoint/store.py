@@ -33,6 +33,7 @@ from megastable.rng import set_rng_state
 log = logging.getLogger(__name__)
 
 MANIFEST, STATE, RECIPE, LATEST = "manifest.json", "state.json", "recipe.yaml", "latest"
+HEALTH, PINNED = "health.json", "pinned.json"  # markers, see markers.py
 SAVING = ".saving-"  # prefix of a checkpoint that is being written
 FREE = {
     key.removeprefix("model.") for key in rundir.FREE
@@ -154,7 +155,7 @@ def set_aside(checkpoint: Path) -> None:
 def set_aside_newer(folder: Path, step: int, but: Collection[str] = ()) -> list[str]:
     """Rename the checkpoints of later steps than `step`, `but` for some: the run goes back behind them. Their names.
 
-    They are kept for a person to look at, as suspect-step-N; those of earlier calls are deleted. Raises
+    They are kept for a person to look at, as suspect-step-N; those of earlier calls are deleted, but for pinned ones. Raises
     CheckpointError when one could not be renamed: a restart would go on from it.
     """
     older, done = list(folder.glob("suspect-*")), list[Path]()
@@ -176,7 +177,7 @@ def set_aside_newer(folder: Path, step: int, but: Collection[str] = ()) -> list[
             f"rename or delete those in {folder} by hand, then start again"
         )
     for old in older if done else ():
-        if old.name not in {f"suspect-{path.name}" for path in done}:
+        if old.name not in {f"suspect-{path.name}" for path in done} and not (old / PINNED).exists():
             shutil.rmtree(old, ignore_errors=True)
     return [path.name for path in done]
 
@@ -218,9 +219,8 @@ def newest_first(folder: Path) -> list[Path]:
     """The complete-looking checkpoints of a folder, the newest first."""
     found = []
     for path in folder.glob("step-*"):
-        number = path.name.removeprefix("step-")
-        if path.is_dir() and number.isdigit():
-            found.append((int(number), path))
+        if re.fullmatch(r"step-(0|[1-9][0-9]*)", path.name) and path.is_dir():
+            found.append((step_of(path), path))
     return [path for _, path in sorted(found, reverse=True)]
 
 
@@ -266,7 +266,7 @@ def _read(path: Path, model: type[BaseModel]) -> BaseModel:
         return model.model_validate(tree)
     except CheckpointError:
         raise
-    except (OSError, ValueError, TypeError, ValidationError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged ({str(error).splitlines()[0]})") from None
 
 

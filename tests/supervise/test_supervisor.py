@@ -210,7 +210,7 @@ def test_whatever_is_killed_the_run_ends_with_the_same_bytes(
             s.kill(*s.everything())
             s.start()
     assert s.finish() == errors.OK, s.output.read_text()[-3000:]
-    assert identical(tmp_path / f"plain/checkpoints/step-{STEPS}", s.run.checkpoints / f"step-{STEPS}") > 20
+    assert identical(tmp_path / f"plain/checkpoints/step-{STEPS}", s.run.checkpoints / f"step-{STEPS}") >= 3
 
     # All of it is told, once, and over
     incidents = {e["number"]: e["summary"] for e in s.events("incident")}
