@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megastable.checkpoint import loading, markers, store
 from megastable.checkpoint.health import Trend
 from megastable.checkpoint.saving import Outcome, Saver
+from megastable.checkpoint.staging import Staging, recover
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.config import RunConfig
 from megastable.engine import Engine
@@ -44,6 +45,7 @@ class Checkpoints:
         self.note, self.say, self.phase = note, say, phase
         self.saver = Saver(self.folder, engine, self.config, config.model, recipe)
         self.trend = Trend(self.config.healthy_after)
+        self._model = config.model
         self.last = -1
         self.rejected: dict[str, str] = {}
         self.ill: int | None = None
@@ -53,6 +55,8 @@ class Checkpoints:
     def find(self) -> Path | None:
         """The newest good one that the run may go on from; None in a new run."""
         first(self._clean)
+        if self.config.staging is not None:
+            self._recover(Staging(self.config.staging, self.run.root))
         before = first(self.run.handed_over)
         if before is not None:
             self.say(f"the last process asked for a checkpoint from before step {before}")
@@ -97,6 +101,14 @@ class Checkpoints:
             self.saver.clean()
         except OSError as error:
             raise SpaceError(f"{self.folder} cannot be written to: {error}") from None
+
+    def _recover(self, staging: Staging) -> None:
+        if (found := recover(staging, self.folder, self._model)) is None:
+            return
+        step, problem = found
+        self.note("checkpoint_recovered", step=step, problem=problem)
+        what = problem or f"brought over from the local disks to {self.folder}"
+        self.say(f"the checkpoint of step {step}, which was not uploaded yet: {what}")
 
     def _only_before(self, before: int) -> None:
         """Leave only those of before a step, if there are any at all; of them only up to the newest healthy one."""
@@ -158,7 +170,9 @@ class Checkpoints:
         """The run went back: later ones no longer count; where there are no others, one of now comes first."""
         step, outcome = state.step, self.saver.finish()
         if outcome is not None and outcome.step <= step:
-            self._stands(outcome)  # of a later step: it is put aside below, without a word that would make it count
+            self._stands(
+                outcome
+            )  # of a later step: it is put aside below, without a word that would make it count
         self.ill = None
         self.trend.back_to(step)
         steps = first(self._steps)

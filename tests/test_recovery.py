@@ -237,12 +237,7 @@ def test_a_restart_goes_back_behind_checkpoints_of_after_the_onset(easy: Path, t
 def test_a_handover_needs_a_checkpoint_of_before(easy: Path, tmp_path: Path) -> None:
     """Where all are later the run stops, and keeps them: it must not begin again from nothing in silence."""
     run = tmp_path / "run"
-    config = recipe(
-        easy,
-        run,
-        stability={"snapshots": {"interval": 0}},
-        checkpoint={"interval": 1, "keep": 1, "healthy_after": 0, "asynchronous": False},
-    )
+    config = recipe(easy, run, stability={"snapshots": {"interval": 0}}, checkpoint={"interval": 32})
     (end,) = run_ranks(1, spoil, config, "weights", [32])
     assert end["code"] == errors.UNSTABLE and "is from before step" in end["message"]
     assert len(list((run / "checkpoints").glob("step-*"))) == 1

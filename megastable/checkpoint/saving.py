@@ -13,7 +13,6 @@ DeepSpeed's own decoupled writer does not commit under pipeline parallelism; thi
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -26,11 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastable import durable, room
+from megastable import room
 from megastable.checkpoint import retention, store
-from megastable.checkpoint.files import FileRecord, TensorFile, hash_file, write_file
-from megastable.checkpoint.pieces import Piece, Pieces, Statistics, entry_name, part_name, statistics_of
-from megastable.checkpoint.store import SAVING, Contents, RunState
+from megastable.checkpoint.files import hash_file
+from megastable.checkpoint.parts import Files, put_in_place, write_head, write_part
+from megastable.checkpoint.staging import Sealed, Staging, upload
+from megastable.checkpoint.store import SAVING, RunState
 from megastable.config import CheckpointConfig, ModelConfig
 from megastable.flatstate import KINDS, FlatState, Fragment
 from megastable.hostcopy import Copied, HostCopy
@@ -75,7 +75,7 @@ class Outcome:
 class _Part:
     """What one rank wrote, or why it could not."""
 
-    files: dict[str, FileRecord] = field(default_factory=dict)
+    files: Files = field(default_factory=dict)
     finite: bool = True
     problem: str = ""
 
@@ -112,6 +112,7 @@ class Saver:
         self._engine, self._model = engine, model
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._host = HostCopy(engine.hold_updates)
+        self._staging = Staging(config.staging, folder.parent) if config.staging is not None else None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._job: _Job | None = None
         self._spare: dict[str, Tensor] = {}
@@ -212,17 +213,43 @@ class Saver:
             if self._rank == 0:
                 self._check_space()
             job.temporary.mkdir(exist_ok=True)
+            where = job.temporary if self._staging is None else self._stage(self._staging, job.state.step)
             job.copied.wait()
-            files, finite = self._write_files(job, held)
+            files, finite = self._write_part(job, held, where)
             for name, record in files.items():
-                if hash_file(job.temporary / name, from_disk=True) != record:
-                    raise OSError(f"{job.temporary / name} reads back differently from what was written")
+                if hash_file(where / name, from_disk=True) != record:
+                    raise OSError(f"{where / name} reads back differently from what was written")
+            if self._staging is not None:
+                self._seal(self._staging, job, files, finite)
+                upload(where, files, job.temporary)
             return _Part(files, finite)
         except OSError as error:
             return _Part(problem=str(error))
         except Exception as error:  # the other ranks must hear of it, whatever it is
             log.exception("a checkpoint could not be written")
             return _Part(problem=f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def _stage(self, staging: Staging, step: int) -> Path:
+        """The folder on the local disk, without what this rank left there of other steps."""
+        for other in staging.staged():
+            if other.part.rank == self._rank and other.part.step != step:
+                staging.drop(other.part.step, self._rank)
+        folder = staging.folder(step)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _seal(self, staging: Staging, job: _Job, files: Files, finite: bool) -> None:
+        """From here on this rank's part survives its process."""
+        if self._rank == 0:  # what a commit needs besides
+            files = files | write_head(staging.folder(job.state.step), job.state, job.recipe)
+        staging.seal(
+            Sealed(step=job.state.step, rank=self._rank, world=self._world, finite=finite, files=files)
+        )
+
+    def _write_part(self, job: _Job, held: list[Fragment], folder: Path) -> tuple[Files, bool]:
+        topology, kinds = self._engine.topology, KINDS if job.state.adam_step else KINDS[:1]
+        place = self._rank, topology.stage, topology.tensor_rank
+        return write_part(folder, place, held, kinds, job.copied.tensors, job.random)
 
     def _check_space(self) -> None:
         newest = store.newest_first(self.folder)
@@ -234,38 +261,6 @@ class Saver:
                     f"{self.folder}: {free / 1e9:.2f} GB free, the last checkpoint took {needed / 1e9:.2f} GB"
                 )
 
-    def _write_files(self, job: _Job, held: list[Fragment]) -> tuple[dict[str, FileRecord], bool]:
-        kinds = KINDS if job.state.adam_step else KINDS[:1]
-        name = part_name(self._rank)
-        entries = [(entry_name(kind, f.name), torch.float32, (f.numel,)) for f in held for kind in kinds]
-        pieces = []
-        with TensorFile(job.temporary / f"{name}.safetensors", entries) as file:
-            for f in held:
-                found: dict[str, Statistics] = {}
-                for kind in kinds:
-                    piece = job.copied.tensors[f"{f.group}/{kind}"][f.offset : f.offset + f.numel]
-                    file.write(entry_name(kind, f.name), piece)
-                    found[kind] = statistics_of(piece)
-                pieces.append(
-                    Piece(
-                        name=f.name, dim=f.dim, sections=f.sections, shape=f.shape, start=f.start, numel=f.numel,
-                        statistics=found,
-                    )
-                )  # fmt: skip
-        topology = self._engine.topology
-        part = Pieces(
-            rank=self._rank,
-            stage=topology.stage,
-            tensor_rank=topology.tensor_rank,
-            kinds=kinds,
-            pieces=tuple(pieces),
-        )
-        files = {file.path.name: file.record}
-        files[f"{name}.json"] = write_file(job.temporary / f"{name}.json", part.model_dump_json().encode())
-        random = f"rng-{self._rank:05d}.pt"
-        files[random] = write_file(job.temporary / random, job.random)
-        return files, part.finite
-
     def _all_written(self, job: _Job) -> Outcome | None:
         """Collective: exchange the records; rank 0 goes on, or all hear why there will be no checkpoint."""
         assert job.writing is not None
@@ -275,7 +270,7 @@ class Saver:
         )
         finite = all(part.finite for part in parts)
         if problem or not finite:
-            self._job = None
+            self._close(job)
             first(lambda: shutil.rmtree(job.temporary, ignore_errors=True))
             return self._outcome(job, None, problem or "weights or moments are not finite", finite)
         job.stage = "committing"
@@ -292,8 +287,13 @@ class Saver:
             return job.committing.result()
 
         outcome = first(told)
-        self._job = None
+        self._close(job)
         return outcome
+
+    def _close(self, job: _Job) -> None:
+        self._job = None
+        if self._staging is not None:
+            self._thread.submit(self._staging.drop, job.state.step, self._rank)
 
     def _outcome(
         self, job: _Job, path: Path | None, problem: str = "", finite: bool = True, size: int = 0
@@ -301,50 +301,16 @@ class Saver:
         seconds = time.perf_counter() - job.begun
         return Outcome(job.state.step, path, problem, finite, size, job.blocked, seconds)
 
-    def _commit(self, job: _Job, files: dict[str, FileRecord]) -> Outcome:
+    def _commit(self, job: _Job, files: Files) -> Outcome:
         """Rank 0: the rest of the files, and the name; in its thread."""
-        target = self.folder / store.name_of(job.state.step)
         try:
-            size = self._put_in_place(job, target, files)
+            files = files | write_head(job.temporary, job.state, job.recipe)
+            target, size = put_in_place(job.temporary, job.state, self._model, files)
         except OSError as error:
+            shutil.rmtree(job.temporary, ignore_errors=True)
             return self._outcome(job, None, str(error))
         except Exception as error:
             log.exception("a checkpoint could not be committed")
             return self._outcome(job, None, f"{type(error).__name__}: {error}".splitlines()[0])
         retention.apply(self.folder, self.config.keep, self.config.keep_every)
         return self._outcome(job, target, size=size)
-
-    def _put_in_place(self, job: _Job, target: Path, files: dict[str, FileRecord]) -> int:
-        temporary, state = job.temporary, job.state
-        replaced = self.folder / f"{SAVING}replaced-{target.name}"
-        try:
-            for name, record in files.items():
-                if not (temporary / name).exists() or (temporary / name).stat().st_size != record.size:
-                    raise OSError(
-                        f"{temporary / name}: written by another rank, not seen here: the folder is not shared"
-                    )
-            files[store.STATE] = write_file(temporary / store.STATE, state.model_dump_json(indent=1).encode())
-            files[store.RECIPE] = write_file(temporary / store.RECIPE, job.recipe)
-            contents = Contents(
-                step=state.step,
-                files=dict(sorted(files.items())),
-                fingerprints={"model": store.model_fingerprint(self._model), "data": state.order_fingerprint},
-                versions=state.versions,
-            )
-            write_file(temporary / store.MANIFEST, contents.sealed())
-            durable.sync_directory(temporary)
-            if target.exists():  # the same step again, after a return to an older checkpoint
-                os.replace(target, replaced)
-            os.replace(temporary, target)
-            durable.sync_directory(self.folder)
-        except OSError:
-            if replaced.exists() and not target.exists():
-                os.replace(replaced, target)
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        try:
-            durable.write_file(self.folder / store.LATEST, target.name.encode())
-        except OSError as error:
-            log.warning("%s: %s; it still names an older checkpoint", self.folder / store.LATEST, error)
-        shutil.rmtree(replaced, ignore_errors=True)
-        return contents.size

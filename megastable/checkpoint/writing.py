@@ -22,8 +22,9 @@ import megastable
 from megastable import durable
 from megastable.checkpoint import store
 from megastable.checkpoint.files import FileRecord, TensorFile, write_file
+from megastable.checkpoint.parts import write_head, write_manifest
 from megastable.checkpoint.pieces import Piece, Pieces, entry_name, part_name, statistics_of
-from megastable.checkpoint.store import Contents, RunState
+from megastable.checkpoint.store import RunState
 from megastable.checkpoint.whole import Described, parameters
 from megastable.config import RunConfig
 from megastable.data.staging import staged_directory
@@ -119,16 +120,8 @@ def write_checkpoint(
         )
     versions = {"megastable": megastable.__version__, "torch": torch.__version__}
     state = state.model_copy(update={"versions": versions})
-    files[store.STATE] = write_file(folder / store.STATE, state.model_dump_json(indent=1).encode())
-    files[store.RECIPE] = write_file(folder / store.RECIPE, recipe)
-    contents = Contents(
-        step=state.step,
-        files=dict(sorted(files.items())),
-        fingerprints={"model": store.model_fingerprint(run.model), "data": state.order_fingerprint},
-        versions=versions,
-    )
-    write_file(folder / store.MANIFEST, contents.sealed())
-    durable.sync_directory(folder)
+    files |= write_head(folder, state, recipe)
+    write_manifest(folder, state, run.model, files)
 
 
 def _stages(run: RunConfig, count: int) -> list[dict[str, Described]]:

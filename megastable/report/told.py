@@ -201,7 +201,12 @@ TOLD: dict[str, Callable[[Event], str]] = {
         f"checkpoint {e.get('name')} saved: {size(e.get('bytes'))} in {number(e.get('seconds'), '.1f')} s"
     ),
     "checkpoint_healthy": lambda e: f"checkpoint {e.get('name')} has proved healthy",
-    "imported": lambda e: f"the run begins with a checkpoint that was made outside of training ({e.get('how')})",
+    "checkpoint_recovered": lambda e: (
+        f"a checkpoint that was not uploaded yet{_because(e, 'problem') or ': brought over from the local disks'}"
+    ),
+    "imported": lambda e: (
+        f"the run begins with a checkpoint that was made outside of training ({e.get('how')})"
+    ),
     "moments_anew": lambda e: "the checkpoint holds no optimizer state: Adam's moments begin anew",
     "checkpoint_failed": lambda e: f"no checkpoint could be written{_because(e, 'problem')}",
     "checkpoint_rejected": lambda e: f"checkpoint {e.get('name')} is damaged{_because(e, 'problem')}",

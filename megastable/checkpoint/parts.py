@@ -1,0 +1,119 @@
+"""The files of a checkpoint as they are written: a rank's part, what there is one of, and the name they get at last."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megastable import durable
+from megastable.checkpoint import store
+from megastable.checkpoint.files import FileRecord, TensorFile, write_file
+from megastable.checkpoint.pieces import Piece, Pieces, Statistics, entry_name, part_name, statistics_of
+from megastable.checkpoint.store import SAVING, Contents, RunState
+from megastable.config import ModelConfig
+from megastable.flatstate import Fragment
+
+log = logging.getLogger(__name__)
+
+Files = dict[str, FileRecord]
+
+
+def write_part(
+    folder: Path,
+    place: tuple[int, int, int],
+    held: Sequence[Fragment],
+    kinds: tuple[str, ...],
+    buffers: Mapping[str, Tensor],
+    random: dict[str, Any],
+) -> tuple[Files, bool]:
+    """One rank's files, and whether all its numbers are finite.
+
+    place: (rank, stage, tensor rank); held: what it writes, out of buffers["GROUP/KIND"] (flat, fp32); random: its
+    random states. Raises OSError.
+    """
+    rank, stage, tensor_rank = place
+    name, pieces = part_name(rank), []
+    entries = [(entry_name(kind, f.name), torch.float32, (f.numel,)) for f in held for kind in kinds]
+    with TensorFile(folder / f"{name}.safetensors", entries) as file:
+        for f in held:
+            found: dict[str, Statistics] = {}
+            for kind in kinds:
+                piece = buffers[f"{f.group}/{kind}"][f.offset : f.offset + f.numel]
+                file.write(entry_name(kind, f.name), piece)
+                found[kind] = statistics_of(piece)
+            pieces.append(
+                Piece(
+                    name=f.name, dim=f.dim, sections=f.sections, shape=f.shape, start=f.start, numel=f.numel,
+                    statistics=found,
+                )
+            )  # fmt: skip
+    part = Pieces(rank=rank, stage=stage, tensor_rank=tensor_rank, kinds=kinds, pieces=tuple(pieces))
+    files = {file.path.name: file.record}
+    for path, content in (
+        (folder / f"{name}.json", part.model_dump_json().encode()),
+        (folder / f"rng-{rank:05d}.pt", random),
+    ):
+        files[path.name] = write_file(path, content)
+    return files, part.finite
+
+
+def write_head(folder: Path, state: RunState, recipe: bytes) -> Files:
+    """What there is one of: where the run stands, and its recipe. Raises OSError."""
+    return {
+        store.STATE: write_file(folder / store.STATE, state.model_dump_json(indent=1).encode()),
+        store.RECIPE: write_file(folder / store.RECIPE, recipe),
+    }
+
+
+def write_manifest(folder: Path, state: RunState, model: ModelConfig, files: Files) -> Contents:
+    """The last file: from here on the folder is a checkpoint. Raises OSError."""
+    contents = Contents(
+        step=state.step,
+        files=dict(sorted(files.items())),
+        fingerprints={"model": store.model_fingerprint(model), "data": state.order_fingerprint},
+        versions=state.versions,
+    )
+    write_file(folder / store.MANIFEST, contents.sealed())
+    durable.sync_directory(folder)
+    return contents
+
+
+def put_in_place(temporary: Path, state: RunState, model: ModelConfig, files: Files) -> tuple[Path, int]:
+    """Give a folder to which all ranks have written its manifest and its name; where it is then, and its bytes.
+
+    Raises OSError; then it is removed, and what had the name before has it again.
+    """
+    folder = temporary.parent
+    target = folder / store.name_of(state.step)
+    replaced = folder / f"{SAVING}replaced-{target.name}"
+    try:
+        for name, record in files.items():
+            if not (temporary / name).exists() or (temporary / name).stat().st_size != record.size:
+                raise OSError(
+                    f"{temporary / name}: written by another rank, not seen here: the folder is not shared"
+                )
+        contents = write_manifest(temporary, state, model, files)
+        if (target / store.PINNED).exists():  # a person's wish outlives the checkpoint
+            shutil.copy2(target / store.PINNED, temporary / store.PINNED)
+        if target.exists():  # the same step again, after a return to an older checkpoint
+            os.replace(target, replaced)
+        os.replace(temporary, target)
+        durable.sync_directory(folder)
+    except OSError:
+        if replaced.exists() and not target.exists():
+            os.replace(replaced, target)
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    try:
+        durable.write_file(folder / store.LATEST, target.name.encode())
+    except OSError as error:
+        log.warning("%s: %s; it still names an older checkpoint", folder / store.LATEST, error)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return target, contents.size

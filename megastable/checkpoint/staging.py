@@ -1,0 +1,174 @@
+"""Checkpoints written to a local disk first, and brought to the shared directory afterwards.
+
+A local disk takes a rank's part in seconds where a shared directory needs minutes. Once all parts lie on their hosts
+the checkpoint can no longer be lost with the processes: a run that was killed during the upload brings it over when it
+is started again on the same hosts. What a host loses with its disk is lost, until the upload is done.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+import xxhash
+from pydantic import BaseModel, ConfigDict
+
+from megastable import durable
+from megastable.checkpoint import store
+from megastable.checkpoint.files import FileRecord
+from megastable.checkpoint.parts import Files, put_in_place
+from megastable.checkpoint.store import RECIPE, STATE
+from megastable.config import ModelConfig
+from megastable.errors import CheckpointError
+from megastable.ranks import first, gathered
+
+CHUNK = 1 << 22  # bytes
+
+
+class Sealed(BaseModel):
+    """That one rank's part of a checkpoint lies here whole: its files, and how many ranks there were."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = 1
+    step: int
+    rank: int
+    world: int
+    finite: bool
+    files: dict[str, FileRecord]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A sealed part, and where it lies."""
+
+    folder: Path
+    part: Sealed
+
+
+class Staging:
+    """The local disk of this host, as one run uses it. Ranks of a host share it."""
+
+    def __init__(self, disk: Path, run: Path) -> None:
+        """run: its directory, which tells it from other runs. Nothing is made yet."""
+        root = run.resolve()
+        self.root = disk / f"{root.name}-{xxhash.xxh3_64_hexdigest(str(root).encode())}"
+
+    def folder(self, step: int) -> Path:
+        return self.root / f"step-{step}"
+
+    def seal(self, part: Sealed) -> None:
+        """All of a part's files are on the disk."""
+        durable.write_file(self.folder(part.step) / _seal(part.rank), part.model_dump_json().encode())
+
+    def staged(self) -> list[Staged]:
+        """The sealed parts on this host, by step and rank; those whose files are not all there are left out."""
+        found = []
+        for path in self.root.glob("step-*/sealed-*.json"):
+            try:
+                part = Sealed.model_validate_json(path.read_bytes())
+                if all((path.parent / name).stat().st_size == r.size for name, r in part.files.items()):
+                    found.append(Staged(path.parent, part))
+            except (OSError, ValueError):
+                continue
+        return sorted(found, key=lambda s: (s.part.step, s.part.rank))
+
+    def drop(self, step: int, rank: int) -> None:
+        """Forget a part: it stands elsewhere, or is no longer wanted."""
+        folder = self.folder(step)
+        (folder / _seal(rank)).unlink(missing_ok=True)
+        own = [*folder.glob(f"*-{rank:05d}.*"), *((folder / STATE, folder / RECIPE) if rank == 0 else ())]
+        for path in own:
+            path.unlink(missing_ok=True)
+        try:
+            folder.rmdir()
+        except OSError:
+            return  # other ranks' parts are there
+
+    def clear(self) -> None:
+        """Forget everything."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def upload(source: Path, files: dict[str, FileRecord], target: Path) -> None:
+    """Copy files, and check on the way that they are what was written. Raises OSError."""
+    for name, record in files.items():
+        digest, size = xxhash.xxh3_128(), 0
+        with (source / name).open("rb") as come, (target / name).open("wb") as go:
+            while block := come.read(CHUNK):
+                digest.update(block)
+                size += len(block)
+                go.write(block)
+            go.flush()
+            os.fsync(go.fileno())
+        if FileRecord(size=size, xxh3=digest.hexdigest()) != record:
+            raise OSError(f"{source / name} is no longer what was written there")
+
+
+def _seal(rank: int) -> str:
+    return f"sealed-{rank:05d}.json"
+
+
+def recover(staging: Staging, folder: Path, model: ModelConfig) -> tuple[int, str] | None:
+    """At the start of a run, collective: bring over a checkpoint that lies on the hosts' local disks and is newer than
+    those that stand in `folder`. Its step, and why that did not work ("" when it did); None where there is none."""
+    rank, mine = dist.get_rank(), staging.staged()
+    everyone = gathered([(s.part.step, s.part.rank, s.part.world, s.part.finite) for s in mine])
+    newest = first(lambda: max((store.step_of(path) for path in store.newest_first(folder)), default=-1))
+    step = newest_complete(everyone, newest)
+    if step is None:
+        return None
+    holders: dict[int, int] = {}  # of a part: the first of today's ranks whose host has it
+    for holder, found in enumerate(everyone):
+        for at, part, *_ in found:
+            if at == step:
+                holders.setdefault(part, holder)
+    temporary = folder / f"{store.SAVING}{store.name_of(step)}"
+
+    def bring() -> tuple[Files, str]:
+        files: Files = {}
+        try:
+            temporary.mkdir(exist_ok=True)
+            for s in mine:
+                if s.part.step == step and holders[s.part.rank] == rank:
+                    upload(s.folder, s.part.files, temporary)
+                    files |= s.part.files
+        except OSError as error:
+            return {}, str(error)
+        return files, ""
+
+    def accept() -> str:
+        problem = next((problem for _, problem in parts if problem), "")
+        if not problem:
+            try:
+                files = {name: record for found, _ in parts for name, record in found.items()}
+                put_in_place(temporary, store.read_state(temporary), model, files)
+            except (OSError, CheckpointError) as error:
+                problem = str(error)
+        shutil.rmtree(temporary, ignore_errors=True)  # where it could not be used
+        return problem
+
+    parts: list[tuple[Files, str]] = gathered(bring())
+    problem = first(accept)
+    staging.clear()
+    return step, problem
+
+
+def newest_complete(seen: Sequence[Sequence[tuple[int, int, int, bool]]], newer_than: int) -> int | None:
+    """The newest step of which every part is on some host; None where there is none.
+
+    seen: by rank, (step, part's rank, how many ranks there were, whether it is finite) of what lies on its host.
+    """
+    parts = {part for found in seen for part in found if part[0] > newer_than}
+    for step in sorted({part[0] for part in parts}, reverse=True):
+        held = {(rank, world, finite) for at, rank, world, finite in parts if at == step}
+        worlds = {world for _, world, _ in held}
+        complete = len(worlds) == 1 and {rank for rank, *_ in held} == set(range(*worlds))
+        if complete and all(finite for *_, finite in held):
+            return step
+    return None
