@@ -495,10 +495,11 @@ class Engine:
 
     @property
     def scaler(self) -> dict[str, Any]:
-        """fp16's loss scaler: its scale, and what it counts; empty in other precisions that have none."""
-        scaler = getattr(self.optimizer, "loss_scaler", None)
-        plain = (int, float, bool)
-        return {k: v for k, v in vars(scaler).items() if isinstance(v, plain)} if scaler is not None else {}
+        """fp16's loss scaler: its scale, and what it counts; empty in other precisions."""
+        if self.config.precision.kind != "fp16":
+            return {}
+        values = vars(self.optimizer.loss_scaler).items()
+        return {name: value for name, value in values if isinstance(value, int | float | bool)}
 
     def set_loss_scale(self, scale: float) -> None:
         """fp16: go on with this loss scale. Elsewhere there is none."""

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megastable import durable
 from megastable.checkpoint import store
-from megastable.checkpoint.store import HEALTH, PINNED
 from megastable.checkpoint.files import hash_file
+from megastable.checkpoint.store import HEALTH, PINNED
 from megastable.errors import CheckpointError
 
 UNREADABLE = "not known: its marker cannot be read"  # the reason of a pin that stands all the same

@@ -80,12 +80,17 @@ class Pieces(BaseModel):
 
 
 def statistics_of(flat: Tensor) -> Statistics:
-    """flat: floats [n] on the CPU."""
+    """flat: fp32 [n]. Chunks are summed in fp32, which is twenty times faster on a CPU, and added up in fp64."""
     square = total = absmax = 0.0
-    for chunk in flat.split(CHUNK):
-        square += float(torch.linalg.vector_norm(chunk, dtype=torch.float64).square())
-        total += float(chunk.sum(dtype=torch.float64))
-        absmax = max(absmax, float(torch.linalg.vector_norm(chunk, ord=math.inf)))
+    for chunk in flat.split(CHUNK) if flat.numel() else ():
+        low, high = map(float, torch.aminmax(chunk))  # nan where there is one
+        norm = float(torch.linalg.vector_norm(chunk))
+        if math.isinf(norm):  # its squares may be beyond fp32 though no number is
+            norm = float(torch.linalg.vector_norm(chunk, dtype=torch.float64))
+        square += norm * norm
+        total += float(chunk.sum())
+        largest = max(-low, high)
+        absmax = largest if largest > absmax or math.isnan(largest) else absmax
     broken = 0 if math.isfinite(square) else flat.numel() - int(flat.isfinite().sum())
     return Statistics(
         nonfinite=broken, norm=math.sqrt(square), absmax=absmax, mean=total / max(1, flat.numel())

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from megastable import __version__, durable, rundir
 from megastable.checkpoint.files import FileRecord, hash_file
@@ -155,8 +155,8 @@ def set_aside(checkpoint: Path) -> None:
 def set_aside_newer(folder: Path, step: int, but: Collection[str] = ()) -> list[str]:
     """Rename the checkpoints of later steps than `step`, `but` for some: the run goes back behind them. Their names.
 
-    They are kept for a person to look at, as suspect-step-N; those of earlier calls are deleted, but for pinned ones. Raises
-    CheckpointError when one could not be renamed: a restart would go on from it.
+    They are kept for a person to look at, as suspect-step-N; those of earlier calls are deleted, but for pinned ones.
+    Raises CheckpointError when one could not be renamed: a restart would go on from it.
     """
     older, done = list(folder.glob("suspect-*")), list[Path]()
     stuck: list[str] = []
@@ -305,16 +305,20 @@ def _problems(checkpoint: Path, part: int, parts: int) -> Iterator[str]:
             continue
         try:
             size = path.stat().st_size
-            found = hash_file(path) if size == record.size else None
+            # Of another size it may still be another file of this checkpoint.
+            found = hash_file(path) if any(size == r.size for r in contents.files.values()) else None
         except OSError as error:
             yield f"{path}: {error.strerror or error}"
             continue
-        if size != record.size:
+        if found == record:
+            continue
+        other = next((n for n, r in contents.files.items() if r == found), None)
+        if other is not None:
+            yield f"{path}: its checksum is not the manifest's: it is what {other} should be: swapped"
+        elif size != record.size:
             yield f"{path}: {size} bytes, the manifest says {record.size}: cut off or changed"
-        elif found is not None and found != record:
-            other = next((n for n, r in contents.files.items() if r == found), None)
-            why = f"it is what {other} should be: swapped" if other else "damaged, or of another checkpoint"
-            yield f"{path}: its checksum is not the manifest's: {why}"
+        else:
+            yield f"{path}: its checksum is not the manifest's: damaged, or of another checkpoint"
 
 
 def newest_good(folder: Path) -> tuple[Path | None, dict[str, str]]:

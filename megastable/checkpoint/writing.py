@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import resource
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -145,6 +146,9 @@ def _write_stage(
     watch: Callable[[int], None],
 ) -> tuple[dict[str, FileRecord], bool]:
     """The files of the ranks of one stage, written side by side; whether all numbers are finite."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 4 * layout.data * layout.tensor:  # one file of each rank of the stage is open at a time
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     ranks = {(d, t): layout.rank(stage, d, t) for d in range(layout.data) for t in range(layout.tensor)}
     plan = {
         place: [(name, *cut) for name, of in held.items() if (cut := _cut(of, layout, *place)) is not None]

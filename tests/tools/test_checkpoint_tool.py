@@ -1,0 +1,463 @@
+"""The command line as its users meet it: what it says, what it leaves behind, how it ends."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from megastable.checkpoint import markers, store
+from megastable.checkpoint.files import FileRecord
+from megastable.checkpoint.pieces import Statistics
+from megastable.checkpoint.tool.showing import merged
+from megastable.checkpoint.whole import WholeState, parameters
+from megastable.checkpoint.writing import write_run
+from tests.checkpoint.states import LAYOUTS, make_run, recipe_of, state_of
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "checkpoint.py"
+WEIGHTS, STATE = "rank-00000.safetensors", "state.json"
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("checkpoint_tool", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def call(tool: ModuleType) -> Callable[..., tuple[str, str]]:
+    """Run a command in this process; (stdout, stderr)."""
+
+    def run(*arguments: object, code: int = 0) -> tuple[str, str]:
+        done = CliRunner().invoke(tool.app, list(map(str, arguments)))
+        assert done.exit_code == code, (done.exit_code, done.output, done.exception)
+        assert done.exception is None or isinstance(done.exception, SystemExit)
+        return done.stdout, done.stderr
+
+    return run
+
+
+def json_of(call: Callable[..., tuple[str, str]], *arguments: object, code: int = 0) -> dict[str, Any]:
+    out, err = call(*arguments, "--json", code=code)
+    assert err == ""
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run", LAYOUTS["tp2"])
+
+
+def flip(path: Path, at: int = -1) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+# verify
+
+
+def torn(checkpoint: Path) -> None:
+    os.truncate(checkpoint / WEIGHTS, 1000)
+
+
+def missing(checkpoint: Path) -> None:
+    (checkpoint / WEIGHTS).unlink()
+
+
+def of_another(checkpoint: Path) -> None:
+    other = make_run(checkpoint.parents[3] / "other", LAYOUTS["tp2"], seed=5)
+    shutil.copy(other / WEIGHTS, checkpoint / WEIGHTS)
+
+
+def unlisted(checkpoint: Path) -> None:
+    shutil.copy(checkpoint / WEIGHTS, checkpoint / "rank-00009.safetensors")
+
+
+def renamed(checkpoint: Path) -> None:
+    manifest = checkpoint / store.MANIFEST
+    contents = store.read_contents(checkpoint).model_copy(update={"step": 8})
+    manifest.write_bytes(contents.sealed())
+
+
+def manifest_flipped(checkpoint: Path) -> None:
+    manifest = checkpoint / store.MANIFEST
+    manifest.write_text(
+        manifest.read_text().replace('"step":7', '"step":8').replace('"step": 7', '"step": 8')
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (torn, ["rank-00000.safetensors: 1000 bytes, the manifest says", "cut off"]),
+        (lambda c: flip(c / WEIGHTS), ["rank-00000.safetensors: its checksum is not the manifest's"]),
+        (lambda c: flip(c / STATE, 20), ["state.json: its checksum is not the manifest's"]),
+        (missing, ["rank-00000.safetensors: No such file"]),
+        (of_another, ["rank-00000.safetensors: its checksum", "of another checkpoint"]),
+        (unlisted, ["rank-00009.safetensors: not in the manifest"]),
+        (renamed, ["manifest.json: is of step 8: another checkpoint's"]),
+        (manifest_flipped, ["manifest.json: damaged"]),
+        (lambda c: (c / "manifest.json").unlink(), ["manifest.json: missing"]),
+        (lambda c: (c / "manifest.json").write_text("[" * 100_000), []),
+        (lambda c: (c / "manifest.json").write_bytes(b"\xff\x00"), ["manifest.json: damaged"]),
+    ],
+)
+def test_verify_says_what_is_wrong(
+    call: Callable[..., tuple[str, str]], checkpoint: Path, damage: Callable[[Path], None], told: list[str]
+) -> None:
+    assert "1 checkpoint, every file as its manifest says" in call("verify", checkpoint)[0]
+    damage(checkpoint)
+    found = json_of(call, "verify", checkpoint.parents[1], code=1)
+    assert {row["outcome"] for row in found["rows"]} == {"damaged"}
+    problems = " | ".join(row["problem"] for row in found["rows"])
+    assert all(words in problems for words in told), problems
+    assert "cannot be trusted" in call("verify", checkpoint, code=1)[0]
+
+
+def test_verify_knows_files_that_changed_places(call: Callable[..., tuple[str, str]], tmp_path: Path) -> None:
+    checkpoint = make_run(tmp_path / "run", LAYOUTS["dp2-zero3"])
+    a, b = checkpoint / WEIGHTS, checkpoint / "rank-00001.safetensors"
+    held = a.read_bytes()
+    os.replace(b, a)
+    b.write_bytes(held)
+    found = {row["problem"] for row in json_of(call, "verify", checkpoint, code=1)["rows"]}
+    assert len(found) == 2
+    assert any("it is what rank-00001.safetensors should be: swapped" in problem for problem in found)
+
+
+def test_verify_finds_all_of_many_problems(call: Callable[..., tuple[str, str]], checkpoint: Path) -> None:
+    torn(checkpoint)
+    unlisted(checkpoint)
+    flip(checkpoint / "rank-00001.json")
+    assert len(json_of(call, "verify", checkpoint, code=1)["rows"]) == 3
+
+
+def test_verify_of_a_run_is_of_all_its_checkpoints(
+    call: Callable[..., tuple[str, str]], checkpoint: Path, tmp_path: Path
+) -> None:
+    shutil.move(make_run(tmp_path / "later", step=12), checkpoint.parent)
+    torn(checkpoint)
+    found = json_of(call, "verify", tmp_path / "run", code=1)["rows"]
+    assert [(Path(row["checkpoint"]).name, row["outcome"]) for row in found] == [
+        ("step-12", "good"), ("step-7", "damaged"),
+    ]  # fmt: skip
+    json_of(call, "verify", tmp_path / "run" / "checkpoints" / "step-12")
+    call("verify", tmp_path / "run", tmp_path / "later", code=2)  # it holds none any more
+
+
+def test_a_run_may_be_named_like_a_checkpoint(call: Callable[..., tuple[str, str]], tmp_path: Path) -> None:
+    for name in ("step-size", "step-500"):
+        made = make_run(tmp_path / name)
+        assert [row["checkpoint"] for row in json_of(call, "verify", tmp_path / name)["rows"]] == [str(made)]
+
+
+def test_a_damaged_marker_is_a_note(call: Callable[..., tuple[str, str]], checkpoint: Path) -> None:
+    (checkpoint / markers.HEALTH).write_text("{")
+    found = json_of(call, "verify", checkpoint)
+    assert len(found["notes"]) == 1 and "health.json: damaged" in found["notes"][0]
+
+
+# list, pin, show
+
+
+def test_list_pin_and_unpin(call: Callable[..., tuple[str, str]], checkpoint: Path) -> None:
+    [row] = json_of(call, "list", checkpoint.parents[1])["rows"]
+    assert (row["step"], row["state"], row["pinned"]) == (7, "fresh", None)
+    assert "a reason" in call("pin", checkpoint, "--reason", "a reason\x1b[31m")[0]
+    assert "\x1b" not in call("list", checkpoint.parents[1])[0]
+    [row] = json_of(call, "list", checkpoint.parents[1])["rows"]
+    assert row["pinned"] == "a reason\x1b[31m"
+    assert (
+        "may be deleted" in call("unpin", checkpoint)[0] and "was not pinned" in call("unpin", checkpoint)[0]
+    )
+    assert markers.pinned(checkpoint) is None
+    call("pin", checkpoint.parent / "step-9", code=2)
+
+
+def test_show(call: Callable[..., tuple[str, str]], checkpoint: Path) -> None:
+    markers.mark_healthy(checkpoint, 200, 150)
+    markers.pin(checkpoint, "mine")
+    text = call("show", checkpoint)[0]
+    for words in ("2 layers, width 16", "tensor 2 x pipeline 1 x data 1, ZeRO 1, bf16", "150 steps after it", "mine",
+                  "blocks.0.attention.k_norm.weight"):  # fmt: skip
+        assert words in text
+    found = json_of(call, "show", checkpoint.parents[1], "--tensor", "*.qkv.*")
+    assert {row["name"] for row in found["tensors"]} == {f"blocks.{i}.attention.qkv.weight" for i in (0, 1)}
+    assert len(found["tensors"]) == 6 and found["state"]["cursor"] == 56 and found["model"]["hidden"] == 16
+    assert found["pinned"]["reason"] == "mine" and found["optimizer"]
+    whole = WholeState(checkpoint)
+    assert found["parameters"] == sum(whole.tensor(name, "weight").numel() for name in whole.names)
+    for row in found["tensors"]:
+        tensor = whole.tensor(row["name"], row["kind"])
+        assert row["norm"] == pytest.approx(float(tensor.norm()), rel=1e-6)
+        assert row["absmax"] == float(tensor.abs().max())
+        assert row["mean"] == pytest.approx(float(tensor.mean()), abs=1e-6)
+        assert row["shape"] == " x ".join(map(str, tensor.shape)) and row["nonfinite"] == 0
+    assert "no tensor is named like 'nothing*'" in call("show", checkpoint, "--tensor", "nothing*", code=2)[1]
+
+
+@pytest.mark.parametrize("last", [1.0, math.inf, math.nan])
+def test_statistics_of_pieces_are_those_of_the_whole(last: float) -> None:
+    whole = torch.cat([torch.randn(50), torch.tensor([last])])
+    parts = [
+        Statistics(
+            nonfinite=int((~piece.isfinite()).sum()), norm=float(piece.double().norm()),
+            absmax=float(piece.abs().max()), mean=float(piece.double().mean()),
+        )
+        for piece in whole.split(7)
+    ]  # fmt: skip
+    found = merged([(7, part) for part in parts[:-1]] + [(2, parts[-1])])
+    assert found is not None and found.nonfinite == int(not math.isfinite(last))
+    assert found.norm == pytest.approx(float(whole.double().norm()), nan_ok=True)
+    assert found.absmax == pytest.approx(float(whole.abs().max()), nan_ok=True)
+    assert found.mean == pytest.approx(float(whole.double().mean()), nan_ok=True)
+    assert merged([]) is None
+
+
+# diff
+
+
+def test_diff_ends_with_whether_anything_differs(
+    call: Callable[..., tuple[str, str]], checkpoint: Path, tmp_path: Path
+) -> None:
+    same = make_run(tmp_path / "same", LAYOUTS["dp2-zero3"], seconds=99.0)
+    found = json_of(call, "diff", checkpoint, same)
+    assert {row["outcome"] for row in found["rows"]} == {"identical"} and len(found["rows"]) == 57
+    assert {"name": "layout.zero", "value": "1 -> 3"} in found["facts"]
+    text = call("diff", checkpoint, same)[0]
+    assert "57 of 57 tensors hold the same bytes" in text and "identical  " in text
+    name = "blocks.1.mlp.down.weight"
+    changed = WholeState(checkpoint).tensor(name, "weight").clone()
+    changed[0, 0] += 0.5
+    other = make_run(tmp_path / "other", change={(name, "weight"): changed})
+    [first, *rest] = json_of(call, "diff", checkpoint, other, code=1)["rows"]
+    assert (first["name"], first["kind"], first["outcome"]) == (name, "weight", "differs")
+    assert first["max_abs"] == pytest.approx(0.5, abs=1e-6) and first["differing"] == 1
+    assert {row["outcome"] for row in rest} == {"identical"}
+    text = call("diff", checkpoint, other, code=1)[0]
+    assert name in text and "final_norm.weight" not in text  # what is identical is not worth a line
+
+
+def test_diff_of_states_and_of_weights_only(
+    call: Callable[..., tuple[str, str]], checkpoint: Path, tmp_path: Path
+) -> None:
+    later = make_run(tmp_path / "later", LAYOUTS["tp2"], step=8)
+    assert "cursor" in call("diff", checkpoint, later, code=1)[0]
+    call("diff", checkpoint, later, "--weights-only")
+    bare = make_run(tmp_path / "bare", LAYOUTS["tp2"], optimizer=False)
+    outcomes = {row["outcome"] for row in json_of(call, "diff", checkpoint, bare, code=1)["rows"]}
+    assert outcomes == {"only in A", "identical"}
+    call("diff", checkpoint, bare, "--weights-only")
+
+
+# reshape, export, average
+
+
+def test_reshape_there_and_what_to_do_next(
+    call: Callable[..., tuple[str, str]], checkpoint: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "a b"
+    text = call("reshape", checkpoint, out, "--tensor", 1, "--pipeline", 2)[0]
+    assert "step-7: step 7, tensor 1 x pipeline 2 x data 1, ZeRO 1, bf16" in text
+    assert f"python launch/supervise.py '{out}/recipe.yaml' run.dir='{out}' -- --num_gpus 2" in text
+    call("diff", checkpoint, out)
+    alone = shutil.copytree(checkpoint, tmp_path / "step-7")
+    found = json_of(call, "reshape", alone, tmp_path / "from-alone", "--data", 2, "--zero", 3)
+    assert found["world"] == 4 and found["ledgers"] is None and found["optimizer"]
+    assert "skips.jsonl" in call("reshape", alone, tmp_path / "once-more")[0]
+
+
+def test_export_and_average(call: Callable[..., tuple[str, str]], checkpoint: Path, tmp_path: Path) -> None:
+    assert "Without Adam's moments" in call("export", checkpoint, tmp_path / "bare")[0]
+    call("diff", checkpoint, tmp_path / "bare", "--weights-only")
+    for step in (8, 9):
+        shutil.move(make_run(tmp_path / str(step), step=step, seed=step), checkpoint.parent)
+    run = checkpoint.parents[1]
+    made = json_of(call, "average", "--last", 2, run, tmp_path / "mean")
+    assert made["step"] == 9 and not made["optimizer"]
+    event = json.loads((tmp_path / "mean" / "journal.jsonl").read_text().splitlines()[0])
+    assert [Path(one["source"]).name for one in event["sources"]] == ["step-8", "step-9"]
+    folder = run / "checkpoints"
+    call("average", folder / "step-8", folder / "step-9", tmp_path / "other", "--weights", "1,1")
+    call("diff", tmp_path / "mean", tmp_path / "other")
+    for arguments, told in (
+        ((folder / "step-8", tmp_path / "x"), "at least two"),
+        ((tmp_path / "x",), "name what to average"),
+        (("--last", 9, run, tmp_path / "x"), "3 checkpoints, --last 9"),
+        (("--last", 2, run, folder, tmp_path / "x"), "--last K is of one run"),
+        ((folder / "step-8", folder / "step-9", tmp_path / "x", "--weights", "1,a"), "expected numbers"),
+        ((folder / "step-8", folder / "step-9", tmp_path / "x", "--weights", "1"), "1 numbers for 2"),
+    ):
+        assert told in call("average", *arguments, code=2)[1]
+    assert not (tmp_path / "x").exists()
+
+
+# Others' formats
+
+
+def test_to_megatron_and_back(call: Callable[..., tuple[str, str]], checkpoint: Path, tmp_path: Path) -> None:
+    told = call("export-megatron", checkpoint, tmp_path / "theirs", "--tensor", 2, "--pipeline", 2)[0]
+    assert "iter_0000007" in told and "--use-checkpoint-args" in told
+    out, told = call("import-megatron", tmp_path / "theirs", tmp_path / "ours")
+    assert "Without Adam's moments" in out and "skips.jsonl" not in out and "iteration 7" in told
+    call("diff", checkpoint, tmp_path / "ours", "--weights-only")
+    assert "give one with --recipe" in call("import-megatron", tmp_path, tmp_path / "x", "a=1", code=2)[1]
+    assert "there is something already" in call("export-megatron", checkpoint, tmp_path / "theirs", code=2)[1]
+    flip(checkpoint / WEIGHTS)
+    assert "its checksum is not" in call("export-megatron", checkpoint, tmp_path / "x", code=2)[1]
+
+
+def test_what_is_not_of_deepspeed_or_megatron(call: Callable[..., tuple[str, str]], tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    recipe = ROOT / "launch" / "recipes" / "quickstart.yaml"
+    for command in ("import-deepspeed", "import-megatron"):
+        arguments = (command, tmp_path / "theirs", tmp_path / "out", "--recipe", recipe)
+        assert "checkpoint of" in call(*arguments, code=2)[1]
+        assert "unknown key" in call(*arguments, "modle.layers=2", code=2)[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+# Bad input
+
+
+def test_damage_is_refused_and_verify_named(
+    call: Callable[..., tuple[str, str]], checkpoint: Path, tmp_path: Path
+) -> None:
+    good = make_run(tmp_path / "good")
+    flip(checkpoint / WEIGHTS)
+    out = tmp_path / "out"
+    for arguments in (("reshape", checkpoint, out), ("export", checkpoint, out), ("diff", good, checkpoint),
+                      ("average", good, checkpoint, out)):  # fmt: skip
+        told = call(*arguments, code=2)[1]
+        assert "rank-00000.safetensors: its checksum is not the manifest's" in told
+        assert f"python tools/checkpoint.py verify {checkpoint}" in told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "run"]
+
+
+def test_of_a_run_the_newest_good_one_is_taken(
+    call: Callable[..., tuple[str, str]], checkpoint: Path, tmp_path: Path
+) -> None:
+    later = Path(shutil.move(make_run(tmp_path / "later", step=9), checkpoint.parent))
+    flip(later / WEIGHTS)
+    out, told = call("export", checkpoint.parents[1], tmp_path / "out")
+    assert "step 7" in out and "passed over" in told and "step-9" in told
+
+
+def test_paths_that_are_none(call: Callable[..., tuple[str, str]], checkpoint: Path, tmp_path: Path) -> None:
+    for path, told in (
+        (tmp_path / "ru", f"there is no such path; runs in {tmp_path}: run"),
+        (checkpoint.parent / "step-70", "there is no such checkpoint; there are step-7"),
+        (tmp_path, "neither a checkpoint nor the directory of a run"),
+        (tmp_path / "\x1b[31m", "\\x1b[31m: there is no such path"),
+    ):
+        for arguments in (("verify", path), ("show", path), ("diff", checkpoint, path)):
+            assert told in call(*arguments, code=2)[1]
+    assert "there is something already" in call("reshape", checkpoint, tmp_path / "run", code=2)[1]
+    assert (
+        "parallel.tensor=3 does not divide"
+        in call("reshape", checkpoint, tmp_path / "o", "--tensor", 3, code=2)[1]
+    )
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_newer_format_and_an_empty_run(
+    call: Callable[..., tuple[str, str]], checkpoint: Path, tmp_path: Path
+) -> None:
+    manifest = json.loads((checkpoint / store.MANIFEST).read_text())
+    (checkpoint / store.MANIFEST).write_text(
+        json.dumps(manifest | {"format": 9, "versions": {"megastable": "9.9"}})
+    )
+    for arguments in (("show", checkpoint), ("reshape", checkpoint, tmp_path / "out")):
+        assert "format 9, of megastable 9.9" in call(*arguments, code=2)[1]
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    assert "holds no checkpoint" in call("verify", tmp_path / "empty", code=2)[1]
+
+
+def test_a_manifest_that_leads_elsewhere_is_not_followed(
+    call: Callable[..., tuple[str, str]], checkpoint: Path
+) -> None:
+    contents = store.read_contents(checkpoint)
+    files = contents.files | {"../../recipe.yaml": FileRecord(size=1, xxh3="0" * 32)}
+    (checkpoint / store.MANIFEST).write_bytes(contents.model_copy(update={"files": files}).sealed())
+    [row] = json_of(call, "verify", checkpoint, code=1)["rows"]
+    assert "which is no file of a checkpoint" in row["problem"]
+
+
+# As a process
+
+
+def test_help_has_examples_and_exit_codes() -> None:
+    environment = os.environ | {"COLUMNS": "160", "TERM": "dumb", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [sys.executable, TOOL, "--help"], capture_output=True, text=True, check=True, env=environment
+    )
+    for name in (
+        "verify",
+        "list",
+        "show",
+        "pin",
+        "diff",
+        "reshape",
+        "average",
+        "export",
+        "import-deepspeed",
+        "import-megatron",
+        "export-megatron",
+    ):
+        assert f"python tools/checkpoint.py {name} " in done.stdout
+    assert "0 fine, 1 a difference or damage" in done.stdout and "130 Ctrl-C" in done.stdout
+
+
+def test_a_bar_and_ctrl_c(checkpoint: Path, tmp_path: Path) -> None:
+    """On a terminal: how far it is; after Ctrl-C nothing is left and the exit code says so."""
+    run = recipe_of(layers=8, hidden=256, ffn=1024, vocab_size=4096)
+    held = parameters(run.model)
+    big = write_run(
+        tmp_path / "big",
+        run,
+        state_of(),
+        lambda name, _: torch.zeros(held[name].shape),
+        optimizer=True,
+        origin={},
+    )
+    before = sorted(os.listdir(tmp_path))
+    master, slave = pty.openpty()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "xterm"}
+    process = subprocess.Popen(
+        [sys.executable, TOOL, "reshape", big, tmp_path / "out", "--tensor", "2"], env=environment, stdout=slave,
+        stderr=slave,
+    )  # fmt: skip
+    os.close(slave)
+    shown = b""
+    while b"writing" not in shown:
+        shown += os.read(master, 4096)
+    process.send_signal(signal.SIGINT)
+    try:
+        while block := os.read(master, 4096):
+            shown += block
+    except OSError:  # the terminal's other end is closed
+        pass
+    os.close(master)
+    assert process.wait(30) == 130, shown
+    assert b"interrupted" in shown and b"Traceback" not in shown
+    assert sorted(os.listdir(tmp_path)) == before
