@@ -26,7 +26,7 @@ KNOWN: dict[str, set[str]] = {
     },
     "zero_optimization": {
         "stage", "allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter",
-        "reduce_bucket_size", "contiguous_gradients", "round_robin_gradients",
+        "reduce_bucket_size", "contiguous_gradients",
         "use_multi_rank_bucket_allreduce", "ignore_unused_parameters",
         "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
         "stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
@@ -73,6 +73,8 @@ REFUSED = {
     "bf16.bf16_optimizer_states": _LOW_MASTERS,
     "fp16.fp16_master_weights_and_grads": _LOW_MASTERS,
     "zero_optimization.zero_hpz_partition_size": _PIECES,
+    # 0.19.8 pairs parameters with each other's pieces under it (ran: 16 of 19 on two ranks).
+    "zero_optimization.round_robin_gradients": _PIECES,
     "zero_optimization.mics_shard_size": _PIECES,
     "zero_optimization.mics_hierarchical_params_gather": _PIECES,
     "zero_optimization.zero_quantized_weights": _QUANTIZED,

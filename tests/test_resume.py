@@ -136,7 +136,7 @@ def resave(config: RunConfig, folder: Path) -> None:
 
     trainer = trainer_of(config)
     trainer.resume()
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     saver = Saver(folder, trainer.engine, config.checkpoint, config.model, trainer.frozen)
     saver.begin(trainer.state)
     saved = saver.finish()

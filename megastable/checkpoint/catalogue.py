@@ -90,7 +90,7 @@ def sheet(run: Path, listed: Sequence[Entry]) -> Sheet:
         Column("written", "written"),
         Column("bytes", "bytes", "count", wide=True),
         Column("age", "seconds since", "number", wide=True),
-        Column("layout", "layout", wide=True),
+        Column("layout", "layout"),
         Column("problem", "problem"),
     ]
     damaged = sum(entry.state == "damaged" for entry in listed)
@@ -116,7 +116,7 @@ def _row(entry: Entry) -> dict[str, Any]:
         "calm_steps": None if health is None else health.steps,
         "loss": entry.loss, "validation": entry.validation, "size": size(entry.bytes), "bytes": entry.bytes,
         "written": None if entry.age is None else f"{duration(entry.age)} ago", "age": entry.age,
-        "layout": None if entry.layout is None else str(entry.layout), "problem": entry.problem,
+        "layout": None if entry.layout is None else _short(entry.layout), "problem": entry.problem,
     }  # fmt: skip
 
 
@@ -237,3 +237,7 @@ def _age(path: Path) -> float | None:
         except OSError:
             continue
     return None
+
+
+def _short(layout: LayoutState) -> str:
+    return f"TP{layout.tensor} PP{layout.pipeline} DP{layout.data} ZeRO-{layout.zero} {layout.precision}"

@@ -1,0 +1,1 @@
+"""Checkpoints of other frameworks, read and written without them."""
