@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def _takes_bool(annotation: Any) -> bool:
+    return annotation is bool or any(isinstance(choice, bool) for choice in get_args(annotation))
 
 
 class Part(BaseModel):
@@ -20,7 +24,7 @@ class Part(BaseModel):
         # pydantic would read yes as 1.
         for name, value in given.items() if isinstance(given, dict) else ():
             field = cls.model_fields.get(name)
-            if isinstance(value, bool) and field is not None and field.annotation is not bool:
+            if isinstance(value, bool) and field is not None and not _takes_bool(field.annotation):
                 raise ValueError(
                     f"{name}={str(value).lower()}: expected another kind of value than yes or no"
                 )

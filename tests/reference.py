@@ -23,7 +23,8 @@ class Shape:
     theta: float = 10_000.0
     eps: float = 1e-5
     z: float = 1e-4
-    qk_norm: bool = True
+    qk_norm: bool | str = True  # "full": over all heads together
+    norms_after: bool = False
     tied: bool = False
 
 
@@ -58,10 +59,13 @@ def logits(w: dict[str, Tensor], shape: Shape, tokens: Tensor, segments: Tensor 
     h, k, d = shape.heads, shape.kv_heads, shape.width
     for i in range(shape.layers):
         p = f"blocks.{i}."
-        y = norm(x, w[p + "attention_norm.weight"], shape.eps) @ w[p + "attention.qkv.weight"].T
-        q, key, v = y.split([h * d, k * d, k * d], -1)
+        y = x if shape.norms_after else norm(x, w[p + "attention_norm.weight"], shape.eps)
+        q, key, v = (y @ w[p + "attention.qkv.weight"].T).split([h * d, k * d, k * d], -1)
+        if shape.qk_norm == "full":
+            q = norm(q, w[p + "attention.q_norm.weight"], shape.eps)
+            key = norm(key, w[p + "attention.k_norm.weight"], shape.eps)
         q, key, v = (t.reshape(b, s, -1, d).transpose(1, 2) for t in (q, key, v))
-        if shape.qk_norm:
+        if shape.qk_norm is True:
             q = norm(q, w[p + "attention.q_norm.weight"], shape.eps)
             key = norm(key, w[p + "attention.k_norm.weight"], shape.eps)
         q, key = rope(q, position, shape.theta), rope(key, position, shape.theta)
@@ -72,10 +76,12 @@ def logits(w: dict[str, Tensor], shape: Shape, tokens: Tensor, segments: Tensor 
             heads.append(
                 (torch.softmax(score.masked_fill(~mask, -math.inf), -1) @ v[:, group].float()).to(x.dtype)
             )
-        x = x + torch.cat(heads, -1) @ w[p + "attention.out.weight"].T
-        y = norm(x, w[p + "mlp_norm.weight"], shape.eps) @ w[p + "mlp.gate_up.weight"].T
-        gate, up = y.chunk(2, -1)
-        x = x + (gate * torch.sigmoid(gate) * up) @ w[p + "mlp.down.weight"].T
+        y = torch.cat(heads, -1) @ w[p + "attention.out.weight"].T
+        x = x + (norm(y, w[p + "attention_norm.weight"], shape.eps) if shape.norms_after else y)
+        y = x if shape.norms_after else norm(x, w[p + "mlp_norm.weight"], shape.eps)
+        gate, up = (y @ w[p + "mlp.gate_up.weight"].T).chunk(2, -1)
+        y = (gate * torch.sigmoid(gate) * up) @ w[p + "mlp.down.weight"].T
+        x = x + (norm(y, w[p + "mlp_norm.weight"], shape.eps) if shape.norms_after else y)
     x = norm(x, w["final_norm.weight"], shape.eps)
     head = w["embedding.weight"] if shape.tied else w["head.weight"]
     return (x @ head.T).float()[..., : shape.vocabulary]

@@ -1,7 +1,8 @@
-"""Causal self-attention with grouped queries, per-head QK-norm before RoPE, optionally inside documents.
+"""Causal self-attention with grouped queries, QK-norm before RoPE, optionally inside documents.
 
 Shapes: s sequence, b micro-batch, q query heads and k key/value heads of this tensor rank, d head width.
-QK-norm: Henry et al., arXiv:2010.04245; Dehghani et al., arXiv:2302.05442. GQA: Ainslie et al., arXiv:2305.13245.
+QK-norm: Henry et al., arXiv:2010.04245; Dehghani et al., arXiv:2302.05442; over the width of all
+heads: OLMo 2, arXiv:2501.00656 section 3. GQA: Ainslie et al., arXiv:2305.13245.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megastable.config import ModelConfig
-from megastable.model.norm import RMSNorm
+from megastable.model.norm import RMSNorm, SplitRMSNorm
 from megastable.model.rope import document_positions, rope_table, rotate
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.topology import TensorParallel
@@ -55,6 +56,22 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tens
 BACKENDS = {"reference": reference_attention, "sdpa": sdpa_attention}
 
 
+def _head_norm(
+    config: ModelConfig, heads: int, tp: TensorParallel, name: str
+) -> RMSNorm | SplitRMSNorm | None:
+    d = config.head_width
+    if config.qk_norm == "full":
+        return SplitRMSNorm(heads * d, config.norm_eps, tp, name)
+    return RMSNorm(d, config.norm_eps, tp, name, partial=True) if config.qk_norm else None
+
+
+def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
+    """x [s, b, heads, d], by the head or whole."""
+    if isinstance(norm, SplitRMSNorm):
+        return norm(x.flatten(2)).view_as(x)
+    return x if norm is None else norm(x)
+
+
 class Attention(nn.Module):
     """x [s, b, hidden] (or its sequence shard) -> the same shape."""
 
@@ -69,20 +86,20 @@ class Attention(nn.Module):
         self.observe: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
         kv = config.key_value_heads * d
         self.qkv = ColumnParallelLinear(config.hidden, (config.heads * d, kv, kv), tp, f"{name}.qkv")
-        self.q_norm = (
-            RMSNorm(d, config.norm_eps, tp, f"{name}.q_norm", partial=True) if config.qk_norm else None
-        )
-        self.k_norm = (
-            RMSNorm(d, config.norm_eps, tp, f"{name}.k_norm", partial=True) if config.qk_norm else None
-        )
+        self.q_norm = _head_norm(config, config.heads, tp, f"{name}.q_norm")
+        self.k_norm = _head_norm(config, config.key_value_heads, tp, f"{name}.k_norm")
         self.out = RowParallelLinear(config.heads * d, config.hidden, tp, f"{name}.out")
 
-    def forward(self, x: Tensor, segments: Tensor | None) -> Tensor:
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [s, b, q, d], keys and values [s, b, k, d], normed, not yet rotated."""
         qkv = self.qkv(x)
         s, b, _ = qkv.shape
         q, k, v = qkv.view(s, b, -1, self.width).split((self.q_heads, self.k_heads, self.k_heads), dim=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        return _normed(q, self.q_norm), _normed(k, self.k_norm), v
+
+    def forward(self, x: Tensor, segments: Tensor | None) -> Tensor:
+        q, k, v = self.heads(x)
+        s, b = q.shape[:2]
         cos, sin = rope_table(s, self.width, self.theta, x.device)
         if segments is None:
             cos, sin, mask = cos[:, None, None], sin[:, None, None], None

@@ -1,7 +1,8 @@
 """The GPT as a list of layers: embedding, blocks, final norm, head. The same list serves one stage or many.
 
-Pre-LN blocks with RMSNorm, attention and SwiGLU; no biases. Between layers travels x [s, b, hidden] (its
-sequence shard under sequence parallelism), or (x, segments) where attention stays inside documents.
+Blocks of attention and SwiGLU, each with an RMSNorm before it (pre-LN) or after it (OLMo 2); no biases. Between
+layers travels x [s, b, hidden] (its sequence shard under sequence parallelism), or (x, segments) where attention stays
+inside documents.
 """
 
 from __future__ import annotations
@@ -44,13 +45,18 @@ class Embedding(VocabParallelEmbedding):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with `norms` "after" x + norm(attention(x)), x + norm(mlp(x)).
+
+    The latter is the reordered norm of OLMo 2 (arXiv:2501.00656 section 3), as in Swin v2 (arXiv:2111.09883): what is
+    added to the stream is normed, not the stream. The norms are named `attention_norm` and `mlp_norm` in both.
+    """
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, index: int, recompute: str) -> None:
         super().__init__()
         self.name = name = f"blocks.{index}"
         core = recompute == "selective"
         self.recompute = recompute == "full"
+        self.norms_after = config.norms == "after"
         self.attention_norm = RMSNorm(
             config.hidden, config.norm_eps, tp, f"{name}.attention_norm", tp.sequence
         )
@@ -67,7 +73,14 @@ class Block(nn.Module):
         return _close(self._block(x, segments), segments)
 
     def _block(self, x: Tensor, segments: Tensor | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), segments)
+        return self.around(x, lambda y: self.attention(y, segments))
+
+    def around(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """The block with `attend` in the place of its attention, from and to tensors like x [s, b, hidden]."""
+        if self.norms_after:
+            x = x + self.attention_norm(attend(x))
+            return x + self.mlp_norm(self.mlp(x))
+        x = x + attend(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
 

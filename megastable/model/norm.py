@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megastable.parallel.mappings import share
+from megastable.parallel.mappings import share, total
 from megastable.parallel.sharding import Placement, place
 from megastable.parallel.topology import TensorParallel
 
@@ -28,3 +28,21 @@ class RMSNorm(nn.Module):
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return (normed * share(self.weight, self.tp).float()).to(x.dtype)
+
+
+class SplitRMSNorm(nn.Module):
+    """`RMSNorm` over a `width` that is shared out over the tensor group: x [..., width / tensor] -> the same.
+
+    The mean square is that of all ranks' parts; weight and its gradient are split as x is.
+    """
+
+    def __init__(self, width: int, eps: float, tp: TensorParallel, name: str) -> None:
+        super().__init__()
+        self.width, self.eps, self.tp = width, eps, tp
+        self.weight = nn.Parameter(torch.empty(width // tp.size))
+        place(self.weight, Placement(f"{name}.weight", 0, (width,)), tp.size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        mean = total(wide.pow(2).sum(-1, keepdim=True), self.tp) / self.width
+        return (wide * torch.rsqrt(mean + self.eps) * self.weight.float()).to(x.dtype)

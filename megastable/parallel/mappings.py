@@ -1,4 +1,4 @@
-"""The four conjugate communications of tensor and sequence parallelism, as autograd functions.
+"""The communications of tensor and sequence parallelism, as autograd functions.
 
 Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053 section 3 (f and g); Korthikanti et al.,
 arXiv:2205.05198 section 4.2.2 (g and g-bar over the sequence). Sequences lie along dimension 0 ([s, b, ...]).
@@ -72,6 +72,17 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return _all_reduce(x.clone(), tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grad.clone(), ctx.tp), None
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
@@ -111,3 +122,9 @@ def leave(x: Tensor, tp: TensorParallel) -> Tensor:
 def share(weight: Tensor, tp: TensorParallel) -> Tensor:
     """A replicated weight that each rank applies to its own part of the data: its gradient is summed over the group."""
     return weight if tp.size == 1 else _Share.apply(weight, tp)
+
+
+def total(x: Tensor, tp: TensorParallel) -> Tensor:
+    """The sum of `x`, of any shape, over the group, with which every rank goes on in its own way: the gradients that it
+    has on the ranks are parts of one, and summed as well."""
+    return x if tp.size == 1 else _Total.apply(x, tp)

@@ -20,6 +20,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {"kv_heads": 1},
     "wide-heads": {"head_dim": 24, "kv_heads": 2},
     "no-qk-norm": {"qk_norm": False},
+    "olmo2": {"qk_norm": "full", "norms": "after", "kv_heads": 2},
     "default-ffn": {"ffn": None},
 }
 
@@ -42,7 +43,7 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
     assert parameters(c) == sum(p.numel() for p in model(c).parameters())
 
 
-@pytest.mark.parametrize("name", ["plain", "tied", "wide-heads"])
+@pytest.mark.parametrize("name", ["plain", "tied", "wide-heads", "olmo2"])
 def test_flops_are_what_torch_counts(name: str) -> None:
     """Forward and backward of every matrix product, the whole attention square as the reference computes it."""
     c = config(**SHAPES[name])

@@ -63,8 +63,26 @@ def gradients(model: GPT, inputs: gpt.Stream, labels: Tensor) -> tuple[Tensor, d
 @pytest.mark.parametrize("apart", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"tied": True}, {"qk_norm": False}, {"kv_heads": None, "head_dim": 16}, {"attention": "reference"}],
-    ids=["untied", "tied", "no-qk-norm", "wide-heads", "reference-attention"],
+    [
+        {},
+        {"tied": True},
+        {"qk_norm": False},
+        {"kv_heads": None, "head_dim": 16},
+        {"attention": "reference"},
+        {"qk_norm": "full", "norms": "after"},
+        {"norms": "after"},
+        {"qk_norm": "full", "head_dim": 16},
+    ],
+    ids=[
+        "untied",
+        "tied",
+        "no-qk-norm",
+        "wide-heads",
+        "reference-attention",
+        "olmo2",
+        "norms-after",
+        "full-qk-norm",
+    ],
 )
 def test_logits_loss_and_gradients_are_the_references(changes: dict[str, Any], apart: bool) -> None:
     c = config(**changes)
@@ -74,8 +92,9 @@ def test_logits_loss_and_gradients_are_the_references(changes: dict[str, Any], a
 
     weights = {placement_of(p).name: p.detach().clone().requires_grad_() for p in model.parameters()}
     shape = reference.Shape(
-        c.layers, c.heads, c.key_value_heads, c.head_width, VOCABULARY, z=Z, qk_norm=c.qk_norm, tied=c.tied
-    )
+        c.layers, c.heads, c.key_value_heads, c.head_width, VOCABULARY, z=Z, qk_norm=c.qk_norm, tied=c.tied,
+        norms_after=c.norms == "after",
+    )  # fmt: skip
     wanted = reference.logits(weights, shape, tokens, held)
     with torch.no_grad():
         logits = model(stream(tokens, held))
@@ -91,11 +110,14 @@ def test_logits_loss_and_gradients_are_the_references(changes: dict[str, Any], a
 @pytest.mark.parametrize("apart", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_recomputation_changes_no_bit(recompute: str, apart: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": "full", "norms": "after"}], ids=["plain", "olmo2"])
+def test_recomputation_changes_no_bit(
+    recompute: str, apart: bool, dtype: torch.dtype, changes: dict[str, Any]
+) -> None:
     tokens, labels, segments = batch()
     inputs = stream(tokens, segments if apart else None)
-    loss, grads = gradients(build(config(), dtype=dtype), inputs, labels)
-    again, recomputed = gradients(build(config(), recompute, dtype), inputs, labels)
+    loss, grads = gradients(build(config(**changes), dtype=dtype), inputs, labels)
+    again, recomputed = gradients(build(config(**changes), recompute, dtype), inputs, labels)
     assert torch.equal(loss, again)
     for name, g in grads.items():
         assert torch.equal(recomputed[name], g), name

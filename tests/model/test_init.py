@@ -61,11 +61,14 @@ def test_a_deeper_model_begins_with_the_same_blocks() -> None:
         torch.testing.assert_close(many[name][0], w * scale, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tied": True}, {"qk_norm": "full"}], ids=["untied", "tied", "full-qk-norm"]
+)
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_shards_of_a_tensor_group_are_slices_of_the_whole(size: int, tied: bool) -> None:
-    whole = weights(config(tied=tied))
-    ranks = [weights(config(tied=tied), TensorParallel(rank=r, size=size)) for r in range(size)]
+def test_the_shards_of_a_tensor_group_are_slices_of_the_whole(size: int, changes: dict[str, Any]) -> None:
+    c = config(**changes)
+    whole = weights(c)
+    ranks = [weights(c, TensorParallel(rank=r, size=size)) for r in range(size)]
     split = 0
     for name, (w, placement) in whole.items():
         parts = [rank[name][0] for rank in ranks]
@@ -74,7 +77,8 @@ def test_the_shards_of_a_tensor_group_are_slices_of_the_whole(size: int, tied: b
             assert torch.equal(part, shard(w, placement, r, size)), name
         assert torch.equal(unshard(parts, placement), w), name
         split += parts[0].shape != w.shape
-    assert split == 4 * 3 + (1 if tied else 2)  # four products a block, the embedding, the head
+    # Four products a block, the norms of queries and keys, the embedding, the head.
+    assert split == (6 if c.qk_norm == "full" else 4) * 3 + (1 if c.tied else 2)
 
 
 def test_a_shard_of_qkv_holds_whole_heads_of_each() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megastable.model.norm import RMSNorm
+from megastable.model.norm import RMSNorm, SplitRMSNorm
 from megastable.parallel.topology import TensorParallel
+from tests.distributed import run_ranks
 
 EPS = 1e-5
 
@@ -55,3 +56,35 @@ def test_zeros_stay_zeros_and_have_a_gradient() -> None:
     y = module(x)
     y.sum().backward()
     assert y.abs().max() == 0 and x.grad is not None and x.grad.isfinite().all()
+
+
+def parts_of_a_width() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x and the upstream gradient, [5, 3, 24], and a weight."""
+    x, upstream = torch.randn(2, 5, 3, 24, generator=torch.Generator().manual_seed(3))
+    return 4 * x, upstream, torch.linspace(0.5, 1.5, 24)
+
+
+def split_norm(size: int) -> list[torch.Tensor]:
+    """This rank's columns of the output, and of the gradients of x and weight."""
+    import torch.distributed as dist
+
+    tp = TensorParallel(dist.group.WORLD, dist.get_rank(), size) if size > 1 else TensorParallel()
+    x, upstream, weight = (t.chunk(size, -1)[tp.rank] for t in parts_of_a_width())
+    x = x.clone().requires_grad_()
+    module = SplitRMSNorm(24, EPS, tp, "norm")
+    with torch.no_grad():
+        module.weight.copy_(weight)
+    y = module(x)
+    return [y.detach(), *torch.autograd.grad(y, (x, module.weight), upstream)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_width_shared_out_over_the_group_is_normed_whole(size: int) -> None:
+    """Forward and backward: what one rank puts out depends on what the other one holds."""
+    ranks = run_ranks(size, split_norm, size) if size > 1 else [split_norm(size)]
+    x, upstream, weight = (t.double() for t in parts_of_a_width())
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    y = exact(x, weight)
+    wanted = [y.detach(), *torch.autograd.grad(y, (x, weight), upstream)]
+    for parts, b in zip(zip(*ranks, strict=True), wanted, strict=True):
+        torch.testing.assert_close(torch.cat(parts, -1).double(), b, rtol=1e-5, atol=1e-5)

@@ -97,12 +97,14 @@ def merge(ranks: list[dict[str, Any]], kind: str, tensor: int) -> dict[str, torc
 
 
 @cache
-def expected(tied: bool, precision: str, apart: bool, micro_batches: int, qk_norm: bool = True) -> Any:
-    c = config(tied=tied, model={"qk_norm": qk_norm})
+def expected(
+    tied: bool, precision: str, apart: bool, micro_batches: int, qk_norm: bool | str, norms: str
+) -> Any:
+    c = config(tied=tied, model={"qk_norm": qk_norm, "norms": norms})
     model = GPT(c.model, TensorParallel(), "none", c.run.seed)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     weights = {placement_of(p).name: p.detach().to(dtype) for p in model.parameters()}
-    shape = reference.Shape(4, 4, 2, 8, VOCABULARY, tied=tied, qk_norm=qk_norm)
+    shape = reference.Shape(4, 4, 2, 8, VOCABULARY, tied=tied, qk_norm=qk_norm, norms_after=norms == "after")
     return reference.train(weights, shape, batches(apart), RATES, micro_batches)
 
 
@@ -110,6 +112,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
 
 
+OLMO2 = {"qk_norm": "full", "norms": "after"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "accumulation-4": (1, {"micro_batch": 2}),
@@ -138,7 +141,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "documents-pp2": (2, {"pipeline": 2, "apart": True}),
     "documents-tp2-sequence": (2, {"tensor": 2, "sequence": True, "apart": True, "recompute": "full"}),
     "no-qk-norm-tp2": (2, {"tensor": 2, "model": {"qk_norm": False}}),
-}
+    "olmo2-tp2": (2, {"tensor": 2, "model": OLMO2}),
+    "olmo2-sequence-tp2-pp2": (
+        4, {"tensor": 2, "pipeline": 2, "sequence": True, "recompute": "full", "model": OLMO2},
+    ),
+    "olmo2-zero3-tp2-dp2": (4, {"tensor": 2, "zero": 3, "recompute": "selective", "model": OLMO2}),
+}  # fmt: skip
 
 
 def compare(world: int, options: dict[str, Any], precision: str) -> None:
@@ -149,8 +157,9 @@ def compare(world: int, options: dict[str, Any], precision: str) -> None:
     data = world // (c.parallel.tensor * c.parallel.pipeline)
     parts = BATCH // c.train.micro_batch
     assert parts % data == 0
-    losses, norms, optimizer = expected(c.model.tied, precision, apart, parts, c.model.qk_norm)
-    exact_losses, exact_norms, exact = expected(c.model.tied, "fp32", apart, parts, c.model.qk_norm)
+    kind_of_model = (apart, parts, c.model.qk_norm, c.model.norms)
+    losses, norms, optimizer = expected(c.model.tied, precision, *kind_of_model)
+    exact_losses, exact_norms, exact = expected(c.model.tied, "fp32", *kind_of_model)
     for rank in ranks:
         assert rank["losses"] == ranks[0]["losses"] and rank["norms"] == ranks[0]["norms"]
         assert rank["samples"] == ranks[0]["samples"]
@@ -205,8 +214,9 @@ def test_fp32_equals_the_reference(name: str) -> None:
 # so a few flipped elements weigh much (measured: up to 2.5 times, in the embedding under fp16). Hence three times.
 @pytest.mark.parametrize(
     "name",
-    ["accumulation-4", "tp2-pp2", "pp2-dp2", "zero2-dp2", "zero3-tp2-dp2", "sequence-tp2-pp2", "tied-pp2"],
-)
+    ["accumulation-4", "tp2-pp2", "pp2-dp2", "zero2-dp2", "zero3-tp2-dp2", "sequence-tp2-pp2", "tied-pp2",
+     "olmo2-sequence-tp2-pp2"],
+)  # fmt: skip
 def test_bf16_costs_no_more_than_bf16(name: str) -> None:
     compare(*LAYOUTS[name], "bf16")
 

@@ -1,0 +1,165 @@
+"""A folder becomes a run: the same weights, bit for bit, and everything else from the recipe."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from megastable import recipe
+from megastable.checkpoint import store
+from megastable.checkpoint.huggingface.check import compare
+from megastable.checkpoint.huggingface.export import to_hf
+from megastable.checkpoint.huggingface.importing import from_hf
+from megastable.checkpoint.plain import find_checkpoint
+from megastable.checkpoint.whole import WholeState
+from megastable.data.tokenizer import Tokenizer
+from megastable.data.train_tokenizer import train_sentencepiece
+from megastable.errors import CheckpointError, ConfigError
+from tests.checkpoint.huggingface.conftest import MODELS, VOCABULARY, Make, write_text_corpus
+from tests.full_disk import files_no_larger_than
+
+
+@pytest.fixture
+def base(text_corpus: Path, tmp_path: Path) -> Path:
+    return written(tmp_path / "base.yaml", text_corpus)
+
+
+def written(path: Path, corpus: Path, **parts: Any) -> Path:
+    tree = {
+        "model": {"sequence_length": 32, "vocab_multiple": 64, "z_loss": 3e-4, "layers": 9, "attention": "reference"},
+        "data": {"corpora": [{"path": str(corpus)}]}, "parallel": {"tensor": 2, "pipeline": 1, "zero": 1},
+        "optimizer": {"lr": 1e-5}, "train": {"steps": 4, "global_batch": 4, "micro_batch": 2},
+    }  # fmt: skip
+    path.write_text(yaml.safe_dump(tree | parts))
+    return path
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back_again_bit_by_bit(make: Make, base: Path, tmp_path: Path, name: str) -> None:
+    first = make(MODELS[name])
+    folder = to_hf(first, tmp_path / "out", dtype="fp32", shard_size=50_000).out
+    parallel = [] if MODELS[name].get("kv_heads") != 1 else ["parallel.tensor=1"]
+    made = from_hf(folder, tmp_path / "run", base, parallel)
+    assert find_checkpoint(tmp_path / "run") == made.checkpoint
+    assert store.step_of(made.checkpoint) == 0
+    one, other = WholeState(first), WholeState(made.checkpoint)
+    assert one.names == other.names and other.kinds == ("weight",) and other.adam_step == 0
+    for tensor in one.names:
+        a, b = one.tensor(tensor, "weight"), other.tensor(tensor, "weight")
+        padded = tensor in ("embedding.weight", "head.weight")
+        assert torch.equal(a[:VOCABULARY] if padded else a, b[:VOCABULARY] if padded else b)
+        assert not padded or (len(b) == 704 and not b[VOCABULARY:].any())
+    assert not compare(made.checkpoint, folder).failed
+    # And out again: the same files.
+    to_hf(made.checkpoint, tmp_path / "again", dtype="fp32", shard_size=50_000)
+    for file in folder.glob("*.safetensors*"):
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_the_model_is_the_folders_and_the_rest_the_recipes(make: Make, base: Path, tmp_path: Path) -> None:
+    folder = to_hf(make(MODELS["olmo2"]), tmp_path / "out").out
+    made = from_hf(folder, tmp_path / "run", base, ["train.steps=6"])
+    run = recipe.load(tmp_path / "run/recipe.yaml")
+    m = run.model
+    assert (m.layers, m.hidden, m.heads, m.kv_heads, m.ffn, m.vocab_size) == (2, 32, 4, 2, 64, VOCABULARY)
+    assert (m.qk_norm, m.norms, m.norm_eps) == ("full", "after", 1e-5)
+    assert (m.sequence_length, m.vocab_multiple, m.z_loss, m.attention) == (32, 64, 3e-4, "reference")
+    assert (run.optimizer.lr, run.train.steps, run.parallel.tensor, run.run.dir) == (1e-5, 6, 2, tmp_path / "run")
+    assert made.notes == [f"model.layers: 9 in {base}, 2 in {folder}: the folder's holds"]
+    journal = (tmp_path / "run/journal.jsonl").read_text().splitlines()
+    event = json.loads(journal[0])
+    assert len(journal) == 1 and (event["event"], event["what"]) == ("imported", "Olmo2ForCausalLM")
+    state = store.read_state(made.checkpoint)
+    assert (state.step, state.updates, state.cursor, state.tokens) == (0, 0, 0, 0)
+    assert (tmp_path / "run/checkpoints/latest").read_text() == "step-0"
+
+
+def test_a_sequence_longer_than_the_model_knows_is_refused(make: Make, base: Path, tmp_path: Path) -> None:
+    folder = to_hf(make(MODELS["llama"]), tmp_path / "out").out
+    with pytest.raises(ConfigError, match=r"model.sequence_length=64 .*was made for 48 \(max_position_embeddings\)"):
+        from_hf(folder, tmp_path / "run", base, ["model.sequence_length=64"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_layout_that_the_model_does_not_allow_is_refused(make: Make, base: Path, tmp_path: Path) -> None:
+    folder = to_hf(make(MODELS["qwen3-tied"]), tmp_path / "out").out
+    with pytest.raises(ConfigError, match="parallel.tensor=2 does not divide model.kv_heads=1"):
+        from_hf(folder, tmp_path / "run", base)
+
+
+def test_a_wrong_tokenizer_is_refused(make: Make, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    folder = to_hf(make(MODELS["llama"]), tmp_path / "out").out
+    other = train_sentencepiece(["other text, " * 50, *"abcdefghij"], tmp_path / "other/tokenizer.model", 290)
+    base = written(tmp_path / "base.yaml", write_text_corpus(tmp_path / "other", other))
+    with pytest.raises(CheckpointError, match=r"a wrong tokenizer: .*they make .*: prepare|a wrong tokenizer: .*they make"):
+        from_hf(folder, tmp_path / "run", base)
+    # By the hash of the SentencePiece model that is beside it, it is the same at once; and by its ids, too.
+    right = tmp_path / "right"
+    right.mkdir()
+    good = written(tmp_path / "good.yaml", write_text_corpus(right, tokenizer))
+    from_hf(folder, tmp_path / "one", good)
+    (folder / "tokenizer.model").unlink()
+    from_hf(folder, tmp_path / "two", good)
+    (right / "tokenizer.model").unlink()
+    with pytest.raises(CheckpointError, match="cannot be compared with the folder's.*--any-tokenizer"):
+        from_hf(folder, tmp_path / "three", good)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="has no tokenizer.json or SentencePiece model.*--any-tokenizer"):
+        from_hf(folder, tmp_path / "three", good)
+    from_hf(folder, tmp_path / "three", good, any_tokenizer=True)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(make: Make, tmp_path: Path) -> None:
+    folder = to_hf(make({**MODELS["llama"], "vocab_size": 285}), tmp_path / "out", without_tokenizer=True).out
+    other = train_sentencepiece(["other text, " * 50, *"abcdefghij"], tmp_path / "other/tokenizer.model", 290)
+    base = written(tmp_path / "base.yaml", write_text_corpus(tmp_path / "other", other))
+    with pytest.raises(CheckpointError, match="a wrong tokenizer: it has 290 tokens, and .* a vocabulary of 285"):
+        from_hf(folder, tmp_path / "run", base)
+
+
+def test_another_end_of_documents_is_said(make: Make, base: Path, tmp_path: Path) -> None:
+    folder = to_hf(make(MODELS["llama"]), tmp_path / "out").out
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"eos_token_id": [5, 6]}))
+    notes = from_hf(folder, tmp_path / "run", base).notes
+    assert any("end with token 2, the model was made with eos_token_id=[5, 6]" in note for note in notes)
+
+
+def test_what_is_not_finite_and_a_full_disk_leave_nothing(make: Make, base: Path, tmp_path: Path) -> None:
+    folder = to_hf(make(MODELS["llama"]), tmp_path / "out", dtype="fp32").out
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with files_no_larger_than(60_000), pytest.raises(CheckpointError, match="could not be written"):
+        from_hf(folder, tmp_path / "run", base)
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-4:] = b"\x00\x00\x80\x7f"  # infinity
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="not finite"):
+        from_hf(folder, tmp_path / "run", base)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(CheckpointError, match="there exists already"):
+        from_hf(folder, tmp_path / "there", base)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "there"])
+
+
+def test_a_model_that_transformers_made_themselves(base: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY + 30, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=12, max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).half()
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
+    tokenizer.copy_to(tmp_path / "theirs")
+    made = from_hf(tmp_path / "theirs", tmp_path / "run", base)
+    assert made.run.model.vocab_size == VOCABULARY + 30
+    found = compare(made.checkpoint, tmp_path / "theirs")
+    assert not found.failed and found.rows and found.precision == "float16"
+    shutil.rmtree(tmp_path / "theirs")

@@ -1,0 +1,138 @@
+"""config.json: both transformers' ways of saying it, and every option without a home refused by its name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.checkpoint.huggingface.names import ARCHITECTURES, architecture_of
+from megastable.checkpoint.huggingface.settings import model_of, settings_of
+from megastable.config import ModelConfig
+from megastable.errors import CheckpointError
+
+TOKENS = {"bos": 0, "eos": 2, "pad": None}
+OWN = {"layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab_size", "qk_norm", "norms", "tied"} | {
+    "norm_eps", "rope_theta", "sequence_length",
+}  # fmt: skip
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelConfig:
+    qk_norm, norms = draw(st.sampled_from(sorted(ARCHITECTURES, key=str)))
+    kv_heads = draw(st.integers(1, 8))
+    return ModelConfig(
+        layers=draw(st.integers(1, 99)), heads=kv_heads * draw(st.integers(1, 8)), kv_heads=kv_heads,
+        hidden=draw(st.integers(1, 9999)), head_dim=2 * draw(st.integers(1, 128)), ffn=draw(st.integers(1, 9999)),
+        vocab_size=draw(st.integers(1, 10**6)), qk_norm=qk_norm, norms=norms, tied=draw(st.booleans()),
+        norm_eps=draw(st.floats(1e-8, 1e-2)), rope_theta=draw(st.floats(1, 1e8)),
+        sequence_length=draw(st.integers(1, 10**6)),
+    )  # fmt: skip
+
+
+@given(models())
+def test_what_is_written_reads_back(config: ModelConfig) -> None:
+    settings = json.loads(json.dumps(settings_of(config, "bfloat16", TOKENS)))
+    found = model_of(settings, "config.json")
+    assert found.keys() == OWN
+    assert found == {key: getattr(config, key) for key in OWN}
+    for key in ("rope_theta", "rope_parameters"):  # as one transformers or the other writes it
+        assert model_of({k: v for k, v in settings.items() if k != key}, "config.json") == found
+
+
+@pytest.mark.parametrize("options", [{}, {"qk_norm": False}, {"qk_norm": "full", "norms": "after"}])
+def test_transformers_write_what_we_read_and_read_what_we_write(options: dict[str, Any]) -> None:
+    from transformers import AutoConfig
+
+    config = ModelConfig(vocab_size=90, hidden=64, heads=4, kv_heads=2, rope_theta=5e5, **options)
+    settings = settings_of(config, "bfloat16", TOKENS)
+    theirs = AutoConfig.for_model(**settings)
+    assert (theirs.rope_parameters["rope_theta"], theirs.head_dim, str(theirs.dtype)) == (5e5, 16, "torch.bfloat16")
+    assert (theirs.eos_token_id, theirs.bos_token_id, theirs.pad_token_id) == (2, 0, None)
+    written = json.loads(theirs.to_json_string())
+    assert model_of(written, "config.json") == model_of(settings, "config.json")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "olmo2"])
+def test_what_is_left_out_is_what_transformers_take(kind: str) -> None:
+    from transformers import AutoConfig
+
+    name = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "olmo2": "Olmo2ForCausalLM"}[kind]
+    least = {"model_type": kind, "architectures": [name], "hidden_size": 96, "intermediate_size": 100}
+    least |= {"num_hidden_layers": 1, "num_attention_heads": 32, "vocab_size": 10}
+    theirs, found = AutoConfig.for_model(**least), model_of(least, "config.json")
+    assert found["kv_heads"] == theirs.num_key_value_heads
+    assert found["head_dim"] == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert found["norm_eps"] == theirs.rms_norm_eps and found["rope_theta"] == theirs.rope_parameters["rope_theta"]
+    assert found["tied"] == theirs.tie_word_embeddings
+    assert found["sequence_length"] == theirs.max_position_embeddings
+
+
+GOOD = settings_of(ModelConfig(vocab_size=90, hidden=64, heads=4), "float32", TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"attention_bias": True}, "attention_bias=True: this model cannot be like that: it has no biases"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"use_sliding_window": True, "sliding_window": 512}, "use_sliding_window=True"),
+        ({"use_sliding_window": None, "sliding_window": 512}, "use_sliding_window=None"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling=.*are not scaled"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope_parameters="),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rope_parameters"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters="),
+        ({"rope_theta": 5e5}, "rope_theta=500000.0 and rope_parameters.rope_theta=10000.0 disagree"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: .*rotates whole heads"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*not quantized"),
+        ({"logits_scaling": 8.0}, "logits_scaling=8.0"),
+        ({"pretraining_tp": 2}, "pretraining_tp=2"),
+        ({"residual_multiplier": 0.2}, "residual_multiplier=0.2"),
+        ({"num_experts": 8}, "num_experts=8: it is not known here .* --accept num_experts"),
+        ({"auto_map": {"AutoModel": "evil.py"}}, "auto_map="),
+        ({"architectures": ["MistralForCausalLM"]}, r"architectures=\['MistralForCausalLM'\]"),
+        ({"architectures": None}, "architectures=None"),
+        ({"architectures": [["x"]]}, "architectures="),
+        ({"model_type": "qwen2"}, "model_type='qwen2'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True"),
+        ({"hidden_size": "64"}, "hidden_size='64'"),
+        ({"vocab_size": None}, "vocab_size=None"),
+        ({"head_dim": -2}, "head_dim=-2"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings=0"),
+        ({"rope_parameters": 7}, "rope_parameters=7"),
+    ],
+)  # fmt: skip
+def test_what_has_no_home_is_refused_by_its_name(change: dict[str, Any], named: str) -> None:
+    model_of(GOOD, "config.json")
+    with pytest.raises(CheckpointError, match=f"^config.json: .*{named}"):
+        model_of(GOOD | change, "config.json")
+
+
+def test_what_a_person_says_does_not_matter_is_let_through() -> None:
+    given = GOOD | {"training_note": "x", "is_mine": True}
+    with pytest.raises(CheckpointError, match="training_note='x'"):
+        model_of(given, "config.json", ["is_mine"])
+    assert model_of(given, "config.json", ["is_mine", "training_note"]) == model_of(GOOD, "config.json")
+
+
+def test_the_window_that_qwen_writes_without_using_it_is_no_window() -> None:
+    given = GOOD | {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+    assert model_of(given, "config.json") == model_of(GOOD, "config.json")
+    with pytest.raises(CheckpointError, match="sliding_window=4096"):
+        model_of({k: v for k, v in given.items() if k != "use_sliding_window"}, "config.json")
+
+
+def test_one_architecture_for_every_pair() -> None:
+    for (qk_norm, norms), kind in ARCHITECTURES.items():
+        assert architecture_of(ModelConfig(qk_norm=qk_norm, norms=norms)) is kind

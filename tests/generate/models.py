@@ -1,0 +1,47 @@
+"""Small models with weights that say something, to generate with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megastable.checkpoint.plain import PlainModel
+from megastable.config import DataConfig, ModelConfig, RunConfig
+from megastable.model.gpt import GPT
+from megastable.parallel.topology import TensorParallel
+
+VOCABULARY, LENGTH = 50, 48
+KINDS: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "every-head-its-own": {"kv_heads": None},
+    "one-for-all-tied": {"kv_heads": 1, "tied": True},
+    "no-qk-norm": {"qk_norm": False, "rope_theta": 500_000.0},
+    "full-qk-norm": {"qk_norm": "full", "head_dim": 16},
+    "olmo2": {"qk_norm": "full", "norms": "after"},
+    "reference-attention": {"attention": "reference"},
+}
+
+
+def model(
+    dtype: torch.dtype = torch.float32,
+    vocabulary: int = VOCABULARY,
+    data: DataConfig | None = None,
+    **changes: Any,
+) -> PlainModel:
+    fields: dict[str, Any] = dict(
+        layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, sequence_length=LENGTH, vocab_size=vocabulary,
+        vocab_multiple=32, init_std=0.3,
+    )  # fmt: skip
+    run = RunConfig(model=ModelConfig(**fields | changes), data=data or DataConfig())
+    gpt = GPT(run.model, TensorParallel(), "none", seed=5).to(dtype)
+    with torch.no_grad():
+        for index, p in enumerate(gpt.parameters()):
+            if p.dim() == 1:
+                p.copy_(1 + 0.3 * torch.sin(torch.arange(len(p)) + index))
+    return PlainModel(gpt, run, Path("run/checkpoints/step-3"), 3, "0" * 32).eval()
+
+
+def tokens(rows: int, count: int, seed: int = 0, vocabulary: int = VOCABULARY) -> torch.Tensor:
+    return torch.randint(0, vocabulary, (rows, count), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,98 @@
+"""The forward pass in steps is that of all tokens at once, for every kind of model and any steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megastable.checkpoint.plain import PlainModel
+from megastable.generate import cache as caching
+from megastable.generate.cache import KeyValueCache, extend
+from tests.generate.models import KINDS, LENGTH, VOCABULARY, model, tokens
+
+MODELS = {name: model(**changes) for name, changes in KINDS.items()}
+
+
+@torch.no_grad()
+def logits_in_steps(plain: PlainModel, given: Tensor, steps: list[int]) -> Tensor:
+    """fp32 [b, s, vocabulary]; the last step takes what is left."""
+    cache, at, parts = KeyValueCache(), 0, []
+    for step in [*steps, given.shape[1]]:
+        part = given[:, at : at + step]
+        if part.shape[1]:
+            parts.append(plain.logits(extend(plain, part, cache)))
+            at += part.shape[1]
+            assert cache.length == at
+    return torch.cat(parts).transpose(0, 1)[..., : plain.vocabulary].float()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    name=st.sampled_from(sorted(KINDS)), rows=st.integers(1, 3), count=st.integers(1, 90),
+    steps=st.lists(st.integers(1, 20), max_size=8), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_steps_of_any_size_give_the_logits_of_the_whole(
+    name: str, rows: int, count: int, steps: list[int], seed: int
+) -> None:
+    """Also beyond the trained length, and beyond the cache's first allocation of 64 tokens."""
+    given = tokens(rows, count, seed)
+    with torch.no_grad():
+        wanted = MODELS[name](given)
+    torch.testing.assert_close(logits_in_steps(MODELS[name], given, steps), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_likeliest_text_is_the_same_with_and_without_a_cache(name: str) -> None:
+    plain, text = MODELS[name], tokens(2, 5)
+    with torch.no_grad():
+        for _ in range(30):
+            text = torch.cat((text, plain(text)[:, -1:].argmax(-1)), 1)
+        cached, cache, new = tokens(2, 5), KeyValueCache(), tokens(2, 5)
+        for _ in range(30):
+            new = plain.logits(extend(plain, new, cache)[-1])[:, :VOCABULARY].argmax(-1, keepdim=True)
+            cached = torch.cat((cached, new), 1)
+    assert torch.equal(cached, text)
+
+
+@pytest.mark.parametrize("name", ["grouped", "olmo2"])
+def test_bf16_is_off_by_no_more_than_bf16(name: str) -> None:
+    """Rounding elsewhere may cost what rounding costs: the distance of a whole bf16 pass from fp32."""
+    low, given = model(torch.bfloat16, **KINDS[name]), tokens(2, 40)
+    with torch.no_grad():
+        exact, whole = MODELS[name](given), low(given)
+    steps = logits_in_steps(low, given, [7, 1, 1, 12])
+    assert (steps - exact).norm() < 1.3 * (whole - exact).norm()
+
+
+def test_a_long_prompt_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caching, "AT_ONCE", 7)
+    plain, given, seen = MODELS["grouped"], tokens(2, 40), []
+    handle = plain.gpt[0].register_forward_hook(lambda _, args, __: seen.append(args[0].shape[1]))
+    with torch.no_grad():
+        in_parts = plain.logits(extend(plain, given, KeyValueCache())).transpose(0, 1)[..., :VOCABULARY]
+    handle.remove()
+    assert seen == [7, 7, 7, 7, 7, 5]
+    with torch.no_grad():
+        torch.testing.assert_close(in_parts, plain(given), rtol=1e-4, atol=1e-4)
+
+
+def test_chosen_rows_go_on_as_if_they_had_been_alone() -> None:
+    plain, given, more = MODELS["grouped"], tokens(3, 9), tokens(4, 6, seed=1)
+    cache, rows = KeyValueCache(), torch.tensor([2, 0, 0, 2])
+    extend(plain, given, cache)
+    cache.choose(rows)
+    with torch.no_grad():
+        got = plain.logits(extend(plain, more, cache)).transpose(0, 1)[..., :VOCABULARY]
+        wanted = plain(torch.cat((given[rows], more), 1))[:, 9:]
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_can_be_trained_after_it_spoke() -> None:
+    """Tables that both use must have been made for both."""
+    plain = model(rope_theta=1234.0)
+    extend(plain, tokens(1, LENGTH), KeyValueCache())
+    plain(tokens(1, LENGTH)).square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in plain.parameters())

@@ -1,0 +1,143 @@
+"""The command line as its users meet it: out, checked, and in again as a run that trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from megastable.checkpoint import store
+from megastable.checkpoint.huggingface.tokenizer import real_text
+from megastable.checkpoint.whole import parameters
+from megastable.checkpoint.writing import write_run
+from megastable.config import RunConfig
+from megastable.data.manifest import adopt
+from megastable.data.shards import ShardWriter
+from megastable.data.train_tokenizer import train_sentencepiece
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "convert_checkpoint.py"
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "dumb"}
+
+
+def run(*arguments: object, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, str(TOOL), *map(str, arguments)], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus, the recipe base.yaml, and runs/a with a checkpoint."""
+    folder = tmp_path_factory.mktemp("convert")
+    text = real_text()[:30_000]
+    corpus = folder / "corpus"
+    tokenizer = train_sentencepiece([text], corpus / "tokenizer.model", 400)
+    with ShardWriter(corpus / "part-0", 400) as writer:
+        for first in range(0, len(text), 1000):
+            writer.add_document(np.array([*tokenizer.encode(text[first : first + 1000]), tokenizer.eod]))
+    adopt(corpus, tokenizer.info, validation=0.1).save(corpus)
+    tree = {
+        "model": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "sequence_length": 32, "vocab_size": 400},
+        "data": {"corpora": [{"path": str(corpus)}]},
+        "train": {"steps": 2, "global_batch": 4, "micro_batch": 2, "eval_samples": 4},
+        "logging": {"tensorboard": False, "peak_tflops": 1.0}, "precision": {"kind": "fp32"},
+    }  # fmt: skip
+    (folder / "base.yaml").write_text(yaml.safe_dump(tree))
+    config = RunConfig.model_validate(tree)
+    drawn = torch.Generator().manual_seed(0)
+    weights = {n: 0.2 * torch.randn(d.shape, generator=drawn) for n, d in parameters(config.model).items()}
+    layout = store.LayoutState(tensor=1, pipeline=1, data=1, zero=1, precision="fp32")
+    state = store.RunState(step=5, order_fingerprint="0" * 64, layout=layout)
+    write_run(folder / "runs/a", config, state, lambda name, _: weights[name], optimizer=False, origin={})
+    return folder
+
+
+def test_out_and_in_again(place: Path) -> None:
+    told = run("to-hf", "runs/a", "out", "--shard-size", "30KB", cwd=place)
+    assert "exported out: step 5 of " in told.stdout and " in bf16, " in told.stdout
+    assert "the same: all " in told.stdout and "random tokens" in told.stdout
+    refused = run("to-hf", "runs/a", "out", cwd=place, code=2)
+    assert refused.stderr == "error: out exists already: name a new directory\n"
+    checked = json.loads(run("check", "runs/a", "out", "--json", cwd=place).stdout)["check"]
+    assert checked["same"] is True and checked["precision"] == "bfloat16"
+    assert [row["of"] for row in checked["rows"]] == ["random tokens", "text of the validation corpus"]
+    told = run("from-hf", "out", "runs/b", "--recipe", "base.yaml", "train.steps=1", cwd=place)
+    assert "deepspeed --module megastable.train runs/b/recipe.yaml run.dir=runs/b" in told.stdout
+    assert "the same: all " in told.stdout
+    assert store.step_of(place / "runs/b/checkpoints/step-0") == 0
+    # Of another checkpoint: 1, and a table that says why.
+    settings = json.loads((place / "out/config.json").read_text())
+    (place / "out/config.json").write_text(json.dumps(settings | {"rms_norm_eps": 1e-4}))
+    told = run("check", "runs/a", "out", cwd=place, code=1)
+    assert "NOT THE SAME: on random tokens logits differ by up to" in told.stdout
+    refused = run("from-hf", "out", "runs/c", "--recipe", "base.yaml", "model.sequence_length=64", cwd=place, code=2)
+    assert "error: model.sequence_length=64 in base.yaml" in refused.stderr
+    assert not (place / "runs/c").exists()
+
+
+def test_mistakes_are_told_in_a_line(place: Path) -> None:
+    for arguments, message in (
+        (("to-hf", "runs/none", "x"), "runs/none is neither a checkpoint nor the directory of a run"),
+        (("to-hf", "runs/a", "x", "--dtype", "fp8"), "--dtype fp8: choose among bf16, fp32"),
+        (("to-hf", "runs/a", "x", "--shard-size", "5TB"), "--shard-size 5TB: write a size such as 5GB"),
+        (("to-hf", "runs/a", "x", "--tokenizer", "base.yaml"), "base.yaml is no SentencePiece model"),
+        (("check", "runs/a", "runs/a"), "config.json is not there"),
+        (("from-hf", "runs/a", "x", "--recipe", "base.yaml"), "config.json is not there"),
+    ):
+        refused = run(*arguments, cwd=place, code=2)
+        assert refused.stderr.startswith("error: ") and message in refused.stderr
+        assert not (place / "x").exists()
+    assert "--recipe" in run("from-hf", "runs/a", "x", cwd=place, code=2).stderr
+    for command in ("to-hf", "from-hf", "check"):
+        assert "python tools/convert_checkpoint.py" in run(command, "--help", cwd=place).stdout
+
+
+def test_what_is_not_checked_is_said(place: Path) -> None:
+    told = run("to-hf", "runs/a", "unchecked", "--no-check", "--no-tokenizer", cwd=place)
+    assert "NOT CHECKED, as you asked" in told.stdout and "note: no tokenizer was written" in told.stdout
+    # A Python that has no transformers: the same packages, but for that one.
+    blocked = place / "blocked"
+    blocked.mkdir()
+    (blocked / "sitecustomize.py").write_text(
+        "import importlib.util as u\nfind = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'transformers' else find(name, *a)\n"
+    )
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{blocked}:{ROOT}"}
+    for arguments, code in ((("to-hf", "runs/a", "without"), 0), (("check", "runs/a", "unchecked"), 1)):
+        done = subprocess.run(
+            [sys.executable, str(TOOL), *arguments], cwd=place, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == code, done.stderr
+        assert done.stderr.startswith("WARNING: NOT CHECKED: transformers is not installed")
+    assert "NOT CHECKED" in (place / "without/README.md").read_text()
+
+
+def test_ctrl_c_leaves_nothing(place: Path) -> None:
+    before = sorted(path.name for path in place.iterdir())
+    process = subprocess.Popen(
+        [sys.executable, str(TOOL), "to-hf", "runs/a", "interrupted"], cwd=place, env=ENVIRONMENT,
+        stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert process.stderr.readline() == "comparing: our logits ...\n"  # written, not yet in its place
+    assert any(path.name.startswith("interrupted.tmp-") for path in place.iterdir())
+    process.send_signal(signal.SIGINT)
+    until = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    assert process.returncode == 130
+    assert process.stderr.read().endswith("interrupted\n")
+    assert sorted(path.name for path in place.iterdir()) == before
