@@ -179,6 +179,27 @@ def test_wishes_that_cannot_be(speaker: Speaker) -> None:
         Talk(Speaker(apart, speaker.tokenizer, speaker.ends, speaker.start), wishes(past_eod=True))
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_memory_that_ends_is_told_with_what_to_do(speaker: Speaker, error: RuntimeError) -> None:
+    def full(*_: object) -> None:
+        raise error
+
+    handle = speaker.model.gpt[1].mlp.register_forward_hook(full)
+    try:
+        with pytest.raises(
+            DataError, match="memory of cpu does not suffice for 2 times 24 tokens: take a smaller"
+        ):
+            Talk(speaker, wishes(number=2)).once("def f(", page()[0], json=False)
+    finally:
+        handle.remove()
+
+
 def test_past_the_end_of_a_document(speaker: Speaker) -> None:
     """A model that says nothing but the end of a document."""
     only = model(vocabulary=speaker.tokenizer.vocab_size, tied=True)
