@@ -269,6 +269,7 @@ class Trainer:
                         f"start again; the run goes on from the newest one in {self.run.checkpoints}"
                     )
                 )
+            self.checkpoints.saver.close()
             if stopping and s.step < c.train.steps:
                 self.note("stopped", step=s.step, cursor=s.cursor)
                 self.say(f"stopped at step {s.step} as asked; the same command goes on from {self.run.root}")

@@ -182,6 +182,10 @@ class Saver:
         outcome = outcome or self._settled(job)
         return replace(outcome, blocked=job.blocked + time.perf_counter() - begun)
 
+    def close(self) -> None:
+        """When no save is under way and none will come: wait for what the thread still has to clear away."""
+        self._thread.shutdown()
+
     def clean(self) -> None:
         """At the start of a run: what a process that died in a save left behind. Raises OSError."""
         if self._rank == 0:
