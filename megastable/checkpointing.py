@@ -156,9 +156,13 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait for the one that is under way, if there is one. Raises SpaceError, UnstableError."""
-        self._stands(self.saver.finish())
+        self.settle()
         if self.ill is not None:
             raise self.unstable()
+
+    def settle(self) -> None:
+        """As `finish`, where the state may be ill: something else is being done about it. Raises SpaceError."""
+        self._stands(self.saver.finish())
 
     def stepped(self, step: int, calm: bool, written: float, settled: float) -> None:
         """After every step: has one come to stand, has one proved healthy? calm: the step was on trend; written,

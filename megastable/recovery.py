@@ -48,8 +48,8 @@ Floats = npt.NDArray[np.float64]
 
 
 class Recovery:
-    """The stability system of one training process. note, say, phase: the trainer's journal, console and
-    heartbeat."""
+    """The stability system of one training process. note, say, phase: the trainer's journal, console and heartbeat;
+    settle: waits until no checkpoint is under way, so that those that are there can be counted."""
 
     def __init__(
         self,
@@ -60,10 +60,11 @@ class Recovery:
         note: Callable[..., None],
         say: Callable[[str], None],
         phase: Callable[[str], None],
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         self.config, self.settings = config, config.stability
         self.engine, self.source, self.run = engine, source, run
-        self.note, self.say, self.phase = note, say, phase
+        self.note, self.say, self.phase, self.settle_saves = note, say, phase, settle
         self.decision: Decision | None = None
         self.indicators: dict[str, float] = {}
         self._quiet_until = 0
@@ -410,6 +411,7 @@ class Recovery:
 
     def _can_go_back(self, onset: int) -> bool:
         """Whether a restart finds a checkpoint of before `onset`; or none at all: then little has been done yet."""
+        self.settle_saves()
         steps = first(lambda: [store.step_of(path) for path in store.newest_first(self.run.checkpoints)])
         return not steps or min(steps) < onset
 

@@ -178,7 +178,9 @@ class Trainer:
             observer = Observer(c, self.run, self.layout, self.engine.device, peak, s.step)
         self.validation = agree(self._validation_batches)
         source = self.corpora.train
-        self.recovery = Recovery(c, self.engine, source, self.run, self.note, self.say, self.heart.phase)
+        self.recovery = Recovery(
+            c, self.engine, source, self.run, self.note, self.say, self.heart.phase, self.checkpoints.settle
+        )
         first(self.heart.skips_read)
         loader = self._loader(source, selection(c, source, self.run, self.heart.strict), s.cursor)
         total = c.schedule.total_steps or c.train.steps
