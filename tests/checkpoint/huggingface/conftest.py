@@ -29,7 +29,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"layers": 2, "qk_norm": False, "rope_theta": 500_000.0},
     "llama-tied": {"layers": 2, "qk_norm": False, "tied": True, "kv_heads": None, "norm_eps": 1e-6},
     "olmo2": {"layers": 2, "qk_norm": "full", "norms": "after"},
-    "olmo2-wide": {"layers": 1, "qk_norm": "full", "norms": "after", "head_dim": 16, "kv_heads": 4, "ffn": 96},
+    "olmo2-wide": {
+        "layers": 1,
+        "qk_norm": "full",
+        "norms": "after",
+        "head_dim": 16,
+        "kv_heads": 4,
+        "ffn": 96,
+    },
 }
 Make = Callable[..., Path]
 
@@ -38,9 +45,7 @@ Make = Callable[..., Path]
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """As ours are: SentencePiece BPE that keeps every text."""
     texts = [real_text()[:60_000], *MANY_LANGUAGES]
-    return train_sentencepiece(
-        texts, tmp_path_factory.mktemp("tokenizer") / "tokenizer.model", VOCABULARY
-    )
+    return train_sentencepiece(texts, tmp_path_factory.mktemp("tokenizer") / "tokenizer.model", VOCABULARY)
 
 
 @pytest.fixture(scope="session")
@@ -65,11 +70,16 @@ def configured(corpus: Path, out: Path, model: dict[str, Any], **parts: Any) -> 
 
 @pytest.fixture(scope="session")
 def make(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """make(model, parallel={...}, ...) -> the folder of a checkpoint whose weights are random, norms too."""
+    """make(model, parallel={...}, ...) -> the folder of a checkpoint whose weights are random, norms too; not to be
+    changed."""
+    known: dict[str, Path] = {}
 
     def made(model: dict[str, Any], **parts: Any) -> Path:
-        out = tmp_path_factory.mktemp("made") / "run"
-        return write_random(out, configured(text_corpus, out, model, **parts))
+        key = repr((model, parts))
+        if key not in known:
+            out = tmp_path_factory.mktemp("made") / "run"
+            known[key] = write_random(out, configured(text_corpus, out, model, **parts))
+        return known[key]
 
     return made
 

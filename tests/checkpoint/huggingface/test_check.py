@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,14 @@ CHANGES: dict[str, Change] = {
 }
 
 
+@pytest.fixture(scope="module")
+def qwen3(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return to_hf(make(MODELS["qwen3"]), tmp_path_factory.mktemp("qwen3") / "out", dtype="fp32").out
+
+
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_found(make: Make, tmp_path: Path, name: str) -> None:
-    checkpoint = make(MODELS["qwen3"])
-    out = to_hf(checkpoint, tmp_path / "out", dtype="fp32").out
+def test_a_change_is_found(make: Make, qwen3: Path, tmp_path: Path, name: str) -> None:
+    checkpoint, out = make(MODELS["qwen3"]), shutil.copytree(qwen3, tmp_path / "out")
     tensors = load_file(out / "model.safetensors")
     settings = json.loads((out / "config.json").read_text())
     CHANGES[name](tensors, settings)
@@ -62,7 +67,9 @@ def test_a_change_is_found(make: Make, tmp_path: Path, name: str) -> None:
     found = compare(checkpoint, out)
     assert found.failed and found.verdict.startswith("NOT THE SAME")
     if name in ("theta", "eps"):
-        assert not found.unequal and all(row.largest > check.LARGEST or row.kl > check.KL for row in found.rows)
+        assert not found.unequal and all(
+            row.largest > check.LARGEST or row.kl > check.KL for row in found.rows
+        )
     else:
         assert found.unequal and "tensors have other numbers" in found.verdict
 
@@ -119,21 +126,28 @@ def test_where_the_corpora_are_not_there_other_text_is_taken(
         raise CheckpointError("gone")
 
     monkeypatch.setattr(check, "open_corpora", gone)
-    assert [row.of for row in compare(checkpoint, out).rows] == ["random tokens", "text of Python's own library"]
+    assert [row.of for row in compare(checkpoint, out).rows] == [
+        "random tokens",
+        "text of Python's own library",
+    ]
     found = compare(checkpoint, without)
     assert [row.of for row in found.rows] == ["random tokens"]
-    assert found.notes == ["compared on random tokens alone: neither the run's corpora nor a tokenizer are there"]
+    assert found.notes == [
+        "compared on random tokens alone: neither the run's corpora nor a tokenizer are there"
+    ]
 
 
 def test_another_model_is_named(make: Make, tmp_path: Path) -> None:
     out = to_hf(make(MODELS["llama"]), tmp_path / "out").out
-    with pytest.raises(CheckpointError, match="another model than .*: model.layers is 2 there, and 3"):
+    with pytest.raises(CheckpointError, match=r"another model than .*: model.layers is 2 there, and 3"):
         compare(make(MODELS["qwen3"]), out)
-    with pytest.raises(CheckpointError, match="model.qk_norm is False there, and True"):
+    with pytest.raises(CheckpointError, match=r"model.qk_norm is False there, and True"):
         compare(make({"layers": 2}), out)
 
 
-@pytest.mark.parametrize(("largest", "kl"), [(2e-4, 0.0), (0.0, 2e-10), (float("nan"), 0.0), (0.0, float("nan"))])
+@pytest.mark.parametrize(
+    ("largest", "kl"), [(2e-4, 0.0), (0.0, 2e-10), (float("nan"), 0.0), (0.0, float("nan"))]
+)
 def test_the_limits_and_what_is_no_number(largest: float, kl: float) -> None:
     fine = Row("text", 5, 9e-5, 9e-11, 1.0, 3.0)
     assert not Checked(Path("a"), Path("b"), rows=[fine]).failed

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megastable.checkpoint import store
+from megastable import recipe
+from megastable.checkpoint import markers, store
 from megastable.checkpoint.files import hash_file
 from megastable.checkpoint.huggingface import export
 from megastable.checkpoint.huggingface.check import compare
@@ -40,7 +41,9 @@ def test_logits_are_the_same_in_transformers(make: Make, tmp_path: Path, name: s
     found = made.checked
     assert found is not None and not found.why and not found.failed and not found.unequal
     assert [row.of for row in found.rows] == ["random tokens", "text of the validation corpus"]
-    assert all(row.largest < 2e-5 and row.kl < 1e-11 and row.agree == 1 and row.tokens == 96 for row in found.rows)
+    assert all(
+        row.largest < 2e-5 and row.kl < 1e-11 and row.agree == 1 and row.tokens == 96 for row in found.rows
+    )
     assert {tensor.dtype for tensor in exported(tmp_path / "out").values()} == {export.DTYPES[dtype]}
     # And by our own reader.
     ours, theirs = load_plain(checkpoint), load_folder(tmp_path / "out")
@@ -83,23 +86,49 @@ def test_the_card_says_where_it_came_from_and_how_it_was_checked(make: Make, tmp
     assert "It was not: whoever exported it left that out." in (tmp_path / "other/README.md").read_text()
 
 
+def test_where_documents_are_kept_apart_nothing_begins_one(make: Make, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    for apart, begins in ((True, None), (False, 2)):
+        corpora = recipe.load(make(MODELS["llama"]) / "recipe.yaml").data.corpora
+        checkpoint = make(MODELS["llama"], data={"corpora": corpora, "keep_documents_apart": apart})
+        out = to_hf(checkpoint, tmp_path / str(apart)).out
+        assert (
+            Folder(out).settings["bos_token_id"] == AutoTokenizer.from_pretrained(out).bos_token_id == begins
+        )
+        assert Folder(out).settings["eos_token_id"] == AutoTokenizer.from_pretrained(out).eos_token_id == 2
+        assert ("it is `bos`, too" in (out / "README.md").read_text()) is not apart
+
+
+def test_the_card_says_whether_the_checkpoint_has_proved_healthy(text_corpus: Path, tmp_path: Path) -> None:
+    checkpoint = write_random(tmp_path / "run", configured(text_corpus, tmp_path / "run", MODELS["llama"]))
+    to_hf(checkpoint, tmp_path / "one")
+    markers.mark_healthy(checkpoint, step=57, steps=50)
+    to_hf(checkpoint, tmp_path / "other")
+    assert "| its health | not proven by later steps |" in (tmp_path / "one/README.md").read_text()
+    assert "| its health | proven by the 50 steps after it |" in (tmp_path / "other/README.md").read_text()
+
+
 def test_no_other_model_is_refused_by_the_name_of_its_option(text_corpus: Path, tmp_path: Path) -> None:
     run = configured(text_corpus, tmp_path / "run", {"qk_norm": "full"})
     write_random(tmp_path / "run", run)
-    with pytest.raises(ConfigError, match="model.qk_norm=full with model.norms=before"):
+    with pytest.raises(ConfigError, match=r"model.qk_norm=full with model.norms=before"):
         to_hf(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_what_is_there_stays_as_it_is(make: Make, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(CheckpointError, match="out exists already"):
+    with pytest.raises(CheckpointError, match=r"out exists already"):
         to_hf(make(MODELS["llama"]), tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_full_disk_leaves_nothing(make: Make, tmp_path: Path) -> None:
-    with files_no_larger_than(60_000), pytest.raises(CheckpointError, match=r"could not be written.*Nothing was left"):
+    with (
+        files_no_larger_than(60_000),
+        pytest.raises(CheckpointError, match=r"could not be written.*Nothing was left"),
+    ):
         to_hf(make(MODELS["llama"]), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -109,7 +138,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(CheckpointError, match="0.00 GB are free on that disk: make room"):
+    with pytest.raises(CheckpointError, match=r"0.00 GB are free on that disk: make room"):
         to_hf(make(MODELS["llama"]), tmp_path / "new/out")
     assert list(tmp_path.iterdir()) == []
 
@@ -124,7 +153,7 @@ def test_weights_that_are_not_finite_are_not_exported(text_corpus: Path, tmp_pat
     contents = store.read_contents(checkpoint)
     files = {**contents.files, file.name: hash_file(file)}
     (checkpoint / store.MANIFEST).write_bytes(contents.model_copy(update={"files": files}).sealed())
-    with pytest.raises(CheckpointError, match="holds values that are not finite"):
+    with pytest.raises(CheckpointError, match=r"holds values that are not finite"):
         to_hf(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -136,7 +165,7 @@ def test_an_export_that_computes_something_else_does_not_appear(make: Make, tmp_
         (folder / "config.json").write_text(json.dumps(settings))
         return compare(checkpoint, folder)
 
-    with pytest.raises(NotTheSame, match="on random tokens logits differ by up to"):
+    with pytest.raises(NotTheSame, match=r"on random tokens logits differ by up to"):
         to_hf(make(MODELS["qwen3"]), tmp_path / "out", check=spoilt)
     assert list(tmp_path.iterdir()) == []
 
@@ -148,12 +177,14 @@ def test_a_missing_or_wrong_tokenizer_is_told(make: Make, text_corpus: Path, tmp
     model = corpus / "tokenizer.model"
     kept = model.read_bytes()
     model.unlink()
-    with pytest.raises(CheckpointError, match=r"tokenizer.model cannot be read.*--tokenizer; .*--no-tokenizer"):
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer.model cannot be read.*--tokenizer; .*--no-tokenizer"
+    ):
         to_hf(checkpoint, tmp_path / "out")
     made = to_hf(checkpoint, tmp_path / "out", tokenizer=text_corpus)
     assert made.tokenizer and not made.notes
     model.write_bytes(kept + kept[-9:])
-    with pytest.raises(CheckpointError, match="not the file that the corpus was made with"):
+    with pytest.raises(CheckpointError, match=r"not the file that the corpus was made with"):
         to_hf(checkpoint, tmp_path / "other")
     made = to_hf(checkpoint, tmp_path / "without", without_tokenizer=True, check=compare)
     assert not (tmp_path / "without/tokenizer.json").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,12 @@ def test_the_model_is_the_folders_and_the_rest_the_recipes(make: Make, base: Pat
     assert (m.layers, m.hidden, m.heads, m.kv_heads, m.ffn, m.vocab_size) == (2, 32, 4, 2, 64, VOCABULARY)
     assert (m.qk_norm, m.norms, m.norm_eps) == ("full", "after", 1e-5)
     assert (m.sequence_length, m.vocab_multiple, m.z_loss, m.attention) == (32, 64, 3e-4, "reference")
-    assert (run.optimizer.lr, run.train.steps, run.parallel.tensor, run.run.dir) == (1e-5, 6, 2, tmp_path / "run")
+    assert (run.optimizer.lr, run.train.steps, run.parallel.tensor, run.run.dir) == (
+        1e-5,
+        6,
+        2,
+        tmp_path / "run",
+    )
     assert made.notes == [f"model.layers: 9 in {base}, 2 in {folder}: the folder's holds"]
     journal = (tmp_path / "run/journal.jsonl").read_text().splitlines()
     event = json.loads(journal[0])
@@ -82,14 +86,16 @@ def test_the_model_is_the_folders_and_the_rest_the_recipes(make: Make, base: Pat
 
 def test_a_sequence_longer_than_the_model_knows_is_refused(make: Make, base: Path, tmp_path: Path) -> None:
     folder = to_hf(make(MODELS["llama"]), tmp_path / "out").out
-    with pytest.raises(ConfigError, match=r"model.sequence_length=64 .*was made for 48 \(max_position_embeddings\)"):
+    with pytest.raises(
+        ConfigError, match=r"model.sequence_length=64 .*was made for 48 \(max_position_embeddings\)"
+    ):
         from_hf(folder, tmp_path / "run", base, ["model.sequence_length=64"])
     assert not (tmp_path / "run").exists()
 
 
 def test_a_layout_that_the_model_does_not_allow_is_refused(make: Make, base: Path, tmp_path: Path) -> None:
     folder = to_hf(make(MODELS["qwen3-tied"]), tmp_path / "out").out
-    with pytest.raises(ConfigError, match="parallel.tensor=2 does not divide model.kv_heads=1"):
+    with pytest.raises(ConfigError, match=r"parallel.tensor=2 does not divide model.kv_heads=1"):
         from_hf(folder, tmp_path / "run", base)
 
 
@@ -97,7 +103,7 @@ def test_a_wrong_tokenizer_is_refused(make: Make, tokenizer: Tokenizer, tmp_path
     folder = to_hf(make(MODELS["llama"]), tmp_path / "out").out
     other = train_sentencepiece(["other text, " * 50, *"abcdefghij"], tmp_path / "other/tokenizer.model", 290)
     base = written(tmp_path / "base.yaml", write_text_corpus(tmp_path / "other", other))
-    with pytest.raises(CheckpointError, match=r"a wrong tokenizer: .*they make .*: prepare|a wrong tokenizer: .*they make"):
+    with pytest.raises(CheckpointError, match=r"a wrong tokenizer: .*they make"):
         from_hf(folder, tmp_path / "run", base)
     # By the hash of the SentencePiece model that is beside it, it is the same at once; and by its ids, too.
     right = tmp_path / "right"
@@ -107,10 +113,12 @@ def test_a_wrong_tokenizer_is_refused(make: Make, tokenizer: Tokenizer, tmp_path
     (folder / "tokenizer.model").unlink()
     from_hf(folder, tmp_path / "two", good)
     (right / "tokenizer.model").unlink()
-    with pytest.raises(CheckpointError, match="cannot be compared with the folder's.*--any-tokenizer"):
+    with pytest.raises(CheckpointError, match=r"cannot be compared with the folder's.*--any-tokenizer"):
         from_hf(folder, tmp_path / "three", good)
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match="has no tokenizer.json or SentencePiece model.*--any-tokenizer"):
+    with pytest.raises(
+        CheckpointError, match=r"has no tokenizer.json or SentencePiece model.*--any-tokenizer"
+    ):
         from_hf(folder, tmp_path / "three", good)
     from_hf(folder, tmp_path / "three", good, any_tokenizer=True)
 
@@ -119,7 +127,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(make: Make, tmp_
     folder = to_hf(make({**MODELS["llama"], "vocab_size": 285}), tmp_path / "out", without_tokenizer=True).out
     other = train_sentencepiece(["other text, " * 50, *"abcdefghij"], tmp_path / "other/tokenizer.model", 290)
     base = written(tmp_path / "base.yaml", write_text_corpus(tmp_path / "other", other))
-    with pytest.raises(CheckpointError, match="a wrong tokenizer: it has 290 tokens, and .* a vocabulary of 285"):
+    with pytest.raises(
+        CheckpointError, match=r"a wrong tokenizer: it has 290 tokens, and .* a vocabulary of 285"
+    ):
         from_hf(folder, tmp_path / "run", base)
 
 
@@ -134,15 +144,15 @@ def test_another_end_of_documents_is_said(make: Make, base: Path, tmp_path: Path
 def test_what_is_not_finite_and_a_full_disk_leave_nothing(make: Make, base: Path, tmp_path: Path) -> None:
     folder = to_hf(make(MODELS["llama"]), tmp_path / "out", dtype="fp32").out
     before = sorted(path.name for path in tmp_path.iterdir())
-    with files_no_larger_than(60_000), pytest.raises(CheckpointError, match="could not be written"):
+    with files_no_larger_than(60_000), pytest.raises(CheckpointError, match=r"could not be written"):
         from_hf(folder, tmp_path / "run", base)
     content = bytearray((folder / "model.safetensors").read_bytes())
     content[-4:] = b"\x00\x00\x80\x7f"  # infinity
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match="not finite"):
+    with pytest.raises(CheckpointError, match=r"not finite"):
         from_hf(folder, tmp_path / "run", base)
     (tmp_path / "there").mkdir()
-    with pytest.raises(CheckpointError, match="there exists already"):
+    with pytest.raises(CheckpointError, match=r"there exists already"):
         from_hf(folder, tmp_path / "there", base)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "there"])
 
@@ -162,4 +172,3 @@ def test_a_model_that_transformers_made_themselves(base: Path, tmp_path: Path, t
     assert made.run.model.vocab_size == VOCABULARY + 30
     found = compare(made.checkpoint, tmp_path / "theirs")
     assert not found.failed and found.rows and found.precision == "float16"
-    shutil.rmtree(tmp_path / "theirs")

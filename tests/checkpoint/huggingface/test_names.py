@@ -47,7 +47,7 @@ def test_every_parameter_maps_to_disjoint_tensors_and_back(config: ModelConfig) 
 
 
 def test_the_names_are_those_of_transformers() -> None:
-    from transformers import AutoModelForCausalLM, AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from megastable.checkpoint.huggingface.settings import settings_of
 
@@ -81,5 +81,5 @@ def test_an_option_that_the_table_does_not_know_is_refused() -> None:
         window: int | None = None
 
     assert architecture_of(Later(vocab_size=10)).name == "Qwen3ForCausalLM"
-    with pytest.raises(ConfigError, match="model.window=128"):
+    with pytest.raises(ConfigError, match=r"model.window=128"):
         architecture_of(Later(vocab_size=10, window=128))

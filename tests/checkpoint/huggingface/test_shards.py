@@ -28,8 +28,15 @@ def test_every_tensor_is_in_one_file_in_order_and_no_file_is_too_large(sizes: li
 
 
 def test_sizes_are_read_as_people_write_them() -> None:
-    given = {"5GB": 5 * 10**9, "500MB": 5 * 10**8, "1.5 GiB": 3 * 2**29, "100": 100, "2g": 2 * 10**9, "7kb": 7000}
+    given = {
+        "5GB": 5 * 10**9,
+        "500MB": 5 * 10**8,
+        "1.5 GiB": 3 * 2**29,
+        "100": 100,
+        "2g": 2 * 10**9,
+        "7kb": 7000,
+    }
     assert {text: read_size(text) for text in given} == given
     for text in ("", "GB", "5TB", "-1GB", "0", "1e9", "five"):
-        with pytest.raises(ConfigError, match="write a size such as 5GB"):
+        with pytest.raises(ConfigError, match=r"write a size such as 5GB"):
             read_size(text)

@@ -44,7 +44,11 @@ def test_real_and_random_texts_get_the_same_ids(tokenizer: Tokenizer, tmp_path: 
         ids = tokenizer.encode(text)
         assert auto(text)["input_ids"] == ids
         assert auto.decode(ids) == text == tokenizer.decode(ids)
-    assert (auto.eos_token_id, auto.bos_token_id, len(auto)) == (tokenizer.eod, tokenizer.eod, tokenizer.vocab_size)
+    assert (auto.eos_token_id, auto.bos_token_id, len(auto)) == (
+        tokenizer.eod,
+        tokenizer.eod,
+        tokenizer.vocab_size,
+    )
     assert auto.model_max_length == 48
     assert auto.decode([*ids, tokenizer.eod], skip_special_tokens=True) == text
     assert (tmp_path / "tokenizer.model").read_bytes() == tokenizer.content
@@ -85,7 +89,9 @@ def test_a_model_that_puts_a_space_before_texts_as_llamas_does(tmp_path: Path) -
 def test_what_cannot_be_the_same_is_refused_and_written_only_when_asked(tmp_path: Path) -> None:
     # Of equally likely cuts SentencePiece and tokenizers do not choose the same one.
     other = train_sentencepiece([real_text()], tmp_path / "unigram.model", 600, "unigram")
-    with pytest.raises(CheckpointError, match=r"gives the same ids: of the text .* --inexact-tokenizer; .*--no-tokenizer"):
+    with pytest.raises(
+        CheckpointError, match=r"the same ids: of the text .* --inexact-tokenizer; .*--no-tokenizer"
+    ):
         write_tokenizer(other, tmp_path, 48)
     assert [path.name for path in tmp_path.iterdir()] == ["unigram.model"]
     assert "texts differ" in write_tokenizer(other, tmp_path, 48, exact=False)

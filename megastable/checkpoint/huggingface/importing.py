@@ -1,0 +1,159 @@
+"""A folder of Hugging Face as a run: its weights become the fp32 masters of a new run directory, which goes on from
+them.
+
+Data, optimizer, schedule and layout come from a recipe; the model comes from the folder, whatever the recipe says of
+it. There is no optimizer state: Adam begins anew, at step 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from megastable import deepspeed_config, recipe
+from megastable.checkpoint import store
+from megastable.checkpoint.huggingface.folder import Folder
+from megastable.checkpoint.huggingface.tokenizer import FILE, difference
+from megastable.checkpoint.whole import parameters
+from megastable.checkpoint.writing import write_run
+from megastable.config import RunConfig
+from megastable.data.corpora import Corpora, open_corpora
+from megastable.data.tokenizer import Tokenizer, load_tokenizer
+from megastable.errors import CheckpointError, ConfigError, DataError
+from megastable.model.flops import parameters as parameter_count
+from megastable.recipe import find
+
+ANY_WAY = "if you know that it is the same, say --any-tokenizer"
+# Of a model: how it is trained and begun, which no folder says.
+OWN = ("z_loss", "init_std", "attention", "vocab_multiple", "sequence_length")
+
+
+@dataclass
+class Import:
+    """checkpoint: the new one; numel: parameters of the model, without padding; notes: what a person should know."""
+
+    out: Path
+    folder: Path
+    checkpoint: Path
+    run: RunConfig
+    numel: int
+    notes: list[str] = field(default_factory=list)
+
+
+def from_hf(
+    given: Path,
+    out: Path,
+    base: Path,
+    overrides: Sequence[str] = (),
+    *,
+    accept: Collection[str] = (),
+    any_tokenizer: bool = False,
+    watch: Callable[[int, int], None] = lambda done, total: None,
+) -> Import:
+    """Make the run directory `out`, which must not exist, from a folder and the recipe `base`.
+
+    accept: keys of config.json that do not matter; any_tokenizer: do not compare the corpora's tokenizer with the
+    folder's. watch: bytes so far, and in all. Memory: one tensor in fp32.
+
+    Raises CheckpointError, ConfigError, DataError; nothing is left then.
+    """
+    if out.exists() or out.is_symlink():
+        raise CheckpointError(f"{out} exists already: name a new directory")
+    folder = Folder(given, accept)
+    run, notes = run_from(folder, base, overrides)
+    rows = {name: described.shape[0] for name, described in parameters(run.model).items()}
+    if strange := sorted(set(rows) ^ set(folder.parts)):
+        raise CheckpointError(f"{given}: {strange[0]} has no name in both models")
+    corpora = open_corpora(run.data.corpora, run.model.sequence_length, run.run.seed)
+    if not any_tokenizer:
+        check_tokenizer(folder, run, corpora, notes)
+    p = run.parallel
+    layout = store.LayoutState(
+        tensor=p.tensor, pipeline=p.pipeline, zero=p.zero, precision=run.precision.kind,
+        data=deepspeed_config.data_parallel(run, p.tensor * p.pipeline),
+    )  # fmt: skip
+    state = store.RunState(order_fingerprint=corpora.order_fingerprint, layout=layout)
+    total, done = 4 * parameter_count(run.model), 0
+
+    def whole(name: str, kind: str) -> Tensor:
+        assert kind == "weight"
+        return folder.ours(name, rows[name])
+
+    def watched(count: int) -> None:
+        nonlocal done
+        done += count
+        watch(done, total)
+
+    origin = {
+        "source": str(folder.path), "what": folder.settings["architectures"][0], "fingerprint": folder.fingerprint,
+        "recipe": str(base),
+    }  # fmt: skip
+    checkpoint = write_run(out, run, state, whole, optimizer=False, origin=origin, watch=watched)
+    return Import(out, folder.path, checkpoint, run, folder.numel, notes)
+
+
+def run_from(folder: Folder, base: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
+    """The recipe with the folder's model in it, and what of its own model that replaces. Raises ConfigError."""
+    wanted = recipe.load(base, overrides)
+    longest = folder.sizes["sequence_length"]
+    if wanted.model.sequence_length > longest:
+        raise ConfigError(
+            f"model.sequence_length={wanted.model.sequence_length} in {base}: the model of {folder.path} was made for "
+            f"{longest} (max_position_embeddings): set model.sequence_length to that or less"
+        )
+    given = {key: value for key, value in folder.sizes.items() if key not in OWN}
+    tree = wanted.model_dump(mode="json")
+    notes = [
+        f"model.{key}: {getattr(wanted.model, key)} in {base}, {value} in {folder.path}: the folder's holds"
+        for key, value in given.items()
+        if key in wanted.model.model_fields_set and getattr(wanted.model, key) not in (value, None)
+    ]
+    tree["model"] |= given
+    return recipe.validate(tree, f"{base}, with the model of {folder.path}"), notes
+
+
+def check_tokenizer(folder: Folder, run: RunConfig, corpora: Corpora, notes: list[str]) -> None:
+    """Raises CheckpointError unless the corpora were made with the folder's tokenizer."""
+    info = corpora.manifests[0].tokenizer
+    assert run.model.vocab_size is not None
+    corpus = find(run.data.corpora[0].path)
+    if info.vocab_size > run.model.vocab_size:
+        raise CheckpointError(
+            f"{corpus}: a wrong tokenizer: it has {info.vocab_size} tokens, and {folder.path} a vocabulary of "
+            f"{run.model.vocab_size}: prepare the corpus with the folder's tokenizer"
+        )
+    ends = folder.settings.get("eos_token_id")
+    if ends is not None and info.eod not in (ends if isinstance(ends, list) else [ends]):
+        notes.append(
+            f"documents of {corpus} end with token {info.eod}, the model was made with eos_token_id={ends}"
+        )
+    theirs = _tokenizers(folder)
+    if any(tokenizer.xxh3 == info.xxh3 for tokenizer in theirs):
+        return
+    if not theirs:
+        raise CheckpointError(
+            f"{folder.path} has no tokenizer.json or SentencePiece model to compare that of {corpus} with; {ANY_WAY}"
+        )
+    try:
+        ours = load_tokenizer(corpus / info.file, info.eod)
+    except DataError as error:
+        raise CheckpointError(
+            f"the corpus's tokenizer cannot be compared with the folder's: {error}; {ANY_WAY}"
+        ) from None
+    if problem := difference(ours, theirs[0]):
+        raise CheckpointError(
+            f"{corpus}: a wrong tokenizer: {ours.file.name} there and {theirs[0].file} are not the same: {problem}; "
+            "prepare the corpus with the folder's tokenizer"
+        )
+
+
+def _tokenizers(folder: Folder) -> list[Tokenizer]:
+    """What the folder holds of them: tokenizer.json first, as transformers do. Raises CheckpointError."""
+    files = [folder.path / FILE, *sorted(folder.path.glob("*.model"))]
+    try:
+        return [load_tokenizer(file, eod=0) for file in files if file.is_file()]
+    except DataError as error:
+        raise CheckpointError(f"{error}; {ANY_WAY}") from None

@@ -1,0 +1,88 @@
+"""A checkpoint out to a folder that Hugging Face's transformers load, and in from one; compared by logits each time."""
+
+# ruff: noqa: E402 (imports take a while, and Ctrl-C must end them quietly)
+from __future__ import annotations
+
+import signal
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below ends it without a traceback
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megastable.errors import user_errors
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+EXAMPLES = """Examples:
+
+CONVERT to-hf runs/quickstart exported
+
+CONVERT to-hf runs/7b/checkpoints/step-90000 exported --dtype fp32 --shard-size 10GB
+
+CONVERT from-hf exported runs/more --recipe launch/recipes/quickstart.yaml train.steps=100
+
+CONVERT check runs/quickstart exported""".replace("CONVERT", "python tools/convert_checkpoint.py")
+app = typer.Typer(help=__doc__, epilog=EXAMPLES, add_completion=False, pretty_exceptions_enable=False)
+Checkpoint = Annotated[
+    Path, typer.Argument(help="A checkpoint (RUN/checkpoints/step-N), or a run: its newest")
+]
+Folder = Annotated[Path, typer.Argument(help="A folder with config.json and .safetensors files")]
+Out = Annotated[Path, typer.Argument(help="Must not exist; appears whole or not at all")]
+NoCheck = Annotated[bool, typer.Option("--no-check", help="Do not compare logits afterwards")]
+Json = Annotated[bool, typer.Option("--json", help="Print a summary for machines")]
+Accept = Annotated[
+    list[str] | None, typer.Option(help="A key of config.json that does not matter; repeatable")
+]
+
+
+@app.command("to-hf", epilog=EXAMPLES)
+@user_errors()
+def to_hf(
+    checkpoint: Checkpoint, out: Out,
+    dtype: Annotated[str, typer.Option(help="bf16 or fp32")] = "bf16",
+    shard_size: Annotated[str, typer.Option(help="The most that one file holds")] = "5GB",
+    tokenizer: Annotated[Path | None, typer.Option(help="A file or folder, if not that of the corpora")] = None,
+    no_tokenizer: Annotated[bool, typer.Option("--no-tokenizer", help="Go on without one")] = False,
+    inexact_tokenizer: Annotated[bool, typer.Option("--inexact-tokenizer", help="Even if some ids differ")] = False,
+    no_check: NoCheck = False, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Write OUT: weights, config.json, tokenizer and a README, and compare its logits with the checkpoint's."""
+    from megastable.checkpoint.huggingface import command
+
+    command.export(
+        checkpoint, out, dtype, shard_size, tokenizer, no_tokenizer, inexact_tokenizer, not no_check, as_json
+    )
+
+
+@app.command("from-hf", epilog=EXAMPLES)
+@user_errors()
+def from_hf(
+    folder: Folder, out: Out,
+    overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of the recipe")] = None,
+    recipe: Annotated[Path, typer.Option(help="Data, optimizer, schedule and layout; its model is replaced")] = ...,  # type: ignore[assignment]
+    accept: Accept = None,
+    any_tokenizer: Annotated[
+        bool, typer.Option("--any-tokenizer", help="Do not compare the corpora's tokenizer with the folder's")
+    ] = False,
+    no_check: NoCheck = False, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Make OUT, a run directory whose training begins with the folder's weights, and compare logits."""
+    from megastable.checkpoint.huggingface import command
+
+    command.make_run(folder, out, recipe, overrides or [], accept or [], any_tokenizer, not no_check, as_json)
+
+
+@app.command(epilog=EXAMPLES)
+@user_errors()
+def check(checkpoint: Checkpoint, folder: Folder, as_json: Json = False) -> None:
+    """Compare logits on random tokens and on text, and all tensors; ends with 1 unless they are the same."""
+    from megastable.checkpoint.huggingface import command
+
+    command.check(checkpoint, folder, as_json)
+
+
+if __name__ == "__main__":
+    app()
