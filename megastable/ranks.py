@@ -14,6 +14,8 @@ T = TypeVar("T")
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
     """Every rank's `value`, by rank (of `group`, or of the world), on all of them."""
+    if dist.get_world_size(group) == 1:
+        return [value]  # a collective of one takes a millisecond all the same
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)
     return everyone
@@ -39,7 +41,8 @@ def first(action: Callable[[], T]) -> T:
             answer[0] = action()
         except MegastableError as raised:
             answer[1] = raised
-    dist.broadcast_object_list(answer, src=0)
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(answer, src=0)
     _raise_first(answer[1:])
     return answer[0]
 
