@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,18 +27,18 @@ from megastable.errors import DataError
 from megastable.recipe import load
 from megastable.records import SCHEMA
 from megastable.report.postmortem.facts import Suspect
-from megastable.report.postmortem.passes import LAST, Folder
+from megastable.report.postmortem.passes import LAST, NAMES, Folder
 from megastable.report.postmortem.texts import Library
 from megastable.report.told import plural
 from megastable.rundir import RunDirectory
 
 Int64s = npt.NDArray[np.int64]
 
-NAME = re.compile(r"(\d+)-(\d+)-(\d+)\.parquet")
 COLUMNS = (
     "step", "time", "first_position", "next_position", "skipped", "applied", "loss", "grad_norm", "worst_positions",
     "worst_losses",
 )  # fmt: skip
+MARKS = b'"rewound"', b'"resumed"', b'"training"', b'"order_changed"', b'"attributed"'
 SPANS = ("step", "time", "first_position", "next_position", "skipped", "applied", "loss")
 
 
@@ -152,7 +151,7 @@ class History:
     def ledger(self) -> list[SkipEntry]:
         return read_ledger(self.run.skips, self.problems)
 
-    @property
+    @cached_property
     def skipped(self) -> Skips:
         """What is left out by now, whatever its corpus."""
         return self._ledger_then(math.inf)
@@ -170,7 +169,7 @@ class History:
     @cached_property
     def _latest(self) -> Done | None:
         # A name tells the time of its last row; a file that somebody named otherwise is read last.
-        named = [match for path in self._folder.files(0, LAST) if (match := NAME.fullmatch(path.name))]
+        named = [match for path in self._folder.files(0, LAST) if (match := NAMES.fullmatch(path.name))]
         for match in sorted(named, key=lambda match: int(match[3]), reverse=True):
             first, end = sorted((int(match[1]), int(match[2])))
             if found := self.steps(first, end, SPANS):
@@ -196,7 +195,7 @@ class History:
         """When the run went back, ascending; and the lowest step after which it went on, then or later."""
         found = []
         # A process that finds no checkpoint says only that it trains.
-        for event in self._events(b'"rewound"', b'"resumed"', b'"training"'):
+        for event in self._events:
             to = event.get("to_step") if event.get("what") == "rewound" else None
             to = event.get("step") if event["event"] in ("resumed", "training") else to
             if isinstance(to, int):
@@ -208,7 +207,7 @@ class History:
     @cached_property
     def _changed(self) -> float:
         """When the order of the data became another one altogether; a time before all where it never did."""
-        times = [float(e["time"]) for e in self._events(b'"order_changed"') if e["event"] == "order_changed"]
+        times = [float(e["time"]) for e in self._events if e["event"] == "order_changed"]
         if times:
             self.problems.append(
                 "The corpora, the seed or the sequence length became others on the way (order_changed in the journal): "
@@ -219,15 +218,17 @@ class History:
     @cached_property
     def suspects(self) -> dict[int, Suspect]:
         """What attribution measured of samples, by position; the newest."""
-        told = [e.get("suspects") or [] for e in self._events(b'"attributed"')]
+        told = [e.get("suspects") or [] for e in self._events if e.get("what") == "attributed"]
         return {s.position: s for some in told for s in map(Suspect.model_validate, some)}
 
-    def _events(self, *marks: bytes) -> list[dict[str, Any]]:
+    @cached_property
+    def _events(self) -> list[dict[str, Any]]:
+        """Those that say how the run went on, in order."""
         # A journal has a hundred times as many lines as are wanted here: most need not be understood.
         lines, _ = jsonl.read(self.run.journal)
         found = []
         for line in lines:
-            if any(mark in line for mark in marks):
+            if any(mark in line for mark in MARKS):
                 try:
                     event = json.loads(line)
                 except ValueError:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from megastable.report.postmortem.facts import Row
 
 LAST = 1 << 62
-_NAME = re.compile(r"(\d+)-(\d+)-\d+\.parquet")
+NAMES = re.compile(r"(\d+)-(\d+)-(\d+)\.parquet")  # of a file: its first and last step, and the time
 
 
 class Folder:
@@ -29,7 +29,7 @@ class Folder:
         self.kind, self.name = kind, path.name
         self._files: list[tuple[int, int, Path]] = []
         for file in sorted(path.glob("*.parquet")):
-            name = _NAME.fullmatch(file.name)
+            name = NAMES.fullmatch(file.name)
             first, last = (int(name[1]), int(name[2])) if name else (0, LAST)
             self._files.append((first - slack, last + slack, file))
 
