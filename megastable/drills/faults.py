@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -134,8 +133,3 @@ def _held(engine: Engine, kind: str) -> Tensor:
     piece = flat.piece(max(flat.fragments, key=size), kind)
     assert piece is not None, "there are no moments before the first update"
     return piece
-
-
-def fired(run: Path) -> bool:
-    """Whether a fault that happens once has happened in a run."""
-    return any(run.glob(".drilled-*"))

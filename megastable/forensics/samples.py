@@ -26,7 +26,6 @@ TokenLosses = Callable[
 ]  # positions [n] -> nats [n, sequence length]
 
 MOST = 200_000  # samples of one sheet
-WITH_TEXT = 2_000  # rows whose text a page holds
 
 COLUMNS = (
     Column("step", "step", "count"),

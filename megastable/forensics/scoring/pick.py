@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,6 @@ import numpy.typing as npt
 from megastable.data.shards import Shard
 from megastable.errors import DataError
 from megastable.forensics.pruning.plan import read_plan
-from megastable.forensics.scanning.scanned import Suspect
 from megastable.forensics.scanning.units import units
 from megastable.forensics.shelf import Shelf
 
@@ -42,14 +41,6 @@ def listed(shelf: Shelf, path: Path) -> dict[str, Int64s]:
     if shelf.manifest is not None and shelf.directory is not None:
         return plan.checked(shelf.directory, shelf.manifest, twice=True)
     return checked(shelf, {shard: np.array(found, np.int64) for shard, (found, _) in plan.lines.items()})
-
-
-def suspected(shelf: Shelf, suspects: Iterable[Suspect]) -> dict[str, Int64s]:
-    """The documents that a scan of `shelf` finds odd."""
-    found: dict[str, list[int]] = {}
-    for suspect in suspects:
-        found.setdefault(suspect.shard, []).append(suspect.document)
-    return checked(shelf, {shard: np.array(documents, np.int64) for shard, documents in found.items()})
 
 
 def between(shelf: Shelf, first: int, end: int) -> dict[str, Int64s]:
