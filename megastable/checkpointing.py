@@ -5,6 +5,8 @@ Between the trainer and checkpoint/: it journals, says, and raises. All methods 
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,7 +82,7 @@ class Checkpoints:
         """Weights, moments and random states of `found` into the engine, whatever layout wrote it."""
         agree(lambda: loading.load(found, saved, self.engine))
         self.engine.refresh_weights()
-        store.restore_rng(found)
+        agree(lambda: store.restore_rng(found))
         if saved.layout != layout:
             self.note("reshaped", old=vars(saved.layout), new=vars(layout))
             self.say(f"{found.name} was written by another layout ({saved.layout}): reshaped")
@@ -94,7 +96,18 @@ class Checkpoints:
     def begin(self, step: int) -> None:
         """Training goes on after `step`."""
         self.last = max(self.last, step)
+        self.saver.began = first(time.time)
         self.trend.resumed(step, first(lambda: [s for s in self._steps() if not self._is_healthy(s)]))
+
+    def prepare(self) -> None:
+        """Once the rewind points have their share of the memory."""
+        if self.config.interval:
+            self.saver.prepare()
+            self._say_note()
+
+    def _say_note(self) -> None:
+        if note := self.saver.take_note():
+            self.say(note)
 
     def _clean(self) -> None:
         try:
@@ -103,7 +116,8 @@ class Checkpoints:
             raise SpaceError(f"{self.folder} cannot be written to: {error}") from None
 
     def _recover(self, staging: Staging) -> None:
-        if (found := recover(staging, self.folder, self._model)) is None:
+        since = first(lambda: next((e["time"] for e in self.run.events("training")), math.inf))
+        if (found := recover(staging, self.folder, self._model, since - 0.001)) is None:  # it was rounded
             return
         step, problem = found
         self.note("checkpoint_recovered", step=step, problem=problem)
@@ -143,16 +157,17 @@ class Checkpoints:
     # While training
 
     def save(self, state: RunState, wait: bool = False) -> bool:
-        """Begin to save, and wait for it where that is said; False when there is no checkpoint of it then."""
-        self.phase("checkpoint")
-        self.finish()
-        self.saver.begin(state)
-        if note := self.saver.take_note():
-            self.say(note)
-        if wait or not self.saver.asynchronous:
-            self.finish()
-            return self.last == state.step
-        return True
+        """Begin to save, and wait for it where that is said; False when there is no checkpoint of it then. A state that
+        proves ill is left by whoever calls (`ill`); where that is waited for, UnstableError is raised."""
+        self.settle()
+        if self.ill is None:
+            self.saver.begin(state)
+            self._say_note()
+            if wait or not self.saver.asynchronous:
+                self.settle()
+        if wait and self.ill is not None:
+            raise self.unstable()
+        return self.saver.pending == state.step or self.last == state.step
 
     def finish(self) -> None:
         """Wait for the one that is under way, if there is one. Raises SpaceError, UnstableError."""
@@ -162,6 +177,7 @@ class Checkpoints:
 
     def settle(self) -> None:
         """As `finish`, where the state may be ill: something else is being done about it. Raises SpaceError."""
+        self.phase("checkpoint")
         self._stands(self.saver.finish())
 
     def stepped(self, step: int, calm: bool, written: float, settled: float) -> None:
@@ -172,13 +188,13 @@ class Checkpoints:
 
     def back_to(self, state: RunState) -> None:
         """The run went back: later ones no longer count; where there are no others, one of now comes first."""
+        self.phase("checkpoint")
         step, outcome = state.step, self.saver.finish()
-        if outcome is not None and outcome.step <= step:
-            self._stands(
-                outcome
-            )  # of a later step: it is put aside below, without a word that would make it count
-        self.ill = None
         self.trend.back_to(step)
+        if outcome is not None and outcome.step <= step:
+            # One of a later step is put aside below, without a word that would make it count.
+            self._stands(outcome)
+        self.ill = None
         steps = first(self._steps)
         kept = max((saved for saved in steps if saved <= step), default=None)
         if kept is None and steps:
@@ -234,6 +250,8 @@ class Checkpoints:
         """Those of `steps` have proved healthy."""
         for step in steps if dist.get_rank() == 0 else ():
             path = self.folder / store.name_of(step)
+            if not path.exists():
+                continue  # it made room for newer ones before it could prove itself
             try:
                 markers.mark_healthy(path, now, self.trend.after)
             except CheckpointError as error:

@@ -507,8 +507,8 @@ class Engine:
             self.restore_scaler({"cur_scale": scale})
 
     def restore_scaler(self, saved: dict[str, Any]) -> None:
-        for name, value in saved.items():
-            setattr(self.optimizer.loss_scaler, name, value)
+        for name in saved.keys() & self.scaler.keys():
+            setattr(self.optimizer.loss_scaler, name, saved[name])
 
     def hold_updates(self, until: torch.cuda.Event) -> None:
         """The next update waits, on the GPU, for `until`: what it overwrites is still being copied."""

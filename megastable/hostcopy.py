@@ -56,6 +56,13 @@ class HostCopy:
         self._hold(done)
         return Copied(copies, done)
 
+    def fetch(self, shapes: dict[str, torch.Size], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Memory to copy into (`spare`). A system gives it page by page at the first write, which is slow."""
+        pinned = self._stream is not None
+        return {
+            name: torch.empty(shape, dtype=dtype, pin_memory=pinned).zero_() for name, shape in shapes.items()
+        }
+
     def synchronize(self) -> None:
         """Until all copies are complete."""
         if self._stream is not None:

@@ -16,6 +16,7 @@ import platform
 import random
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,7 @@ class Trainer:
         self.checkpoints.begin(s.step)
         try:
             self.recovery.begin(s, loader)
+            self.checkpoints.prepare()
             if self.checkpoints.rejected:
                 self.recovery.casebook.damaged(self.checkpoints.rejected, s.step)
             while s.step < c.train.steps and not stopping:
@@ -560,6 +562,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             # The others wait in a collective that this rank will not reach: leave at once, the launcher ends them.
             sys.stdout.flush()
             os._exit(code)
+    except (Exception, KeyboardInterrupt) as error:
+        # The end of the interpreter would wait for the thread that writes this rank's part of a checkpoint, which
+        # nobody will commit.
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130 if isinstance(error, KeyboardInterrupt) else errors.FAILED)
     stop_distributed()
     # Everything is on the disk. What C++ libraries destroy when a process ends sometimes aborts, once in hundreds of
     # runs ("terminate called without an active exception"): a run that is complete would end with -6.

@@ -8,7 +8,9 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -300,3 +302,60 @@ def test_a_disk_without_any_room(corpus: Path, tmp_path: Path) -> None:
         assert records.read(run / "steps").num_rows == 20
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_an_unforeseen_error_does_not_wait_for_a_save(corpus: Path, tmp_path: Path) -> None:
+    """The interpreter waits for its threads when it ends; the others wait for this rank to be gone."""
+    code = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from megastable import train
+def broken(*_):
+    ThreadPoolExecutor(1).submit(time.sleep, 600)
+    raise RuntimeError("the chip is gone")
+train.train = broken
+train.main(sys.argv[1:])
+"""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(tiny(corpus, tmp_path / "run").model_dump_json())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(recipe)],
+        env=os.environ | place,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == errors.FAILED and "RuntimeError: the chip is gone" in done.stderr
+
+
+def break_the_writer() -> None:
+    """From now on the thread that writes ends in an error that nobody foresaw."""
+    from megastable.checkpoint import saving
+
+    def write_part(*_: Any) -> Any:
+        raise ValueError("nobody foresaw this")
+
+    saving.write_part = write_part
+
+
+def test_all_ranks_hear_of_a_part_that_one_could_not_write(corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = tiny(corpus, run, train=batch(steps=12), checkpoint={"interval": 5})
+    ended = run_ranks(2, partial(train, fault=break_the_writer, at_step=8, at_rank=1), config)
+    assert [code for code, _ in ended] == [errors.NO_SPACE] * 2
+    assert [e["step"] for e in events(run, "checkpoint")] == [5]
+    failed = events(run, "checkpoint_failed")
+    assert [e["step"] for e in failed] == [10, 12]
+    assert {e["problem"] for e in failed} == {"rank 1: ValueError: nobody foresaw this"}
+    store.verify(run / "checkpoints/step-5")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-5"]

@@ -159,7 +159,7 @@ def poison_weights(config: RunConfig, at_step: int) -> tuple[int, str]:
     ("interval", "stability", "code", "message"),
     [
         (0, {"enabled": False, "max_discards": 4}, 76, "4 updates in a row were refused"),
-        (2, {"enabled": False, "max_discards": 4}, 76, "weights or Adam's moments are not finite"),
+        (2, {"enabled": False, "max_discards": 9}, 76, "weights or Adam's moments are not finite"),
         (0, {}, 78, "no snapshot is good"),
     ],
 )
@@ -171,6 +171,38 @@ def test_a_nan_in_the_weights_ends_the_run(
         assert ended == code and message in text
     # What nobody could go on from is not kept, and so pushes nothing good out.
     assert list((tmp_path / "run/checkpoints").iterdir()) == []
+
+
+def spoil_moments(config: RunConfig) -> tuple[int, str]:
+    """Infinities in a second moment before step 13: that weight stands still, no loss and no gradient shows it."""
+    trainer = trainer_of(config)
+    engine, real = trainer.engine, trainer.engine.train_step
+    spoilt = []
+
+    def train_step(*args: Any, **options: Any) -> Any:
+        if trainer.state.step == 12 and not spoilt and not engine._probing:
+            spoilt.append(True)
+            engine.optimizer_state()["0/exp_avg_sq"][:9] = math.inf
+        return real(*args, **options)
+
+    engine.train_step = train_step  # type: ignore[method-assign]
+    return trainer.train(), ""
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_moments_that_are_found_ill_in_a_save_are_undone(
+    asynchronous: bool, corpus: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    config = tiny(
+        corpus, run, stability={"snapshots": {"interval": 5}},
+        checkpoint={"interval": 14, "asynchronous": asynchronous},
+    )  # fmt: skip
+    assert run_ranks(1, spoil_moments, config) == [(0, "")]
+    events = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    (failed,) = [e for e in events if e["event"] == "checkpoint_failed"]
+    assert failed["step"] == 14 and "not finite" in failed["problem"]
+    assert [e["step"] for e in events if e["event"] == "checkpoint"] == [14, 20]
 
 
 @pytest.mark.parametrize("zero", [1, 3])

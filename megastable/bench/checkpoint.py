@@ -128,6 +128,7 @@ class Bench:
 
     def measure(self, rounds: int, say: Callable[[str], None]) -> Measurement:
         """Warm up, with the first save behind the steps, then so many rounds."""
+        self.behind.prepare()
         for _ in range(2):
             self._step()
         say("warming up")

@@ -85,7 +85,7 @@ def table(name: str, m: Measurement) -> Table:
     shown = Table(title=title, box=box.SIMPLE_HEAD)
     shown.add_column("what", no_wrap=True)
     for heading in ("median", "least", "most"):
-        shown.add_column(heading, justify="right")
+        shown.add_column(heading, justify="right", min_width=9)
     for key, meaning in MEANING.items():
         v = m.values[key]
         style = None if key != "share" else "bold green" if m.within else "bold red"

@@ -27,6 +27,7 @@ def load(checkpoint: Path, state: RunState, engine: Any) -> None:
     """
     check_model(checkpoint, engine.config.model)
     whole, topology = WholeState(checkpoint), engine.topology
+    whole.check_fits(engine.config.model)
 
     def read(fragment: Fragment, kind: str) -> Tensor:
         return whole.read(

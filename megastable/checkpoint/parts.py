@@ -101,7 +101,7 @@ def put_in_place(temporary: Path, state: RunState, model: ModelConfig, files: Fi
                 )
         contents = write_manifest(temporary, state, model, files)
         if (target / store.PINNED).exists():  # a person's wish outlives the checkpoint
-            shutil.copy2(target / store.PINNED, temporary / store.PINNED)
+            durable.write_file(temporary / store.PINNED, (target / store.PINNED).read_bytes())
         if target.exists():  # the same step again, after a return to an older checkpoint
             os.replace(target, replaced)
         os.replace(temporary, target)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError, model_validator
 from torch import Tensor
 
 from megastable.errors import CheckpointError
@@ -50,12 +50,22 @@ class Piece(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    dim: int | None
-    sections: tuple[int, ...]
-    shape: tuple[int, ...]
-    start: int
-    numel: int
+    dim: NonNegativeInt | None
+    sections: tuple[PositiveInt, ...]
+    shape: tuple[PositiveInt, ...]
+    start: NonNegativeInt
+    numel: PositiveInt
     statistics: dict[str, Statistics]
+
+    @model_validator(mode="after")
+    def _lies_in_its_shard(self) -> Self:
+        if self.end > math.prod(self.shape) or (self.dim is not None and self.dim >= len(self.shape)):
+            raise ValueError(f"a piece up to element {self.end} of {self.shape}, cut along {self.dim}")
+        return self
+
+    @property
+    def end(self) -> int:
+        return self.start + self.numel
 
     @property
     def placement(self) -> Placement:
@@ -68,9 +78,9 @@ class Pieces(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal[2] = FORMAT
-    rank: int
-    stage: int
-    tensor_rank: int
+    rank: NonNegativeInt
+    stage: NonNegativeInt
+    tensor_rank: NonNegativeInt
     kinds: tuple[str, ...]
     pieces: tuple[Piece, ...]
 

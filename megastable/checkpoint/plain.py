@@ -24,7 +24,6 @@ from megastable.model.gpt import GPT, Head, tied_head
 from megastable.parallel.layers import VocabParallelEmbedding
 from megastable.parallel.sharding import place, placement_of
 from megastable.parallel.topology import TensorParallel
-from megastable.report.told import visible
 
 
 class PlainModel(nn.Module):
@@ -91,7 +90,7 @@ def load_plain(
     # On no device: the initial weights are not drawn.
     with torch.device("meta"):
         gpt = GPT(run.model, TensorParallel(), recompute="none", seed=0)
-    _fill(gpt, path, dtype, torch.device(device))
+    _fill(gpt, run.model, path, dtype, torch.device(device))
     model = PlainModel(gpt, run, path, store.read_contents(path).step, hash_file(path / store.MANIFEST).xxh3)
     return model.eval()
 
@@ -140,24 +139,14 @@ def _others(folder: Path) -> str:
     return f"; there are {', '.join(names)}" if names else ""
 
 
-def _fill(gpt: GPT, checkpoint: Path, dtype: torch.dtype, device: torch.device) -> None:
+def _fill(gpt: GPT, model: ModelConfig, checkpoint: Path, dtype: torch.dtype, device: torch.device) -> None:
     """Give a model without weights those of a checkpoint."""
     whole = WholeState(checkpoint)
-    wanted = {placement_of(p).name for p in gpt.parameters()}
-    if unknown := sorted(set(whole.names) - wanted):
-        raise CheckpointError(
-            f"{checkpoint}: holds {visible(unknown[0])!r}, which the model of its recipe does not have: it belongs to "
-            "another model"
-        )
+    whole.check_fits(model)
     for module in gpt.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             placement = placement_of(parameter)
             weight = whole.tensor(placement.name, "weight")
-            if weight.shape != parameter.shape:
-                raise CheckpointError(
-                    f"{checkpoint}: {placement.name} is {tuple(weight.shape)}, in the recipe's model "
-                    f"{tuple(parameter.shape)}: it belongs to another model"
-                )
             try:
                 filled = nn.Parameter(weight.to(device, dtype))
             except torch.OutOfMemoryError as error:

@@ -40,7 +40,7 @@ from megastable.rng import rng_state
 
 log = logging.getLogger(__name__)
 
-SPARE = 1.25  # host memory that must be free for the copy, in copies
+SPARE = 1.5  # host memory that must be free for the copy, in copies: rewind points may still take a quarter
 
 
 class Savable(Protocol):
@@ -88,7 +88,6 @@ class _Job:
     temporary: Path
     copied: Copied
     random: dict[str, Any]
-    recipe: bytes
     begun: float
     blocked: float = 0.0
     stage: str = "writing"
@@ -107,7 +106,8 @@ class Saver:
         model: ModelConfig,
         recipe: Callable[[], bytes],
     ) -> None:
-        """folder: of the checkpoints; recipe: the run's frozen one, of which every checkpoint holds a copy."""
+        """folder: of the checkpoints; recipe: the run's frozen one, of which every checkpoint holds a copy; rank 0 asks
+        for it in its thread."""
         self.folder, self.config, self.recipe = folder, config, recipe
         self._engine, self._model = engine, model
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
@@ -116,7 +116,9 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._job: _Job | None = None
         self._spare: dict[str, Tensor] = {}
+        self._fetching: Future[dict[str, Tensor]] | None = None
         self.asynchronous: bool | None = None if config.asynchronous else False
+        self.began = 0.0  # when these processes began to train, unix seconds of rank 0
         self._note = ""
 
     # The face
@@ -131,6 +133,15 @@ class Saver:
         note, self._note = self._note, ""
         return note
 
+    def prepare(self) -> None:
+        """Before the first step: is there memory for a copy? Then it is fetched, so that the first save holds up the
+        steps no longer than later ones."""
+        if self.asynchronous is None:
+            self.asynchronous = self._has_room(self._engine.optimizer_state())
+        if self.asynchronous and not self._spare:
+            shapes = {f"{i}/{k}": m.shape for i, m in enumerate(self._engine.masters) for k in KINDS}
+            self._fetching = self._thread.submit(self._host.fetch, shapes, torch.float32)
+
     def begin(self, state: RunState) -> None:
         """Copy what `state` stands for, and begin to write it. No other save may be under way."""
         assert self._job is None, "the save before is not finished"
@@ -142,10 +153,12 @@ class Saver:
         state = state.model_copy(deep=True)
         state.adam_step, state.scaler = float(steps[0]) if steps else 0.0, self._engine.scaler
         big = {name: tensor for name, tensor in source.items() if not name.endswith("/step")}
+        if self._fetching is not None:
+            self._spare, self._fetching = self._fetching.result(), None
         copied = self._host.copy(big, self._spare) if self.asynchronous else Copied(big)
         self._spare = copied.tensors if self.asynchronous else {}
         temporary = self.folder / f"{SAVING}{store.name_of(state.step)}"
-        job = self._job = _Job(state, temporary, copied, rng_state(), self.recipe(), begun)
+        job = self._job = _Job(state, temporary, copied, rng_state(), begun)
         # A replica is written by the rank that counts it.
         held = [fragment for fragment in self._engine.flat_state().fragments if fragment.counted]
         job.writing = self._thread.submit(self._write, job, held)
@@ -234,9 +247,9 @@ class Saver:
             return _Part(problem=f"{type(error).__name__}: {error}".splitlines()[0])
 
     def _stage(self, staging: Staging, step: int) -> Path:
-        """The folder on the local disk, without what this rank left there of other steps."""
+        """The folder on the local disk, without what this rank left there before."""
         for other in staging.staged():
-            if other.part.rank == self._rank and other.part.step != step:
+            if other.part.rank == self._rank:
                 staging.drop(other.part.step, self._rank)
         folder = staging.folder(step)
         folder.mkdir(parents=True, exist_ok=True)
@@ -245,10 +258,12 @@ class Saver:
     def _seal(self, staging: Staging, job: _Job, files: Files, finite: bool) -> None:
         """From here on this rank's part survives its process."""
         if self._rank == 0:  # what a commit needs besides
-            files = files | write_head(staging.folder(job.state.step), job.state, job.recipe)
+            files = files | write_head(staging.folder(job.state.step), job.state, self.recipe())
         staging.seal(
-            Sealed(step=job.state.step, rank=self._rank, world=self._world, finite=finite, files=files)
-        )
+            Sealed(
+                step=job.state.step, rank=self._rank, world=self._world, began=self.began, finite=finite, files=files
+            )
+        )  # fmt: skip
 
     def _write_part(self, job: _Job, held: list[Fragment], folder: Path) -> tuple[Files, bool]:
         topology, kinds = self._engine.topology, KINDS if job.state.adam_step else KINDS[:1]
@@ -308,7 +323,7 @@ class Saver:
     def _commit(self, job: _Job, files: Files) -> Outcome:
         """Rank 0: the rest of the files, and the name; in its thread."""
         try:
-            files = files | write_head(job.temporary, job.state, job.recipe)
+            files = files | write_head(job.temporary, job.state, self.recipe())
             target, size = put_in_place(job.temporary, job.state, self._model, files)
         except OSError as error:
             shutil.rmtree(job.temporary, ignore_errors=True)

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from megastable import durable
 from megastable.checkpoint import store
-from megastable.checkpoint.files import FileRecord
+from megastable.checkpoint.files import FileRecord, hash_file
 from megastable.checkpoint.parts import Files, put_in_place
 from megastable.checkpoint.store import RECIPE, STATE
 from megastable.config import ModelConfig
@@ -31,7 +31,8 @@ CHUNK = 1 << 22  # bytes
 
 
 class Sealed(BaseModel):
-    """That one rank's part of a checkpoint lies here whole: its files, and how many ranks there were."""
+    """That one rank's part of a checkpoint lies here whole: its files, and how many ranks there were. began: unix
+    seconds, when the processes that wrote it began to train: only parts of the same ones belong together."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -39,6 +40,7 @@ class Sealed(BaseModel):
     step: int
     rank: int
     world: int
+    began: float
     finite: bool
     files: dict[str, FileRecord]
 
@@ -108,25 +110,33 @@ def upload(source: Path, files: dict[str, FileRecord], target: Path) -> None:
             os.fsync(go.fileno())
         if FileRecord(size=size, xxh3=digest.hexdigest()) != record:
             raise OSError(f"{source / name} is no longer what was written there")
+        if hash_file(target / name, from_disk=True) != record:
+            raise OSError(f"{target / name} reads back differently from what was written")
 
 
 def _seal(rank: int) -> str:
     return f"sealed-{rank:05d}.json"
 
 
-def recover(staging: Staging, folder: Path, model: ModelConfig) -> tuple[int, str] | None:
+def recover(staging: Staging, folder: Path, model: ModelConfig, since: float) -> tuple[int, str] | None:
     """At the start of a run, collective: bring over a checkpoint that lies on the hosts' local disks and is newer than
-    those that stand in `folder`. Its step, and why that did not work ("" when it did); None where there is none."""
-    rank, mine = dist.get_rank(), staging.staged()
-    everyone = gathered([(s.part.step, s.part.rank, s.part.world, s.part.finite) for s in mine])
+    those that stand in `folder`. Its step, and why that did not work ("" when it did); None where there is none.
+
+    since: when the run began to train first, unix seconds. What began before is of another run, which had this
+    directory before. Parts that are of no use are deleted.
+    """
+    rank, mine = dist.get_rank(), [s for s in staging.staged() if s.part.began >= since]
+    everyone = gathered([(s.part.step, s.part.began, s.part.rank, s.part.world, s.part.finite) for s in mine])
     newest = first(lambda: max((store.step_of(path) for path in store.newest_first(folder)), default=-1))
-    step = newest_complete(everyone, newest)
-    if step is None:
+    save = newest_complete(everyone, newest)
+    if save is None:
+        staging.clear()
         return None
+    step = save[0]
     holders: dict[int, int] = {}  # of a part: the first of today's ranks whose host has it
     for holder, found in enumerate(everyone):
-        for at, part, *_ in found:
-            if at == step:
+        for at, began, part, *_ in found:
+            if (at, began) == save:
                 holders.setdefault(part, holder)
     temporary = folder / f"{store.SAVING}{store.name_of(step)}"
 
@@ -135,7 +145,7 @@ def recover(staging: Staging, folder: Path, model: ModelConfig) -> tuple[int, st
         try:
             temporary.mkdir(exist_ok=True)
             for s in mine:
-                if s.part.step == step and holders[s.part.rank] == rank:
+                if (s.part.step, s.part.began) == save and holders[s.part.rank] == rank:
                     upload(s.folder, s.part.files, temporary)
                     files |= s.part.files
         except OSError as error:
@@ -155,20 +165,23 @@ def recover(staging: Staging, folder: Path, model: ModelConfig) -> tuple[int, st
 
     parts: list[tuple[Files, str]] = gathered(bring())
     problem = first(accept)
-    staging.clear()
+    if not problem:  # or the next start may find more room
+        staging.clear()
     return step, problem
 
 
-def newest_complete(seen: Sequence[Sequence[tuple[int, int, int, bool]]], newer_than: int) -> int | None:
-    """The newest step of which every part is on some host; None where there is none.
+def newest_complete(
+    seen: Sequence[Sequence[tuple[int, float, int, int, bool]]], newer_than: int
+) -> tuple[int, float] | None:
+    """(step, began) of the newest save of which every part is on some host; None where there is none.
 
-    seen: by rank, (step, part's rank, how many ranks there were, whether it is finite) of what lies on its host.
+    seen: by rank, (step, began, part's rank, how many ranks there were, whether it is finite) of what its host has.
     """
     parts = {part for found in seen for part in found if part[0] > newer_than}
-    for step in sorted({part[0] for part in parts}, reverse=True):
-        held = {(rank, world, finite) for at, rank, world, finite in parts if at == step}
+    for save in sorted({part[:2] for part in parts}, reverse=True):
+        held = [part[2:] for part in parts if part[:2] == save]
         worlds = {world for _, world, _ in held}
         complete = len(worlds) == 1 and {rank for rank, *_ in held} == set(range(*worlds))
         if complete and all(finite for *_, finite in held):
-            return step
+            return save
     return None

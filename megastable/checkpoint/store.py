@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import xxhash
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt
 
 from megastable import __version__, durable, rundir
 from megastable.checkpoint.files import FileRecord, hash_file
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST, STATE, RECIPE, LATEST = "manifest.json", "state.json", "recipe.yaml", "latest"
 HEALTH, PINNED = "health.json", "pinned.json"  # markers, see markers.py
+SEAL = b'"xxh3": "%s"'  # of a manifest: its last field
 SAVING = ".saving-"  # prefix of a checkpoint that is being written
 FREE = {
     key.removeprefix("model.") for key in rundir.FREE
@@ -73,14 +75,14 @@ class RunState(BaseModel):
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     format: Literal[2] = FORMAT
-    step: int = 0
-    updates: int = 0
-    cursor: int = 0
-    tokens: int = 0
+    step: NonNegativeInt = 0
+    updates: NonNegativeInt = 0
+    cursor: NonNegativeInt = 0
+    tokens: NonNegativeInt = 0
     seconds: float = 0.0
-    discards_in_a_row: int = 0
-    adam_step: float = 0.0
-    scaler: dict[str, Any] = {}
+    discards_in_a_row: NonNegativeInt = 0
+    adam_step: FiniteFloat = 0.0
+    scaler: dict[str, bool | int | float] = {}
     first_loss: float | None = None
     recent_losses: list[float] = []
     order_fingerprint: str
@@ -100,7 +102,7 @@ class Contents(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     format: Literal[2] = FORMAT
-    step: int
+    step: NonNegativeInt
     files: dict[str, FileRecord]
     fingerprints: dict[str, str] = {}
     versions: dict[str, str] = {}
@@ -119,14 +121,14 @@ class Contents(BaseModel):
 
     def sealed(self) -> bytes:
         """As it is written: with its own checksum."""
-        return self.model_copy(update={"xxh3": self._hash()}).model_dump_json(indent=1).encode()
+        text = self.model_copy(update={"xxh3": ""}).model_dump_json(indent=1).encode()
+        head, _, tail = text.rpartition(SEAL % b"")
+        return head + SEAL % xxhash.xxh3_128_hexdigest(text).encode() + tail
 
-    def _hash(self) -> str:
-        return xxhash.xxh3_128_hexdigest(self.model_copy(update={"xxh3": ""}).model_dump_json().encode())
-
-    @property
-    def is_itself(self) -> bool:
-        return self.xxh3 == self._hash()
+    def seals(self, text: bytes) -> bool:
+        """Whether `text`, which this was read from, is just what was written."""
+        head, found, tail = text.rpartition(SEAL % self.xxh3.encode())
+        return bool(found) and xxhash.xxh3_128_hexdigest(head + SEAL % b"" + tail) == self.xxh3
 
 
 def name_of(step: int) -> str:
@@ -201,10 +203,14 @@ def point_latest(folder: Path) -> None:
 
 
 def restore_rng(checkpoint: Path) -> None:
-    """Set this rank's random states from a checkpoint, where it has some for this rank."""
+    """Set this rank's random states from a checkpoint, where it has some for this rank. Raises CheckpointError."""
     path = checkpoint / f"rng-{dist.get_rank():05d}.pt"
-    if path.exists():
+    if not path.exists():
+        return
+    try:
         set_rng_state(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:  # torch raises whatever an odd file leads it to
+        raise CheckpointError(f"{path}: no random states ({type(error).__name__})") from None
 
 
 # Finding one again
@@ -227,17 +233,17 @@ def newest_first(folder: Path) -> list[Path]:
 def read_contents(checkpoint: Path) -> Contents:
     """manifest.json of a checkpoint. Raises CheckpointError when it is missing, damaged or not one."""
     path = checkpoint / MANIFEST
-    if not path.exists():
+    if not os.path.isfile(path):  # it may be anything that a folder can hold
         foreign = sorted(checkpoint.glob("*_states.pt")) or sorted(checkpoint.glob("mp_rank_*"))
         if foreign:
             raise CheckpointError(
                 f"{path}: missing, and {foreign[0].name} is there: a checkpoint of DeepSpeed or Megatron themselves? "
                 "`python tools/checkpoint.py --help` says how to import one"
             )
-        raise CheckpointError(f"{path}: missing: the save did not finish")
+        raise CheckpointError(f"{path}: missing, or not to be read: the save did not finish")
     contents = _read(path, Contents)
     assert isinstance(contents, Contents)
-    if not contents.is_itself:
+    if not contents.seals(path.read_bytes()):
         raise CheckpointError(f"{path}: damaged (its checksum is not its own)")
     return contents
 
@@ -251,6 +257,8 @@ def read_state(checkpoint: Path) -> RunState:
 
 def _read(path: Path, model: type[BaseModel]) -> BaseModel:
     try:
+        if not os.path.isfile(path):  # a pipe would be waited for
+            raise OSError("not there, or not a file")
         tree = json.loads(path.read_text(encoding="utf-8"))
         version = tree.get("format") if isinstance(tree, dict) else None
         if isinstance(version, int) and version > FORMAT:
@@ -293,32 +301,42 @@ def _problems(checkpoint: Path, part: int, parts: int) -> Iterator[str]:
         yield f"{checkpoint / MANIFEST}: weights or moments are not finite"
     if STATE not in contents.files:
         yield f"{checkpoint / MANIFEST}: does not name {STATE}"
-    for name in sorted(os.listdir(checkpoint)):
+    for name in _listed(checkpoint):
         if PARTS.fullmatch(name) and name not in contents.files:
             yield f"{checkpoint / name}: not in the manifest: of another checkpoint"
     # The largest first: the ranks get about the same to read.
     by_size = sorted(contents.files.items(), key=lambda item: (-item[1].size, item[0]))
     for name, record in by_size[part::parts]:
         path = checkpoint / name
-        if "/" in name or name in ("", ".", ".."):
+        if "/" in name or "\0" in name or name in ("", ".", ".."):
             yield f"{checkpoint / MANIFEST}: names {visible(name)!r}, which is no file of a checkpoint"
             continue
         try:
-            size = path.stat().st_size
+            found = path.stat()
+            if not stat.S_ISREG(found.st_mode):  # a pipe or device would be read for ever
+                raise OSError("not a file")
+            size = found.st_size
             # Of another size it may still be another file of this checkpoint.
-            found = hash_file(path) if any(size == r.size for r in contents.files.values()) else None
+            mine = hash_file(path) if any(size == r.size for r in contents.files.values()) else None
         except OSError as error:
             yield f"{path}: {error.strerror or error}"
             continue
-        if found == record:
+        if mine == record:
             continue
-        other = next((n for n, r in contents.files.items() if r == found), None)
+        other = next((n for n, r in contents.files.items() if r == mine), None)
         if other is not None:
             yield f"{path}: its checksum is not the manifest's: it is what {other} should be: swapped"
         elif size != record.size:
             yield f"{path}: {size} bytes, the manifest says {record.size}: cut off or changed"
         else:
             yield f"{path}: its checksum is not the manifest's: damaged, or of another checkpoint"
+
+
+def _listed(checkpoint: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(checkpoint))
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint} cannot be read: {error.strerror}") from None
 
 
 def newest_good(folder: Path) -> tuple[Path | None, dict[str, str]]:

@@ -7,22 +7,24 @@ universal checkpoint does the same after a conversion on the disk, for layouts t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megastable import recipe
 from megastable.checkpoint import store
 from megastable.checkpoint.pieces import Piece, entry_name, read_pieces
+from megastable.checkpoint.reader import Reader
 from megastable.config import ModelConfig, RunConfig
 from megastable.errors import CheckpointError
+from megastable.flatstate import KINDS
 from megastable.model.gpt import GPT
 from megastable.parallel.sharding import Placement, placement_of, shard, unshard
 from megastable.parallel.topology import TensorParallel
+from megastable.report.told import visible
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,9 @@ def run_of(checkpoint: Path) -> RunConfig:
 class WholeState:
     """Weights and moments of a checkpoint, by name and kind ("weight", "exp_avg", "exp_avg_sq"); fp32 on the CPU.
 
-    Files are mapped, not read whole; memory is that of the tensor that is asked for. They are not compared with the
-    manifest here: `store.verify` does that. Raises CheckpointError for holes, and for what cannot be read.
+    Files are not read whole; memory is that of the tensor that is asked for. They are not compared with the
+    manifest here: `store.verify` does that. Raises CheckpointError for pieces that do not make up whole tensors, and
+    for what cannot be read.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -73,7 +76,12 @@ class WholeState:
         parts = {name: read_pieces(checkpoint / name) for name in contents.parts}
         if not any(part.pieces for part in parts.values()):
             raise CheckpointError(f"{checkpoint}: holds no weights")
-        self.kinds: tuple[str, ...] = next(part.kinds for part in parts.values() if part.pieces)
+        kinds = {part.kinds for part in parts.values() if part.pieces}
+        if not kinds <= {KINDS, KINDS[:1]} or len(kinds) > 1:
+            raise CheckpointError(
+                f"{checkpoint}: its ranks hold {visible(sorted(kinds), 200)}: not parts of one checkpoint"
+            )
+        (self.kinds,) = kinds
         self._held: dict[str, dict[int, list[tuple[str, Piece]]]] = {}
         for name, part in parts.items():
             file = name.removesuffix(".json") + ".safetensors"
@@ -82,8 +90,10 @@ class WholeState:
         for by_rank in self._held.values():
             for held in by_rank.values():
                 held.sort(key=lambda item: item[1].start)
-        self._files: dict[str, Any] = {}
-        self._last: tuple[tuple[str, str, int], Tensor] | None = None
+        for name in self._held:
+            self._check(name)
+        self._files: dict[str, Reader] = {}
+        self._last: tuple[tuple[str, str, int, int], Tensor] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -102,8 +112,23 @@ class WholeState:
         piece = self._any(name)
         shape = list(piece.shape)
         if piece.dim is not None:
-            shape[piece.dim] *= self._tensor_size(name)
+            shape[piece.dim] *= len(self._of(name))
         return tuple(shape)
+
+    def check_fits(self, model: ModelConfig) -> None:
+        """Raises CheckpointError where this does not hold exactly the parameters of `model`."""
+        wanted = parameters(model)
+        if unknown := sorted(set(self._held) - set(wanted)):
+            raise CheckpointError(
+                f"{self.checkpoint}: holds {visible(unknown[0], 200)!r}, which the recipe's model does not have: it "
+                "belongs to another model"
+            )
+        for name, of in wanted.items():
+            if (self.shape(name), self.placement(name)) != (of.shape, of.placement):
+                raise CheckpointError(
+                    f"{self.checkpoint}: {name} is {self.shape(name)}, in the recipe's model {of.shape}: it belongs to "
+                    "another model"
+                )
 
     def pieces(self, name: str) -> list[Piece]:
         return [piece for held in self._of(name).values() for _, piece in held]
@@ -121,12 +146,11 @@ class WholeState:
         piece = self._any(name)
         if piece.dim is None:
             return self._range(name, kind, 0, start, numel)
-        if self._tensor_size(name) == size:
+        if len(self._of(name)) == size:
             return self._range(name, kind, rank, start, numel)
-        key = (name, kind, size)
-        if (
-            self._last is None or self._last[0] != key
-        ):  # a shard is often asked for in ranges, one after the other
+        key = (name, kind, rank, size)
+        # A shard is often asked for in ranges, one after the other.
+        if self._last is None or self._last[0] != key:
             mine = shard(self.tensor(name, kind), piece.placement, rank, size)
             self._last = (key, mine.flatten())
         return self._last[1][start : start + numel]
@@ -142,42 +166,44 @@ class WholeState:
     def _any(self, name: str) -> Piece:
         return next(iter(self._of(name).values()))[0][1]
 
-    def _tensor_size(self, name: str) -> int:
-        held = self._of(name)
-        if set(held) != set(range(len(held))):
-            raise CheckpointError(f"{self.checkpoint}: {name!r} is there of tensor ranks {sorted(held)} only")
-        return len(held)
+    def _check(self, name: str) -> None:
+        """That the pieces of a parameter make up one tensor, each element once."""
+        by_rank, piece = self._of(name), self._any(name)
+        fit = set(by_rank) == set(range(1 if piece.dim is None else len(by_rank)))
+        if piece.dim is not None:
+            whole = len(by_rank) * piece.shape[piece.dim]
+            fit &= sum(piece.sections) == whole and not any(s % len(by_rank) for s in piece.sections)
+        for held in by_rank.values():
+            ends = [0, *(other.end for _, other in held)]
+            fit &= [other.start for _, other in held] == ends[:-1] and ends[-1] == math.prod(piece.shape)
+            fit &= all((p.placement, p.shape) == (piece.placement, piece.shape) for _, p in held)
+        if not fit:
+            raise CheckpointError(
+                f"{self.checkpoint}: the pieces of {visible(name, 200)!r} do not make up one tensor: some are missing, "
+                "there twice or of another one"
+            )
 
     def _shard(self, name: str, kind: str, rank: int) -> Tensor:
         shape = self._of(name)[rank][0][1].shape
-        return self._range(name, kind, rank, 0, torch.Size(shape).numel()).view(shape)
+        return self._range(name, kind, rank, 0, math.prod(shape)).view(shape)
 
     def _range(self, name: str, kind: str, rank: int, start: int, numel: int) -> Tensor:
         """Elements of the flattened shard of one tensor rank of the checkpoint."""
-        found, at = [], start
-        for file, piece in self._of(name).get(rank, []):
-            first, end = max(at, piece.start), min(start + numel, piece.start + piece.numel)
-            if first == at and first < end:
-                found.append(
-                    self._slice(file, entry_name(kind, name), first - piece.start, end - piece.start)
-                )
-                at = end
-        if at != start + numel:
-            raise CheckpointError(
-                f"{self.checkpoint}: {name!r} ({kind}) has no elements {at} to {start + numel} of tensor rank {rank}"
-            )
-        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
+        found = []
+        for file, piece in self._of(name)[rank]:
+            first, end = max(start, piece.start), min(start + numel, piece.end)
+            if first < end:
+                entry = entry_name(kind, name)
+                found.append(self._slice(file, entry, first - piece.start, end - piece.start))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _slice(self, file: str, entry: str, start: int, end: int) -> Tensor:
-        path = self.checkpoint / file
-        try:
-            if file not in self._files:
-                self._files[file] = safe_open(path, "pt")
-            tensor: Tensor = self._files[file].get_slice(entry)[start:end]
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: {entry} cannot be read: {str(error).splitlines()[0]}") from None
-        if tensor.shape != (end - start,) or tensor.dtype != torch.float32:
+        if file not in self._files:
+            self._files[file] = Reader(self.checkpoint / file)
+        there = self._files[file]
+        held = there.entries.get(entry)
+        if held is None or held.kind != "F32" or len(held.shape) != 1 or held.shape[0] < end:
             raise CheckpointError(
-                f"{path}: {entry} is {tensor.dtype} {tuple(tensor.shape)}: not what was written"
+                f"{there.path}: {visible(entry, 200)} is not there as it was written: a part of another checkpoint"
             )
-        return tensor
+        return there.flat(entry, start, end)

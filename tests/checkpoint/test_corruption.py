@@ -47,7 +47,7 @@ def truncated(files: Files, older: Files, dice: Random) -> Files:
 
 def extended(files: Files, older: Files, dice: Random) -> Files:
     name = dice.choice(sorted(files))
-    more = dice.choice([bytes(PAGE), b"\0", dice.randbytes(dice.randint(1, 100)) + b"\0", files[name]])
+    more = dice.choice([bytes(PAGE), b"\0", b"\n", dice.randbytes(dice.randint(1, 100)) + b"\0", files[name]])
     return files | {name: files[name] + more}
 
 

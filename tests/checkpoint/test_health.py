@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from megastable.checkpoint.health import Trend
+from megastable.rundir import RunDirectory
+from tests.conftest import tiny
+from tests.distributed import run_ranks
+from tests.test_failures import batch, train
 
 
 def run(trend: Trend, first: int, last: int, calm: bool = True) -> dict[int, list[int]]:
@@ -183,3 +189,19 @@ class AgainstMemory(RuleBasedStateMachine):
 
 TestAgainstMemory = AgainstMemory.TestCase
 TestAgainstMemory.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def test_a_checkpoint_that_had_to_make_room_is_not_missed(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of those that are saved faster than they can prove themselves only one is kept for that: it alone is marked."""
+    config = tiny(
+        corpus, tmp_path / "run", train=batch(), stability={"enabled": False},
+        checkpoint={"interval": 2, "keep": 1, "healthy_after": 9, "asynchronous": False},
+    )  # fmt: skip
+    assert run_ranks(1, train, config) == [(0, "")]
+    assert [e["name"] for e in RunDirectory(tmp_path / "run").events("checkpoint_healthy")] == [
+        "step-2",
+        "step-10",
+    ]
+    assert "WARNING: /" not in capfd.readouterr().out

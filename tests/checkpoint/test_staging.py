@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,11 @@ from megastable import errors
 from megastable.checkpoint import store
 from megastable.checkpoint.files import write_file
 from megastable.checkpoint.staging import Sealed, Staging, newest_complete, upload
+from megastable.config import RunConfig
 from megastable.rundir import RunDirectory
 from tests.conftest import tiny
 from tests.distributed import run_ranks
-from tests.test_failures import batch, train
+from tests.test_failures import batch, keep_files_small, train
 from tests.test_resume import identical
 
 
@@ -87,7 +89,7 @@ def test_a_part_without_all_of_its_files_is_none(tmp_path: Path) -> None:
     staging = Staging(tmp_path / "disk", tmp_path / "run")
     staging.folder(5).mkdir(parents=True)
     record = write_file(staging.folder(5) / "rank-00000.json", b"{}")
-    seal = partial(Sealed, step=5, world=2, finite=True)
+    seal = partial(Sealed, step=5, world=2, began=0.0, finite=True)
     staging.seal(seal(rank=0, files={"rank-00000.json": record}))
     staging.seal(seal(rank=1, files={"rank-00001.json": record}))
     assert [s.part.rank for s in staging.staged()] == [0]
@@ -97,25 +99,73 @@ def test_a_part_without_all_of_its_files_is_none(tmp_path: Path) -> None:
     assert not staging.folder(5).exists()
 
 
+Part = tuple[int, float, int, int, bool]
 PARTS = st.lists(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 3), st.booleans()), max_size=6),
+    st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.sampled_from([1.0, 2.0]),
+            st.integers(0, 2),
+            st.integers(1, 3),
+            st.booleans(),
+        ),
+        max_size=8,
+    ),
     max_size=3,
 )
 
 
 @given(PARTS, st.integers(-1, 2))
-def test_only_a_complete_and_finite_step_is_taken(
-    seen: list[list[tuple[int, int, int, bool]]], newer_than: int
-) -> None:
-    step = newest_complete(seen, newer_than)
+def test_only_a_complete_and_finite_save_is_taken(seen: list[list[Part]], newer_than: int) -> None:
+    save = newest_complete(seen, newer_than)
 
-    def complete(at: int) -> bool:
-        held = [part for found in seen for part in found if part[0] == at]
+    def complete(at: int, began: float) -> bool:
+        held = [part[2:] for found in seen for part in found if part[:2] == (at, began)]
         return (
             bool(held)
-            and len({world for _, _, world, _ in held}) == 1
-            and sorted({rank for _, rank, _, _ in held}) == list(range(held[0][2]))
+            and len({world for _, world, _ in held}) == 1
+            and sorted({rank for rank, _, _ in held}) == list(range(held[0][1]))
             and all(finite for *_, finite in held)
         )
 
-    assert step == max((at for at in range(4) if at > newer_than and complete(at)), default=None)
+    saves = [
+        (at, began) for at in range(4) for began in (1.0, 2.0) if at > newer_than and complete(at, began)
+    ]
+    assert save == max(saves, default=None)
+
+
+def test_parts_of_one_step_that_two_starts_wrote_are_no_checkpoint() -> None:
+    """Both verify, and are of two pasts: after a rewind the same step may follow from other data."""
+    assert newest_complete([[(10, 1.0, 0, 2, True)], [(10, 2.0, 1, 2, True)]], -1) is None
+
+
+def test_a_new_run_in_the_directory_of_an_old_one_takes_nothing_of_it(corpus: Path, tmp_path: Path) -> None:
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    config = tiny(corpus, run, train=batch(), checkpoint={"interval": 15, "staging": disk})
+    with pytest.raises(AssertionError):
+        run_ranks(1, train, config, kill_in_the_upload)
+    assert Staging(disk, run).staged()
+    shutil.rmtree(run)
+    assert run_ranks(1, train, config) == [(0, "")]
+    assert not list(RunDirectory(run).events("checkpoint_recovered", "resumed"))
+    assert not list(disk.rglob("*.safetensors"))
+
+
+def train_with_small_files(config: RunConfig) -> tuple[int, str]:
+    keep_files_small(20_000)
+    return train(config)
+
+
+def test_what_cannot_be_brought_over_now_is_kept_for_the_next_start(corpus: Path, tmp_path: Path) -> None:
+    """The shared directory may be full: the only copy of the newest checkpoint is not the thing to delete."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    config = tiny(corpus, run, train=batch(), checkpoint={"interval": 15, "staging": disk})
+    with pytest.raises(AssertionError):
+        run_ranks(1, train, config, kill_in_the_upload)
+    full = tiny(
+        corpus, run, train=batch(steps=1), checkpoint={"interval": 0, "at_end": False, "staging": disk}
+    )
+    run_ranks(1, train_with_small_files, full)
+    assert run_ranks(1, train, config) == [(0, "")]
+    events = list(RunDirectory(run).events("checkpoint_recovered"))
+    assert [bool(e["problem"]) for e in events] == [True, False]
