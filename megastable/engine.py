@@ -47,6 +47,7 @@ from megastable.config import OptimizerConfig, RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.errors import ConfigError
 from megastable.flatstate import FlatState, Fragment
+from megastable.hostcopy import Filled
 from megastable.model import gpt
 from megastable.model.loss import LossFunction
 from megastable.parallel.pipeline import partition
@@ -264,7 +265,7 @@ class Engine:
         self._judge: Judge | None = None
         self._votes: Callable[[], Sequence[float]] = tuple
         self._probing = False
-        self._copies: list[torch.cuda.Event] = []
+        self._copies: list[Filled | torch.cuda.Event] = []
         self.probe = Probe(self.ds.module, topology, self.tp, self.device)
         self.measured: Measured | None = None
         self.applied = False
@@ -361,9 +362,7 @@ class Engine:
             flat = self.flat_state()
             self.probe.gradients(flat, self._gradients(flat), scale)
         assert self._judge is not None
-        for copied in self._copies:
-            torch.cuda.current_stream().wait_event(copied)
-        self._copies.clear()
+        self._wait_for_copies()
         if self._judge(self.measured):
             self._step(lr_kwargs, known)
         elif self.measured.overflow and not self._probing:
@@ -470,6 +469,7 @@ class Engine:
     @torch.no_grad()
     def restore_optimizer_state(self, saved: dict[str, Tensor]) -> None:
         """Bring masters and Adam's state to `saved`, in place; afterwards `refresh_weights`. Gradients are dropped."""
+        self._wait_for_copies()
         inner = self.optimizer.optimizer
         for index, master in enumerate(self.masters):
             wanted = {name.split("/", 1)[1]: t for name, t in saved.items() if name.startswith(f"{index}/")}
@@ -510,9 +510,17 @@ class Engine:
         for name in saved.keys() & self.scaler.keys():
             setattr(self.optimizer.loss_scaler, name, saved[name])
 
-    def hold_updates(self, until: torch.cuda.Event) -> None:
-        """The next update waits, on the GPU, for `until`: what it overwrites is still being copied."""
+    def hold_updates(self, until: Filled | torch.cuda.Event) -> None:
+        """The next update waits, on the GPU or for a thread, for `until`: what it overwrites is still being copied."""
         self._copies.append(until)
+
+    def _wait_for_copies(self) -> None:
+        for until in self._copies:
+            if isinstance(until, Filled):
+                until.synchronize()
+            else:
+                torch.cuda.current_stream().wait_event(until)
+        self._copies.clear()
 
     def flat_state(self) -> FlatState:
         """Masters and moments of this rank by parameter; see flatstate.py. Views: what is written there counts."""

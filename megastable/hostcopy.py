@@ -1,12 +1,15 @@
 """Copies of tensors in host memory, without holding up the step more than it must.
 
-On a GPU the copies run on a stream of their own into pinned memory, and the next update waits for them there, not the
-host. Snapshots and checkpoints both begin with one.
+Nothing but an update overwrites what is copied. So the copy may go on through the next forward and backward pass, and
+whoever updates waits for it: on a GPU the copies run on a stream of their own into pinned memory, and the update waits
+there, not the host; without a GPU they run in a thread. Snapshots and checkpoints both begin with one.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,24 +17,48 @@ import torch
 from torch import Tensor
 
 
+class Filled:
+    """When a thread has filled the copies. waited: seconds that `synchronize` took, in all."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future, self.waited = future, 0.0
+
+    def synchronize(self) -> None:
+        """Until they are filled, or could not be: whoever reads them hears of that (`Copied.wait`)."""
+        begun = time.perf_counter()
+        wait((self._future,))
+        self.waited += time.perf_counter() - begun
+
+    def result(self) -> None:
+        self._future.result()
+
+
 @dataclass(frozen=True)
 class Copied:
-    """tensors: on the CPU; on a GPU they are complete only after `wait`."""
+    """tensors: on the CPU, complete only after `wait`. done: a `Filled`, a CUDA event, or None for what is complete."""
 
     tensors: dict[str, Tensor]
     done: Any = None
 
     def wait(self) -> None:
-        """Until all is there; from any thread."""
-        if self.done is not None:
+        """Until all is there; from any thread. Raises what kept a thread from copying."""
+        if isinstance(self.done, Filled):
+            self.done.result()
+        elif self.done is not None:
             self.done.synchronize()
+
+    @property
+    def waited(self) -> float:
+        """Seconds that an update waited, on the host."""
+        return self.done.waited if isinstance(self.done, Filled) else 0.0
 
 
 class HostCopy:
-    """Copies what it is given. hold: told (on a GPU) the event that whoever overwrites the originals must wait for."""
+    """Copies what it is given. hold: told what whoever overwrites the originals must wait for; thread: where to copy
+    without a GPU, None = at once."""
 
-    def __init__(self, hold: Callable[[Any], None]) -> None:
-        self._hold = hold
+    def __init__(self, hold: Callable[[Any], None], thread: Executor | None = None) -> None:
+        self._hold, self._thread = hold, thread
         self._stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
 
     def copy(self, source: dict[str, Tensor], spare: dict[str, Tensor]) -> Copied:
@@ -43,16 +70,23 @@ class HostCopy:
                 return old
             return torch.empty_like(tensor, device="cpu", pin_memory=self._stream is not None)
 
-        copies = {name: place(name, tensor.detach()) for name, tensor in source.items()}
-        if self._stream is None:
-            for name, tensor in source.items():
-                copies[name].copy_(tensor.detach())
+        originals = {name: tensor.detach() for name, tensor in source.items()}
+        copies = {name: place(name, tensor) for name, tensor in originals.items()}
+
+        def fill() -> None:
+            for name, tensor in originals.items():
+                copies[name].copy_(tensor, non_blocking=True)
+
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                fill()
+            done: Any = self._stream.record_event()
+        elif self._thread is not None:
+            done = Filled(self._thread.submit(fill))
+        else:
+            fill()
             return Copied(copies)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for name, tensor in source.items():
-                copies[name].copy_(tensor.detach(), non_blocking=True)
-        done = self._stream.record_event()
         self._hold(done)
         return Copied(copies, done)
 
@@ -64,6 +98,6 @@ class HostCopy:
         }
 
     def synchronize(self) -> None:
-        """Until all copies are complete."""
+        """Until all copies to pinned memory are complete."""
         if self._stream is not None:
             self._stream.synchronize()

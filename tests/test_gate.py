@@ -12,6 +12,7 @@ import torch
 
 from megastable import records
 from megastable.config import RunConfig
+from megastable.data.skips import Skips
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 
@@ -305,3 +306,38 @@ def test_a_refused_batch_is_as_one_never_seen(
         assert one["state"].keys() == other["state"].keys()
         for key, value in one["state"].items():
             assert torch.equal(value, other["state"][key]), key
+
+
+def save_slowly(config: RunConfig) -> tuple[bool, float]:
+    """Save, with a copy that takes half a second, and update meanwhile: is what was saved that of before the update?"""
+    import time
+
+    from megastable.checkpoint.whole import WholeState
+    from megastable.flatstate import KINDS
+
+    trainer = trainer_of(config)
+    engine, saver = trainer.engine, trainer.checkpoints.saver
+    batch = next(trainer._loader(trainer.corpora.train, Skips.of([]), 0)).micro_batches
+    for _ in range(2):
+        engine.train_step(batch, 1e-3, lambda _: True)
+    before = {
+        kind: {name: t.clone() for name, t in engine.flat_state().shards(kind).items()} for kind in KINDS
+    }
+    saver._thread.submit(time.sleep, 0.5)
+    saver.begin(trainer.state)
+    _, applied = engine.train_step(batch, 1e-3, lambda _: True, saver.votes)
+    assert applied
+    outcome = saver.finish()
+    assert outcome is not None and outcome.path is not None, outcome
+    whole = WholeState(outcome.path)
+    after = engine.flat_state().shards("weight")
+    same = all(torch.equal(whole.tensor(n, k), t) for k, held in before.items() for n, t in held.items())
+    return same and not torch.equal(
+        after["embedding.weight"], before["weight"]["embedding.weight"]
+    ), outcome.blocked
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_an_update_waits_for_a_copy_that_a_save_still_makes(zero: int, corpus: Path, tmp_path: Path) -> None:
+    for exact, blocked in run_ranks(2, save_slowly, tiny(corpus, tmp_path / "run", parallel={"zero": zero})):
+        assert exact and blocked > 0.2  # what the update waited counts as what the steps waited

@@ -111,9 +111,9 @@ class Saver:
         self.folder, self.config, self.recipe = folder, config, recipe
         self._engine, self._model = engine, model
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._host = HostCopy(engine.hold_updates)
         self._staging = Staging(config.staging, folder.parent) if config.staging is not None else None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._host = HostCopy(engine.hold_updates, self._thread)
         self._job: _Job | None = None
         self._spare: dict[str, Tensor] = {}
         self._fetching: Future[dict[str, Tensor]] | None = None
@@ -184,7 +184,7 @@ class Saver:
         elif job.stage == "committing" and settled:
             outcome = self._settled(job)
         job.blocked += time.perf_counter() - begun
-        return replace(outcome, blocked=job.blocked) if outcome is not None else None
+        return replace(outcome, blocked=job.blocked + job.copied.waited) if outcome is not None else None
 
     def finish(self) -> Outcome | None:
         """Wait for the save that is under way; its outcome. None when there is none."""
@@ -193,7 +193,8 @@ class Saver:
             return None
         outcome = self._all_written(job) if job.stage == "writing" else None
         outcome = outcome or self._settled(job)
-        return replace(outcome, blocked=job.blocked + time.perf_counter() - begun)
+        blocked = job.blocked + job.copied.waited + time.perf_counter() - begun
+        return replace(outcome, blocked=blocked)
 
     def close(self) -> None:
         """When no save is under way and none will come: wait for what the thread still has to clear away."""
