@@ -224,7 +224,15 @@ class Bench:
         self._stood(outcome)
         alone += [self._step()[0] for _ in range(STEPS)]
         self.samples["step"].append(statistics.median(alone))
-        found = {"blocked": begin + heard, "begin": begin, "heard": heard, "stands": stands}
+        # The first update waits for what is left of the copy.
+        update = max(0.0, outcome.blocked - begin - heard)
+        found = {
+            "blocked": begin + heard + update,
+            "begin": begin,
+            "update": update,
+            "heard": heard,
+            "stands": stands,
+        }
         found |= {"step behind": statistics.median(steps), "steps": sum(steps), "count": len(steps)}
         for name, value in found.items():
             self.samples[name].append(value)
@@ -278,8 +286,8 @@ class Bench:
 
         each("share", lambda b, w: 100 * b / w, "blocked", "waiting")
         each("slower", lambda b, a: 100 * (b / a - 1), "step behind", "step")
-        each("added", lambda b, t, n, a: b + t - n * a, "blocked", "steps", "count", "step")
-        for name in ("begin", "heard"):
+        each("added", lambda b, h, t, n, a: b + h + t - n * a, "begin", "heard", "steps", "count", "step")
+        for name in ("begin", "update", "heard"):
             s[name] = [1e3 * value for value in s[name]]
         each("write to copy", lambda w, c: c / w, "writing", "copying")
         each("save to copy", lambda w, c: c / w, "waiting", "copying")

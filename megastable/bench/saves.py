@@ -18,6 +18,7 @@ MEANING = {
     "blocked": "one behind them: what they wait, s",
     "share": f"  of the former, % (limit {100 * LIMIT:g})",
     "begin": "  at its beginning, ms",
+    "update": "  in the first update, for the copy, ms",
     "heard": "  in the steps after it, ms",
     "stands": "until it stands, s",
     "step": "a step, nothing behind it, s",
