@@ -77,11 +77,11 @@ def from_hf(
 
 @app.command(epilog=EXAMPLES)
 @user_errors()
-def check(checkpoint: Checkpoint, folder: Folder, as_json: Json = False) -> None:
+def check(checkpoint: Checkpoint, folder: Folder, accept: Accept = None, as_json: Json = False) -> None:
     """Compare logits on random tokens and on text, and all tensors; ends with 1 unless they are the same."""
     from megastable.checkpoint.huggingface import command
 
-    command.check(checkpoint, folder, as_json)
+    command.check(checkpoint, folder, accept or [], as_json)
 
 
 if __name__ == "__main__":

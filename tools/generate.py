@@ -55,6 +55,7 @@ def generate(
         Literal["fp32", "bf16", "fp16"] | None, typer.Option(show_default="fp32 on a CPU, else the run's")
     ] = None,
     device: Annotated[str | None, typer.Option(show_default="cuda where there is one, else cpu")] = None,
+    accept: Annotated[list[str] | None, typer.Option(help="A key of config.json that does not matter")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Texts, tokens and log-probabilities, for machines")] = False,
 ) -> None:  # fmt: skip
     """See the module."""
@@ -68,7 +69,7 @@ def generate(
 
     sampling = Sampling(temperature, top_k, top_p)
     wishes = Wishes(sampling, max_tokens, number, seed, tuple(stop or ()), past_eod, document_start)
-    talk = Talk(open_speaker(checkpoint, tokenizer, dtype, device), wishes)
+    talk = Talk(open_speaker(checkpoint, tokenizer, dtype, device, accept or ()), wishes)
     console = Console(highlight=False)
     if text is not None:
         talk.once(text, console, as_json)

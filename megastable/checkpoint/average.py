@@ -17,7 +17,8 @@ from torch import Tensor
 from megastable.checkpoint import store
 from megastable.checkpoint.diff import Tensors, field_differences
 from megastable.checkpoint.pieces import CHUNK
-from megastable.checkpoint.reshaping import Made, ledgers_of, refuse_existing, write_run_of
+from megastable.checkpoint.reshaping import Made, ledgers_of, write_run_of
+from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.checkpoint.writing import origin_of
 from megastable.errors import CheckpointError, ConfigError

@@ -15,10 +15,11 @@ from typing import Any
 
 from megastable import deepspeed_config, recipe
 from megastable.checkpoint import store
+from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.checkpoint.writing import Whole, origin_of, write_run
 from megastable.config import RunConfig
-from megastable.errors import CheckpointError, ConfigError
+from megastable.errors import ConfigError
 from megastable.parallel.topology import Layout
 
 
@@ -121,13 +122,3 @@ def ledgers_of(checkpoint: Path) -> Path | None:
     return (
         run if checkpoint.resolve().parent.name == "checkpoints" and (run / "recipe.yaml").is_file() else None
     )
-
-
-def refuse_existing(out: Path) -> None:
-    """Raises CheckpointError where something is, as a run is never written over, and inside of a run's checkpoints."""
-    if out.absolute().parent.name == "checkpoints":
-        raise CheckpointError(
-            f"{out}: what is made is a run directory, with checkpoints/ in it: name one such as runs/new"
-        )
-    if out.exists() or out.is_symlink():
-        raise CheckpointError(f"{out}: there is something already: name a new directory, or delete that one")

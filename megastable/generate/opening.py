@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,26 +45,35 @@ class Speaker:
         except UnicodeEncodeError:
             raise DataError("the prompt is not UTF-8: convert it first") from None
         ids = self.tokenizer.encode(text) if text else []
-        if max(ids, default=0) >= self.model.vocabulary:
+        # Where documents were kept apart, none saw the end of the one before it.
+        behind = document_start and not self.model.run.data.keep_documents_apart
+        if behind or self.always or not ids:
+            ids = [*self.start, *ids]
+        if max(ids) >= self.model.vocabulary:
             raise DataError(
                 f"the prompt has the token {max(ids)}, and the model knows {self.model.vocabulary:,} only: "
                 f"{self.tokenizer.file} is not its tokenizer, {ASK}"
             )
-        # Where documents were kept apart, none saw the end of the one before it.
-        behind = document_start and not self.model.run.data.keep_documents_apart
-        return [*self.start, *ids] if behind or self.always or not ids else ids
+        return ids
 
 
-def open_speaker(checkpoint: Path, tokenizer: Path | None, dtype: str | None, device: str | None) -> Speaker:
+def open_speaker(
+    checkpoint: Path,
+    tokenizer: Path | None,
+    dtype: str | None,
+    device: str | None,
+    accept: Collection[str] = (),
+) -> Speaker:
     """checkpoint: as `load_plain` takes it, or a folder of Hugging Face. tokenizer: a file, or a folder with one; None:
     that of the run's corpus, or of the folder. dtype: of DTYPES; None: fp32 on a CPU, else as `load_plain` chooses.
+    accept: as for `Folder`.
 
     Raises CheckpointError, and DataError for a tokenizer or device that there is not.
     """
     on = _device(device)
     precision = DTYPES[dtype] if dtype else torch.float32 if on.type == "cpu" else None
     if is_folder(checkpoint):
-        return _of_folder(load_folder(checkpoint, precision, on), tokenizer)
+        return _of_folder(load_folder(checkpoint, precision, on, accept), tokenizer)
     # The tokenizer after the model: for a wrong path it is said what it should be.
     model = load_plain(checkpoint, precision, on)
     spoken = load_tokenizer(find(tokenizer)) if tokenizer else tokenizer_of(model.run, str(model.checkpoint))
@@ -76,7 +86,7 @@ def _of_folder(model: PlainModel, given: Path | None) -> Speaker:
     for name in ("config.json", "generation_config.json"):
         try:
             said |= json.loads((model.checkpoint / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, TypeError):  # it need not be there
+        except (OSError, ValueError, TypeError, RecursionError):  # it need not be there
             continue
     ends, (start, *_) = _ids(said.get("eos_token_id")), [*_ids(said.get("bos_token_id")), None]
     known = [end for end in ends if end < model.vocabulary]
@@ -141,7 +151,7 @@ def _compared(model: PlainModel, tokenizer: Tokenizer) -> tuple[str, ...]:
 def _device(name: str | None) -> torch.device:
     try:
         on = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=on)
+        torch.empty(0, device=on).cpu()  # "meta" gives nothing back
     except (RuntimeError, AssertionError) as error:
         raise DataError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
     return on

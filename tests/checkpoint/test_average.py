@@ -99,7 +99,7 @@ def test_what_cannot_be_averaged_leaves_nothing(tmp_path: Path) -> None:
         average([a], out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "loss", "turned", "wider"]
     average([a, loss], out)  # what only says how it is computed may differ
-    with pytest.raises(CheckpointError, match="there is something already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         average([a, loss], out)
 
 

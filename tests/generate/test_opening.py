@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,23 @@ def test_a_folder_says_what_ends_and_begins_its_texts(folder: Path, tmp_path: Pa
     assert speaker.prompt("", False) == [300]
 
 
+def test_a_token_that_begins_texts_must_be_known(folder: Path, tmp_path: Path) -> None:
+    there = shutil.copytree(folder, tmp_path / "there")
+    (there / "generation_config.json").write_text('{"bos_token_id": 123456}')
+    with pytest.raises(DataError, match="has the token 123456, and the model knows 400 only"):
+        opened(there).prompt("", False)
+    (there / "generation_config.json").write_text("[" * 100_000)  # nobody needs it
+    assert opened(there).start == opened(folder).start
+
+
+def test_a_key_that_is_not_known_can_be_accepted(folder: Path, tmp_path: Path) -> None:
+    there = shutil.copytree(folder, tmp_path / "there")
+    settings = json.loads((there / "config.json").read_text())
+    (there / "config.json").write_text(json.dumps(settings | {"is_mine": True}))
+    assert "--accept is_mine" in refused(there, kind=CheckpointError)
+    open_speaker(there, None, None, "cpu", accept=["is_mine"])
+
+
 def refused(path: Path, tokenizer: Path | None = None, kind: type[MegastableError] = DataError) -> str:
     with pytest.raises(kind) as caught:
         opened(path, tokenizer)
@@ -105,8 +123,9 @@ def test_what_is_missing_or_wrong_is_said_with_what_to_do(run: Path, folder: Pat
     assert "360 tokens, the model knows 400" in small.notes[0]
     (tmp_path / "none").mkdir()
     assert "tokenizer.json or one .model file" in refused(run, tmp_path / "none")
-    with pytest.raises(DataError, match="device 'tpu9' cannot be used"):
-        open_speaker(run, None, None, "tpu9")
+    for device in ("tpu9", "meta"):
+        with pytest.raises(DataError, match=f"device '{device}' cannot be used"):
+            open_speaker(run, None, None, device)
 
 
 def test_a_corpus_that_is_gone_or_another_one(tmp_path: Path) -> None:

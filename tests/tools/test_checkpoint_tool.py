@@ -322,7 +322,7 @@ def test_to_megatron_and_back(call: Callable[..., tuple[str, str]], checkpoint: 
     assert "Without Adam's moments" in out and "skips.jsonl" not in out and "iteration 7" in told
     call("diff", checkpoint, tmp_path / "ours", "--weights-only")
     assert "give one with --recipe" in call("import-megatron", tmp_path, tmp_path / "x", "a=1", code=2)[1]
-    assert "there is something already" in call("export-megatron", checkpoint, tmp_path / "theirs", code=2)[1]
+    assert "exists already" in call("export-megatron", checkpoint, tmp_path / "theirs", code=2)[1]
     flip(checkpoint / WEIGHTS)
     assert "its checksum is not" in call("export-megatron", checkpoint, tmp_path / "x", code=2)[1]
 
@@ -372,7 +372,7 @@ def test_paths_that_are_none(call: Callable[..., tuple[str, str]], checkpoint: P
     ):
         for arguments in (("verify", path), ("show", path), ("diff", checkpoint, path)):
             assert told in call(*arguments, code=2)[1]
-    assert "there is something already" in call("reshape", checkpoint, tmp_path / "run", code=2)[1]
+    assert "exists already" in call("reshape", checkpoint, tmp_path / "run", code=2)[1]
     assert (
         "parallel.tensor=3 does not divide"
         in call("reshape", checkpoint, tmp_path / "o", "--tensor", 3, code=2)[1]

@@ -95,7 +95,8 @@ def test_out_and_in_again(place: Path) -> None:
     settings = json.loads((place / "out/config.json").read_text())
     (place / "out/config.json").write_text(json.dumps(settings | {"rms_norm_eps": 1e-4}))
     told = run("check", "runs/a", "out", cwd=place, code=1)
-    assert "NOT THE SAME: on random tokens logits differ by up to" in told.stdout
+    assert "NOT THE SAME: model.norm_eps is 0.0001 there" in told.stdout
+    assert "; on random tokens logits differ by up to" in told.stdout
     refused = run(
         "from-hf", "out", "runs/c", "--recipe", "base.yaml", "model.sequence_length=64", cwd=place, code=2
     )
@@ -106,8 +107,12 @@ def test_out_and_in_again(place: Path) -> None:
 def test_mistakes_are_told_in_a_line(place: Path) -> None:
     for arguments, message in (
         (("to-hf", "runs/none", "x"), "runs/none is neither a checkpoint nor the directory of a run"),
+        (("check", "runs/none", "x"), "runs/none: there is no such path"),
         (("to-hf", "runs/a", "x", "--dtype", "fp8"), "--dtype fp8: choose among bf16, fp32"),
         (("to-hf", "runs/a", "x", "--shard-size", "5TB"), "--shard-size 5TB: write a size such as 5GB"),
+        (("to-hf", "runs/a", "x", "--shard-size", "9" * 400), ": write a size such as 5GB"),
+        (("to-hf", "runs/a", "x" * 300), "cannot be made: File name too long"),
+        (("to-hf", "runs/a", "runs/a/checkpoints/step-5/x"), "runs/a/checkpoints/step-5/x would lie in "),
         (("to-hf", "runs/a", "x", "--tokenizer", "base.yaml"), "base.yaml is no SentencePiece model"),
         (("check", "runs/a", "runs/a"), "config.json is not there"),
         (("from-hf", "runs/a", "x", "--recipe", "base.yaml"), "config.json is not there"),
@@ -118,6 +123,18 @@ def test_mistakes_are_told_in_a_line(place: Path) -> None:
     assert "--recipe" in run("from-hf", "runs/a", "x", cwd=place, code=2).stderr
     for command in ("to-hf", "from-hf", "check"):
         assert "python tools/convert_checkpoint.py" in run(command, "--help", cwd=place).stdout
+
+
+def test_a_run_that_cannot_be_compared_does_not_stay(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("to-hf", "runs/a", "odd", "--no-check", cwd=place)
+    settings = json.loads((place / "odd/config.json").read_text())
+    # Not for us, but transformers refuse it.
+    (place / "odd/config.json").write_text(json.dumps(settings | {"bos_token_id": "x", "use_cache": "never"}))
+    told = run("from-hf", "odd", "runs/odd", "--recipe", "base.yaml", cwd=place, code=2)
+    assert "cannot load it" in told.stderr
+    assert not (place / "runs/odd").exists()
+    run("from-hf", "odd", "runs/odd", "--recipe", "base.yaml", "--no-check", cwd=place)
+    assert (place / "runs/odd").exists()
 
 
 def test_what_is_not_checked_is_said(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from megastable import deepspeed_config
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.config import RunConfig
 from megastable.data.corpora import open_corpora
-from megastable.errors import CheckpointError, ConfigError
+from megastable.errors import ConfigError
 
 
 def with_vocabulary(run: RunConfig) -> RunConfig:
@@ -25,17 +24,11 @@ def with_vocabulary(run: RunConfig) -> RunConfig:
     return run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": size})})
 
 
-def refuse_existing(out: Path) -> None:
-    """Before anything long begins. Raises CheckpointError."""
-    if out.exists() or out.is_symlink():
-        raise CheckpointError(f"{out} exists already: name a new directory")
-
-
-def state_of(run: RunConfig, **given: Any) -> RunState:
+def state_of(run: RunConfig, order_fingerprint: str = "", **given: Any) -> RunState:
     """The state of a run that has seen no data of ours; `given` says more of it."""
     p = run.parallel
     layout = LayoutState(
         tensor=p.tensor, pipeline=p.pipeline, zero=p.zero, precision=run.precision.kind,
         data=deepspeed_config.data_parallel(run, p.tensor * p.pipeline),
     )  # fmt: skip
-    return RunState(order_fingerprint="", layout=layout, **given)
+    return RunState(order_fingerprint=order_fingerprint, layout=layout, **given)

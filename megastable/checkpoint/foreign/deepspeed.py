@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from megastable.checkpoint.foreign import unpickle
-from megastable.checkpoint.foreign.begin import refuse_existing, state_of, with_vocabulary
+from megastable.checkpoint.foreign.begin import state_of, with_vocabulary
 from megastable.checkpoint.foreign.zero import ZeroState
 from megastable.checkpoint.huggingface.names import Part, merge, table
+from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import Described, parameters
 from megastable.checkpoint.writing import write_run
 from megastable.config import ModelConfig, RunConfig
@@ -63,6 +64,11 @@ def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str
     say(
         f"{source}: ZeRO {state.stage}, step {state.steps}, parameters named as {naming.whose}, "
         + ("with Adam's moments" if optimizer else "without Adam's moments: they begin at zero")
+    )
+    c = run.model
+    say(
+        f"note: {source}: nothing in it says how many heads there are, nor rope_theta and norm_eps: taken are the "
+        f"recipe's, heads={c.heads} kv_heads={c.key_value_heads} rope_theta={c.rope_theta:g} norm_eps={c.norm_eps:g}"
     )
 
     def whole(name: str, kind: str) -> Tensor:

@@ -24,9 +24,10 @@ from megastable import recipe
 from megastable.checkpoint.files import write_file
 from megastable.checkpoint.foreign import megatron_args, unpickle
 from megastable.checkpoint.foreign import megatron_names as names
-from megastable.checkpoint.foreign.begin import refuse_existing, state_of, with_vocabulary
+from megastable.checkpoint.foreign.begin import state_of, with_vocabulary
 from megastable.checkpoint.plain import find_checkpoint
 from megastable.checkpoint.store import read_state
+from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import Described, WholeState, parameters, run_of
 from megastable.checkpoint.writing import write_run
 from megastable.config import RunConfig
@@ -83,7 +84,8 @@ class MegatronState:
         model = unpickle.fields(content.get("model"))
         if not model:
             raise CheckpointError(f"{path}: holds no model: it is no checkpoint of Megatron")
-        version = unpickle.number(content.get("checkpoint_version", VERSION))
+        # One that is missing is 0 to Megatron, too.
+        version = unpickle.number(content.get("checkpoint_version", 0))
         if version != VERSION:
             raise CheckpointError(
                 f"{path}: checkpoint_version={version}: before 3.0 q, k and v lie in another order; load and save it "
@@ -307,9 +309,10 @@ def _recipe(state: MegatronState, run: RunConfig | None, say: Callable[[str], No
         run = with_vocabulary(run)
         if wrong := megatron_args.disagreements(found, run.model):
             raise CheckpointError(f"{state.folder}: {'; '.join(wrong)}: correct the recipe")
-        if not state.args:
+        if silent := megatron_args.missing(found):
             say(
-                f"warning: {state.folder}: holds no arguments: rotary base, epsilon and the like are the recipe's"
+                f"warning: {state.folder}: its arguments do not say {', '.join(silent)}: what the recipe "
+                "says is taken, whether the model was trained so or not"
             )
         assert run.model.vocab_size is not None
         if run.model.vocab_size > state.rows:

@@ -9,30 +9,24 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megastable import room
-from megastable.checkpoint import store
-from megastable.checkpoint.huggingface.folder import Folder, parameters_in
+from megastable.checkpoint.huggingface import logits
+from megastable.checkpoint.huggingface.folder import Folder
 from megastable.checkpoint.huggingface.names import merge, split, table
 from megastable.checkpoint.huggingface.tokenizer import real_text
-from megastable.checkpoint.plain import PlainModel
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.tokenizer import load_tokenizer
 from megastable.errors import CheckpointError, MegastableError
-from megastable.model.gpt import GPT
-from megastable.parallel.sharding import place, placement_of
-from megastable.parallel.topology import TensorParallel
 from megastable.report.sheet import Column, Sheet
 from megastable.report.told import plural, size
 
@@ -59,16 +53,22 @@ class Row:
     agree: float
     scale: float
 
+    @property
+    def same(self) -> bool:
+        return self.largest < LARGEST and self.kl < KL
+
 
 @dataclass
 class Checked:
-    """why: what kept the two from being compared, "" where nothing did. unequal: tensors of the folder whose bits are
-    not those of the checkpoint; precision: what the folder holds; how: in which way transformers had the weights."""
+    """why: what kept logits from being compared, "" where nothing did. unequal: tensors of the folder whose bits are
+    not those of the checkpoint; settings: what config.json says otherwise, which logits need not show; precision: what
+    the folder holds; how: in which way transformers had the weights."""
 
     checkpoint: Path
     folder: Path
     rows: list[Row] = field(default_factory=list)
     unequal: list[str] = field(default_factory=list)
+    settings: list[str] = field(default_factory=list)
     tensors: int = 0
     precision: str = ""
     how: str = ""
@@ -79,24 +79,24 @@ class Checked:
     @property
     def failed(self) -> bool:
         """Compared, and not the same."""
-        return bool(self.unequal) or not all(row.largest < LARGEST and row.kl < KL for row in self.rows)
+        return bool(self.unequal or self.settings) or not all(row.same for row in self.rows)
 
     @property
     def verdict(self) -> str:
-        if self.why:
-            return f"NOT CHECKED: {self.why}"
+        if self.why and not self.failed:
+            return f"NOT CHECKED: {self.why}. All {self.tensors} tensors are the same, bit for bit"
         if not self.failed:
             return (
                 f"the same: all {self.tensors} tensors bit for bit, differences of logits below {LARGEST:g}, "
                 f"KL divergence below {KL:g}"
             )
-        problems = []
+        problems = list(self.settings)
         if self.unequal:
             problems.append(
                 f"{len(self.unequal)} of {self.tensors} tensors have other numbers, the first is {self.unequal[0]}"
             )
         for row in self.rows:
-            if not (row.largest < LARGEST and row.kl < KL):
+            if not row.same:
                 problems.append(
                     f"on {row.of} logits differ by up to {row.largest:.3g} (limit {LARGEST:g}), KL divergence "
                     f"{row.kl:.3g} (limit {KL:g})"
@@ -112,29 +112,34 @@ def compare(
     theirs, run = Folder(folder, accept), run_of(checkpoint)
     found = Checked(checkpoint, folder, tensors=sum(map(len, theirs.parts.values())))
     _same_model(checkpoint, run, theirs)
+    for key in ("rope_theta", "norm_eps"):
+        mine, other = getattr(run.model, key), getattr(theirs.config, key)
+        if mine != other:
+            found.settings.append(f"model.{key} is {other} there, and {mine} in the checkpoint")
     held = {theirs.dtype(part.name) for parts in theirs.parts.values() for part in parts}
     found.precision = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in held))
-    if importlib.util.find_spec("transformers") is None:
-        found.why = f"transformers is not installed, and nothing else can tell: {INSTALL}, then run `check`"
-        return found
+    weights = _Rounded(WholeState(checkpoint), theirs)
     samples = _samples(run, theirs, seed, found.notes)
     whole, largest = _memory(theirs, samples)
     free = room.free()
-    if largest > free:
+    if importlib.util.find_spec("transformers") is None:
+        found.why = f"transformers is not installed, and nothing else can tell: {INSTALL}, then run `check`"
+    elif largest > free:
         need = f"it would take {size(largest)} of memory, and {size(free)} are free"
         found.why = f"{need}: run `check` on a larger machine"
+    if found.why:
+        found.unequal = weights.all_unequal()
         return found
     tokens = torch.cat([t for _, t in samples])
     at = _positions(tokens, theirs)
     # Not inference_mode: the table of positions that the model keeps is for gradients, too.
     with torch.no_grad():
         say("our logits")
-        weights = _Rounded(WholeState(checkpoint), theirs)
-        mine = _ours(run, checkpoint, weights, tokens, at)
+        mine = logits.ours(run, checkpoint, weights, tokens, at)
         found.unequal = sorted(weights.unequal)
         say("logits of transformers")
         found.how = "loaded whole" if whole <= free else "loaded layer by layer, for want of memory"
-        other, found.transformers = _theirs(theirs, tokens, at, whole <= free)
+        other, found.transformers = logits.theirs(theirs, tokens, at, whole <= free)
     first = 0
     for of, rows in samples:
         found.rows.append(_row(of, mine[first : first + len(rows)], other[first : first + len(rows)]))
@@ -191,8 +196,8 @@ def _memory(folder: Folder, samples: Sequence[tuple[str, Tensor]]) -> tuple[int,
     c, tokens = folder.config, torch.cat([t for _, t in samples])
     rows, length = tokens.shape
     # Activations of a layer: its MLP, and scores of attention; logits of both, and what is computed from them.
-    scores, logits = rows * c.heads * length**2, len(_positions(tokens, folder)) * rows * (c.vocab_size or 0)
-    activations = 4 * (tokens.numel() * (6 * c.hidden + 4 * c.ffn_width) + 3 * scores + 6 * logits)
+    scores, answers = rows * c.heads * length**2, len(_positions(tokens, folder)) * rows * (c.vocab_size or 0)
+    activations = 4 * (tokens.numel() * (6 * c.hidden + 4 * c.ffn_width) + 3 * scores + 6 * answers)
     outside = 4 * c.hidden * (c.vocab_size or 0) * 2
     layer = (4 * folder.numel - outside // (2 if c.tied else 1)) // c.layers
     return int(1.1 * 4 * folder.numel) + activations, outside + 2 * layer + activations
@@ -218,121 +223,18 @@ class _Rounded:
         rounded = {}
         for theirs, part in split(tensor, parts).items():
             held = self.folder.tensor(theirs)
+            if held.dtype == torch.float64:  # as it is read
+                held = held.float()
             mine = part.to(held.dtype)
-            if not torch.equal(mine, held):
+            if not torch.equal(mine.view(torch.uint8), held.view(torch.uint8)):  # -0.0 is not 0.0, nan is nan
                 self.unequal.add(theirs)
             rounded[theirs] = mine.float()
         return merge(rounded, parts, len(tensor))
 
-
-def _ours(
-    run: RunConfig, checkpoint: Path, weights: Callable[[str], Tensor], tokens: Tensor, at: Tensor
-) -> Tensor:
-    """Logits [rows, positions, vocabulary]; one layer's weights are in memory at a time."""
-    with torch.device("meta"):
-        gpt = GPT(run.model, TensorParallel(), recompute="none", seed=0)
-    model = PlainModel(gpt, run, checkpoint, store.step_of(checkpoint), "").eval()
-
-    def fill(layer: nn.Module) -> None:
-        for owner, key, parameter in parameters_in(layer):
-            placement = placement_of(parameter)
-            filled = nn.Parameter(weights(placement.name), requires_grad=False)
-            place(filled, placement, 1)
-            setattr(owner, key, filled)
-
-    for number, layer in enumerate(gpt.children()):
-        _lazily(layer, fill, keep=number == 0 and run.model.tied)
-    hidden = model.hidden(tokens)[at]
-    return model.logits(hidden).transpose(0, 1)[..., : model.vocabulary].float()
-
-
-def _lazily(layer: nn.Module, fill: Callable[[nn.Module], None], keep: bool = False) -> None:
-    """Have a layer's weights filled in before its forward pass, and taken away after it."""
-
-    def empty(*_: Any) -> None:
-        for owner, key, parameter in parameters_in(layer):
-            hollow = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-            if hasattr(parameter, "placement"):
-                place(hollow, placement_of(parameter), 1)
-            setattr(owner, key, hollow)
-
-    layer.register_forward_pre_hook(lambda module, _: fill(module))
-    if not keep:
-        layer.register_forward_hook(empty)
-
-
-def _theirs(folder: Folder, tokens: Tensor, at: Tensor, whole: bool) -> tuple[Tensor, str]:
-    """Logits [rows, positions, vocabulary] of transformers, and its version."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        model = _loaded(folder) if whole else _streamed(folder)
-        logits = model(tokens, logits_to_keep=at, use_cache=False).logits.float()
-    except (MegastableError, MemoryError):
-        raise
-    except Exception as error:  # whatever a version of transformers has against the folder
-        raise CheckpointError(
-            f"{folder.path}: transformers {transformers.__version__} cannot load it: {type(error).__name__}: {error}"
-        ) from error
-    return logits, str(transformers.__version__)
-
-
-def _loaded(folder: Folder) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    load: Any = AutoModelForCausalLM.from_pretrained
-    model, said = load(
-        folder.path, dtype=torch.float32, attn_implementation="eager", use_safetensors=True, local_files_only=True,
-        trust_remote_code=False, output_loading_info=True,
-    )  # fmt: skip
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        found = {str(name) for name in said.get(what) or ()} - {
-            "lm_head.weight" if folder.config.tied else ""
-        }
-        if found:
-            raise CheckpointError(
-                f"{folder.path}: transformers say {what.replace('_', ' ')}: {sorted(found)[0]}"
-            )
-    loaded: nn.Module = model.eval()
-    return loaded
-
-
-def _streamed(folder: Folder) -> nn.Module:
-    """Their model with the weights of one layer at a time; for what does not fit into memory whole."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", dtype=torch.float32
-        )
-    there = set(folder.files) | ({"lm_head.weight"} if folder.config.tied else set())
-    if missing := sorted(set(model.state_dict()) - there):
-        raise CheckpointError(f"{folder.path}: transformers want the tensor {missing[0]}, which is not there")
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # its table is computed, not loaded
-
-    def fill(prefix: str) -> Callable[[nn.Module], None]:
-        def filling(module: nn.Module) -> None:
-            for key, _ in list(module.named_parameters()):
-                owner, _, last = key.rpartition(".")
-                weight = nn.Parameter(folder.tensor(f"{prefix}.{key}").float(), requires_grad=False)
-                setattr(module.get_submodule(owner), last, weight)
-
-        return filling
-
-    fill("model.embed_tokens")(model.model.embed_tokens)
-    fill("model.norm")(model.model.norm)
-    if folder.config.tied:
-        model.lm_head.weight = model.model.embed_tokens.weight
-    else:
-        fill("lm_head")(model.lm_head)
-    for number, layer in enumerate(model.model.layers):
-        _lazily(layer, fill(f"model.layers.{number}"))
-    streamed: nn.Module = model.eval()
-    return streamed
+    def all_unequal(self) -> list[str]:
+        for name in self.table:
+            self(name)
+        return sorted(self.unequal)
 
 
 def _row(of: str, ours: Tensor, theirs: Tensor) -> Row:
@@ -354,9 +256,9 @@ def _row(of: str, ours: Tensor, theirs: Tensor) -> Row:
         if math.isnan(largest):
             break
     agree = float((mine.argmax(-1) == other.argmax(-1)).double().mean())
-    return Row(
-        of, len(mine), largest, math.nan if math.isnan(largest) else max(0.0, total / len(mine)), agree, scale
-    )
+    # max() of Python would make 0 of a nan.
+    kl = math.nan if math.isnan(largest) else float(np.maximum(0.0, total / len(mine)))
+    return Row(of, len(mine), largest, kl, agree, scale)
 
 
 def sheet(found: Checked) -> Sheet:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +16,8 @@ from megastable.checkpoint.huggingface.check import Checked, compare, sheet
 from megastable.checkpoint.huggingface.export import DTYPES, Dtype, to_hf
 from megastable.checkpoint.huggingface.importing import from_hf
 from megastable.checkpoint.huggingface.shards import read_size
-from megastable.checkpoint.plain import find_checkpoint
 from megastable.checkpoint.tool.bars import bar
+from megastable.checkpoint.tool.verifying import good
 from megastable.errors import FAILED, ConfigError
 from megastable.report.sheet.output import Output
 from megastable.report.told import plural, size, visible
@@ -71,14 +72,18 @@ def make_run(
         made = from_hf(
             folder, out, recipe, overrides, accept=accept, any_tokenizer=any_tokenizer, watch=watch
         )
-    found = compare(made.checkpoint, made.folder, _say(as_json), accept=accept) if check else None
+    try:
+        found = compare(made.checkpoint, made.folder, _say(as_json), accept=accept) if check else None
+    except BaseException:
+        shutil.rmtree(out)
+        raise
     told = {
         "out": str(out), "folder": str(made.folder), "checkpoint": str(made.checkpoint), "parameters": made.numel,
         "notes": made.notes,
     }  # fmt: skip
     line = (
         f"made {out}: {made.numel:,} parameters of {made.folder}, at step 0 without optimizer state; train with:\n"
-        f"deepspeed --module megastable.train {out}/recipe.yaml run.dir={out}"
+        f"deepspeed --module megastable.train {shlex.quote(f'{out}/recipe.yaml')} {shlex.quote(f'run.dir={out}')}"
     )
     if found is not None and found.failed:
         # Nobody shall train on weights that are not what they should be.
@@ -87,8 +92,9 @@ def make_run(
     _end(told, line, made.notes, found, as_json)
 
 
-def check(checkpoint: Path, folder: Path, as_json: bool) -> None:
-    _end({}, "", [], compare(find_checkpoint(checkpoint), folder, _say(as_json)), as_json, asked=True)
+def check(checkpoint: Path, folder: Path, accept: Sequence[str], as_json: bool) -> None:
+    found = compare(good(checkpoint, as_json), folder, _say(as_json), accept)
+    _end({}, "", [], found, as_json, asked=True)
 
 
 def _end(

@@ -26,7 +26,8 @@ from megastable.checkpoint.huggingface.settings import settings_of
 from megastable.checkpoint.huggingface.shards import INDEX, Entry, bytes_of, index, plan
 from megastable.checkpoint.huggingface.tokenizer import WITHOUT, write_tokenizer
 from megastable.checkpoint.plain import find_checkpoint
-from megastable.checkpoint.whole import WholeState, parameters, run_of
+from megastable.checkpoint.target import refuse_existing
+from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config import ModelConfig, RunConfig
 from megastable.data.manifest import Manifest
 from megastable.data.staging import staged_directory, write_file
@@ -79,12 +80,11 @@ def to_hf(
 
     Raises CheckpointError, ConfigError for an option without a home there, DataError.
     """
-    if out.exists() or out.is_symlink():
-        raise CheckpointError(f"{out} exists already: name a new directory")
+    refuse_existing(out)
     checkpoint = find_checkpoint(given)
     run = run_of(checkpoint)
     whole = WholeState(checkpoint)
-    _same_names(checkpoint, whole, run.model)
+    whole.check_fits(run.model)
     found = None if without_tokenizer else _tokenizer(run, tokenizer)
     entries = [
         (part.name, DTYPES[dtype], part.shape) for parts in table(run.model).values() for part in parts
@@ -134,23 +134,6 @@ class NotTheSame(CheckpointError):
     def __init__(self, checked: Checked) -> None:
         super().__init__(f"{checked.verdict}. Nothing was left there (--no-check leaves it, to look at)")
         self.checked = checked
-
-
-def _same_names(checkpoint: Path, whole: WholeState, config: ModelConfig) -> None:
-    """Compare what the checkpoint holds with the recipe's model, and that with the table of names."""
-    wanted = {name: described.shape for name, described in parameters(config).items()}
-    held = {name: whole.shape(name) for name in whole.names}
-    known = set(table(config))
-    for names, what in (
-        (set(wanted) - set(held), "is missing: it is not complete"),
-        (set(held) - set(wanted), "is not of the recipe's model: it belongs to another one"),
-        (set(wanted) ^ known, "has no name in Hugging Face's model"),
-    ):
-        if names:
-            raise CheckpointError(f"{checkpoint}: {sorted(names)[0]} {what}")
-    for name, shape in wanted.items():
-        if held[name] != shape:
-            raise CheckpointError(f"{checkpoint}: {name} is {held[name]}, in the recipe's model {shape}")
 
 
 def _tokenizer(run: RunConfig, given: Path | None) -> Tokenizer:

@@ -113,10 +113,11 @@ class Folder:
         for name, file in where.items():
             if name not in held[file]:
                 raise CheckpointError(f"{self.path / file}: does not hold {name!r}, which {INDEX} says")
-        listed = set(where)
         for file, names in held.items():
-            if beyond := sorted(names - listed):
-                raise CheckpointError(f"{self.path / file}: holds {beyond[0]!r}, which {INDEX} does not list")
+            if beyond := sorted(name for name in names if where.get(name) != file):
+                raise CheckpointError(
+                    f"{self.path / file}: holds {beyond[0]!r}, which {INDEX} does not list there"
+                )
         return dict(where)
 
     def _names(self, file: str) -> list[str]:
@@ -130,6 +131,10 @@ class Folder:
     @cached_property
     def parts(self) -> dict[str, tuple[Part, ...]]:
         """Our tensors, and what they are here; compared with what is here. Raises CheckpointError."""
+        if self.config.layers > len(self.files):  # no table of a billion names
+            raise CheckpointError(
+                f"{self.path}: holds too few tensors for the {self.config.layers} layers of {CONFIG}"
+            )
         found = table(self.config)
         wanted = {part.name: part for parts in found.values() for part in parts}
         there = {

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megastable import deepspeed_config, recipe
-from megastable.checkpoint import store
+from megastable import recipe
+from megastable.checkpoint.foreign.begin import state_of
 from megastable.checkpoint.huggingface.folder import Folder
 from megastable.checkpoint.huggingface.tokenizer import FILE, difference
+from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import parameters
 from megastable.checkpoint.writing import write_run
 from megastable.config import RunConfig
@@ -60,8 +61,7 @@ def from_hf(
 
     Raises CheckpointError, ConfigError, DataError; nothing is left then.
     """
-    if out.exists() or out.is_symlink():
-        raise CheckpointError(f"{out} exists already: name a new directory")
+    refuse_existing(out)
     folder = Folder(given, accept)
     run, notes = run_from(folder, base, overrides)
     rows = {name: described.shape[0] for name, described in parameters(run.model).items()}
@@ -70,12 +70,7 @@ def from_hf(
     corpora = open_corpora(run.data.corpora, run.model.sequence_length, run.run.seed)
     if not any_tokenizer:
         check_tokenizer(folder, run, corpora, notes)
-    p = run.parallel
-    layout = store.LayoutState(
-        tensor=p.tensor, pipeline=p.pipeline, zero=p.zero, precision=run.precision.kind,
-        data=deepspeed_config.data_parallel(run, p.tensor * p.pipeline),
-    )  # fmt: skip
-    state = store.RunState(order_fingerprint=corpora.order_fingerprint, layout=layout)
+    state = state_of(run, corpora.order_fingerprint)
     total, done = 4 * parameter_count(run.model), 0
 
     def whole(name: str, kind: str) -> Tensor:

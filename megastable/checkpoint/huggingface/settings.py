@@ -7,7 +7,7 @@ might change what the model computes.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -32,6 +32,7 @@ MAY_LACK = {"num_key_value_heads", "head_dim"}
 EPS = {QWEN3.type: 1e-6, LLAMA.type: 1e-6, OLMO2.type: 1e-5}
 POSITIONS = {QWEN3.type: 32768, LLAMA.type: 2048, OLMO2.type: 2048}
 THETA = 10_000.0
+MOST = sys.float_info.max  # a longer integer of JSON is no float
 # Options of theirs, and the only value of each that our model has, with why.
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu", "swish"), "its MLP is a SwiGLU"),
@@ -58,7 +59,8 @@ NO_MATTER = frozenset(
     "output_attentions id2label label2id max_window_layers is_decoder chunk_size_feed_forward max_length min_length "
     "do_sample num_beams temperature top_k top_p typical_p repetition_penalty length_penalty num_beam_groups "
     "diversity_penalty num_return_sequences tokenizer_class max_position_embeddings rms_norm_eps tie_word_embeddings "
-    "rope_theta rope_parameters rope_scaling sliding_window layer_types".split()
+    "rope_theta rope_parameters rope_scaling sliding_window layer_types max_sequence_length is_llama_config "
+    "transformers.js_config".split()
 )
 
 
@@ -116,7 +118,8 @@ def model_of(given: Settings, where: str, accept: Collection[str] = ()) -> dict[
             raise CheckpointError(f"{where}: {theirs}={value!r}: it must be a number of at least 1")
         found[ours] = value
     # What they take where the file says nothing.
-    found.setdefault("kv_heads", 32 if kind is QWEN3 else found["heads"])
+    silent = kind is QWEN3 and "num_key_value_heads" not in given
+    found.setdefault("kv_heads", 32 if silent else found["heads"])
     if "head_dim" not in found:
         if kind is not QWEN3 and found["hidden"] % found["heads"]:
             raise CheckpointError(
@@ -212,10 +215,6 @@ def _theta(given: Settings, where: str) -> float:
 
 
 def _number(value: Any, key: str, where: str) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not (math.isfinite(value) and value > 0)
-    ):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST:
         raise CheckpointError(f"{where}: {key}={value!r}: it must be a number above 0")
     return float(value)

@@ -25,10 +25,10 @@ def bytes_of(entry: Entry) -> int:
 def read_size(text: str) -> int:
     """Bytes of a text such as 5GB or 500 MiB. Raises ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?)?B?", text.strip(), re.IGNORECASE)
-    size = int(float(match[1]) * UNITS[(match[2] or "").upper()]) if match else 0
-    if size < 1:
+    size = float(match[1]) * UNITS[(match[2] or "").upper()] if match else 0
+    if not 1 <= size < 2**62:
         raise ConfigError(f"--shard-size {text}: write a size such as 5GB or 500MB")
-    return size
+    return int(size)
 
 
 def plan(entries: Sequence[Entry], limit: int) -> dict[str, list[Entry]]:

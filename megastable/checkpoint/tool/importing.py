@@ -12,7 +12,8 @@ from megastable import recipe
 from megastable.checkpoint import store
 from megastable.checkpoint.foreign.deepspeed import import_deepspeed
 from megastable.checkpoint.foreign.megatron import export_megatron, import_megatron
-from megastable.checkpoint.reshaping import Made, refuse_existing
+from megastable.checkpoint.reshaping import Made
+from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.tool.verifying import good
 from megastable.errors import ConfigError
 from megastable.report.told import visible

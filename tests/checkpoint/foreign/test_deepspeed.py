@@ -196,6 +196,7 @@ def test_weights_moments_and_step_are_the_engines(
     assert (state.step, state.updates, state.cursor, state.adam_step) == (STEPS, STEPS, 6 * world, STEPS)
     assert state.scaler == ({"cur_scale": 256.0} if precision == "fp16" else {})
     assert "no checksums" in said[0] and f"ZeRO {zero}" in said[1] and "with Adam's moments" in said[1]
+    assert "rope_theta=10000 norm_eps=1e-05" in said[2]  # where nothing else says it
     [event] = RunDirectory(tmp_path / "run").events("imported")
     assert event["steps"] == STEPS and event["source"] == str(folder / name / f"global_step{STEPS}")
 

@@ -20,7 +20,7 @@ from megastable.checkpoint.huggingface.check import Checked, Row, compare, sheet
 from megastable.checkpoint.huggingface.export import to_hf
 from megastable.errors import CheckpointError
 from megastable.report.sheet import as_json
-from tests.checkpoint.huggingface.conftest import MODELS, Make
+from tests.checkpoint.huggingface.conftest import MODELS, Make, configured, write_random
 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
 
@@ -103,6 +103,12 @@ def test_without_transformers_it_says_so_loudly(
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     found = compare(checkpoint, out)
     assert found.verdict.startswith("NOT CHECKED: transformers is not installed") and not found.rows
+    assert found.verdict.endswith("tensors are the same, bit for bit") and not found.failed
+    tensors = load_file(out / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    found = compare(checkpoint, out)
+    assert found.failed and found.unequal == ["model.norm.weight"] and "NOT THE SAME" in found.verdict
 
 
 def test_positions_are_left_out_rather_than_memory_filled(
@@ -135,6 +141,46 @@ def test_where_the_corpora_are_not_there_other_text_is_taken(
     assert found.notes == [
         "compared on random tokens alone: neither the run's corpora nor a tokenizer are there"
     ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (
+            {"rms_norm_eps": 1.0000001e-5},
+            "model.norm_eps is 1.0000001e-05 there, and 1e-05 in the checkpoint",
+        ),
+        ({"rope_theta": 1e4 + 1e-5, "rope_parameters": None}, "model.rope_theta is 10000.00001 there"),
+    ],
+)
+def test_a_setting_is_compared_though_it_hardly_shows(
+    make: Make, qwen3: Path, tmp_path: Path, changed: dict[str, Any], named: str
+) -> None:
+    out = shutil.copytree(qwen3, tmp_path / "out")
+    settings = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(settings | changed))
+    found = compare(make(MODELS["qwen3"]), out)
+    assert found.failed and all(row.same for row in found.rows)
+    assert named in found.verdict
+
+
+def test_tensors_are_compared_bit_by_bit(text_corpus: Path, tmp_path: Path) -> None:
+    """0.0 == -0.0, which is why that is not asked."""
+    run = configured(text_corpus, tmp_path / "run", MODELS["llama"])
+    checkpoint = write_random(tmp_path / "run", run, **{"final_norm.weight": torch.zeros(32)})
+    out = to_hf(checkpoint, tmp_path / "out").out
+    tensors = load_file(out / "model.safetensors")
+    tensors["model.norm.weight"].neg_()
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    assert compare(checkpoint, out).unequal == ["model.norm.weight"]
+
+
+def test_what_is_held_in_fp64_is_compared_as_it_is_read(make: Make, qwen3: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(qwen3, tmp_path / "out")
+    tensors = {k: v.double() * (1 + 1e-12) for k, v in load_file(out / "model.safetensors").items()}
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    found = compare(make(MODELS["qwen3"]), out)
+    assert not found.failed and found.precision == "float64"
 
 
 def test_another_model_is_named(make: Make, tmp_path: Path) -> None:

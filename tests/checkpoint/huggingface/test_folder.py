@@ -139,6 +139,23 @@ def test_a_pickle_is_not_touched(folder: Path) -> None:
     assert not (folder / "pwned").exists()
 
 
+def test_a_tensor_in_two_shards_is_not_taken_from_either(sharded: Path) -> None:
+    """Their values may differ, and every loader takes another one."""
+    files = sorted(sharded.glob("*.safetensors"))
+    twice = load_file(files[-1]) | {"model.embed_tokens.weight": torch.zeros(700, 32, dtype=torch.bfloat16)}
+    save_file(twice, files[-1], {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"holds 'model.embed_tokens.weight', which .* does not list there"
+    ):
+        Folder(sharded)
+
+
+def test_a_config_of_a_billion_layers_takes_no_time(folder: Path) -> None:
+    settings_of(folder, num_hidden_layers=2**30)
+    with pytest.raises(CheckpointError, match=r"too few tensors for the 1073741824 layers"):
+        opened(folder)
+
+
 def test_shards_and_their_index_must_agree(sharded: Path) -> None:
     opened(sharded)
     index = json.loads((sharded / INDEX).read_text())

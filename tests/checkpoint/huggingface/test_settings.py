@@ -118,12 +118,93 @@ GOOD = settings_of(ModelConfig(vocab_size=90, hidden=64, heads=4), "float32", TO
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
         ({"max_position_embeddings": 0}, "max_position_embeddings=0"),
         ({"rope_parameters": 7}, "rope_parameters=7"),
+        ({"rope_theta": 10**400}, "rope_theta=1000"),
     ],
 )  # fmt: skip
 def test_what_has_no_home_is_refused_by_its_name(change: dict[str, Any], named: str) -> None:
     model_of(GOOD, "config.json")
     with pytest.raises(CheckpointError, match=f"^config.json: .*{named}"):
         model_of(GOOD | change, "config.json")
+
+
+# As they lie on the Hub, but for what all of them have, and for what another file of the same kind has.
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "initializer_range": 0.02,
+    "torch_dtype": "float16", "use_cache": True,
+}  # fmt: skip
+LLAMA_1 = LLAMA | {
+    "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "max_sequence_length": 2048, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": -1, "rms_norm_eps": 1e-06,
+    "vocab_size": 32000, "transformers_version": "4.27.0.dev0",
+}  # fmt: skip
+LLAMA_2 = {k: v for k, v in LLAMA_1.items() if k != "max_sequence_length"} | {
+    "_name_or_path": "meta-llama/Llama-2-7b-hf", "max_position_embeddings": 4096, "num_key_value_heads": 32,
+    "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False,
+}  # fmt: skip
+TINY_LLAMA = LLAMA_2 | {
+    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
+SMOL_LM_2 = LLAMA | {
+    "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "hidden_size": 576, "intermediate_size": 1536,
+    "is_llama_config": True, "max_position_embeddings": 8192, "num_attention_heads": 9, "num_hidden_layers": 30,
+    "num_key_value_heads": 3, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False,
+    "rope_scaling": None, "rope_theta": 100000, "tie_word_embeddings": True, "vocab_size": 49152,
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+}  # fmt: skip
+LLAMA_32 = LLAMA | {
+    "attention_bias": False, "attention_dropout": 0.0, "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192,
+    "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 16,
+    "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "vocab_size": 128256,
+    "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+                     "original_max_position_embeddings": 8192}, "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN_3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
+    "initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
+    "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+OLMO_2 = {
+    "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": False, "attention_dropout": 0.0,
+    "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 11008, "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000,
+    "tie_word_embeddings": False, "torch_dtype": "float32", "use_cache": True, "vocab_size": 100352,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (LLAMA_1, (32, 128, 10_000.0, 1e-6, False, 2048)),
+        (LLAMA_2, (32, 128, 10_000.0, 1e-5, False, 4096)),
+        (TINY_LLAMA, (4, 64, 10_000.0, 1e-5, False, 2048)),
+        (SMOL_LM_2, (3, 64, 100_000.0, 1e-5, True, 8192)),
+        (LLAMA_32 | {"rope_scaling": None}, (8, 64, 500_000.0, 1e-5, True, 131_072)),
+        (QWEN_3, (8, 128, 1_000_000.0, 1e-6, True, 40_960)),
+        (OLMO_2, (32, 128, 500_000.0, 1e-6, False, 4096)),
+    ],
+    ids="llama-1 llama-2 tinyllama smollm2 llama-3.2 qwen3 olmo2".split(),
+)  # fmt: skip
+def test_files_of_the_hub_are_read(given: dict[str, Any], wanted: tuple[Any, ...]) -> None:
+    found = model_of(given, "config.json")
+    keys = ("kv_heads", "head_dim", "rope_theta", "norm_eps", "tied", "sequence_length")
+    assert tuple(found[key] for key in keys) == wanted
+    assert found["vocab_size"] == given["vocab_size"]
+
+
+def test_the_scaled_rotary_embeddings_of_llama_3_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"rope_scaling=.*llama3.*its rotary embeddings are not scaled"):
+        model_of(LLAMA_32, "config.json")
+
+
+def test_what_is_null_is_not_what_is_left_out() -> None:
+    assert model_of(QWEN_3 | {"num_key_value_heads": None}, "config.json")["kv_heads"] == 16
+    left_out = {key: value for key, value in QWEN_3.items() if key != "num_key_value_heads"}
+    assert model_of(left_out, "config.json")["kv_heads"] == 32
 
 
 def test_what_a_person_says_does_not_matter_is_let_through() -> None:
