@@ -6,6 +6,7 @@ Whoever raises one of these says what was wrong, where, and what to do; whoever 
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from contextlib import contextmanager
 from megastable.report.told import visible
 
 LINES = "\n\t"
+# What a name that a person gave can be wrong by.
+OF_NAMES = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR}
 # Exit codes, documented in docs/clusters.md. The supervisor and schedulers decide by them.
 OK = 0
 FAILED = 1  # an unforeseen error, with a traceback
@@ -69,13 +72,20 @@ class SpaceError(MegastableError):
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn a `MegastableError` into one message on stderr and its exit code; Ctrl-C into 130."""
+    """Turn a `MegastableError` into one message on stderr and its exit code; Ctrl-C into 130; what the file system says
+    of a name that a person gave into a message and 2."""
     try:
         yield
     except MegastableError as error:
         # Names of files and what stands in them are anybody's: a terminal must not obey them.
         print(f"error: {visible(error, keep=LINES)}", file=sys.stderr, flush=True)
         raise SystemExit(error.code) from None
+    except OSError as error:
+        if error.errno not in OF_NAMES:
+            raise
+        told = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
+        print(f"error: {visible(told[:500])}", file=sys.stderr, flush=True)
+        raise SystemExit(BAD_INPUT) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         raise SystemExit(130) from None

@@ -120,6 +120,11 @@ def _steps(folder: Path, size: str, dtype: Dtype, check: bool, say: Callable[[st
     with timed("verify it", folder / "run"):
         find_checkpoint(checkpoint)
     forget(folder / "run")
+    if shutil.disk_usage(folder).free > 1.05 * bytes_of(folder / "run"):
+        with timed("cp and fsync of the checkpoint", copy):
+            copy_synced(folder / "run", copy)
+        shutil.rmtree(copy)
+    forget(folder / "run")
     with timed(f"to-hf --dtype {dtype} (verify, read, round, write, fsync)", out):
         to_hf(checkpoint, out, dtype=dtype, without_tokenizer=True)
     if check:

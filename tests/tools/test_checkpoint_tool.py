@@ -461,3 +461,9 @@ def test_a_bar_and_ctrl_c(checkpoint: Path, tmp_path: Path) -> None:
     assert process.wait(30) == 130, shown
     assert b"interrupted" in shown and b"Traceback" not in shown
     assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("command", [["list"], ["show"], ["pin"], ["diff", "here"], ["export", "here"]])
+def test_a_name_that_no_file_can_have(command: list[str], call: Callable[..., tuple[str, str]]) -> None:
+    out, error = call(*command, "x" * 300, code=2)
+    assert out == "" and error.startswith("error: ") and error.count("\n") == 1
