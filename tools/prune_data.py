@@ -17,8 +17,8 @@ import typer
 from megastable.errors import DataError, user_errors
 from megastable.forensics.pruning import check as prune_check
 from megastable.forensics.pruning import choose, prune
-from megastable.forensics.pruning.bar import bar
 from megastable.forensics.pruning.prune import corpus_bytes
+from megastable.report.bars import bar
 from megastable.report.told import plural
 
 signal.signal(signal.SIGINT, signal.default_int_handler)

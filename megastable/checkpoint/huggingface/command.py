@@ -16,9 +16,9 @@ from megastable.checkpoint.huggingface.check import Checked, compare, sheet
 from megastable.checkpoint.huggingface.export import DTYPES, Dtype, to_hf
 from megastable.checkpoint.huggingface.importing import from_hf
 from megastable.checkpoint.huggingface.shards import read_size
-from megastable.checkpoint.tool.bars import bar
 from megastable.checkpoint.tool.verifying import good
 from megastable.errors import FAILED, ConfigError
+from megastable.report.bars import bar
 from megastable.report.sheet.output import Output
 from megastable.report.told import plural, size, visible
 from megastable.rundir import as_json as to_json

@@ -8,9 +8,9 @@ from typing import Any
 
 from megastable.checkpoint import store
 from megastable.checkpoint.diff import Difference, differences, elements, field_differences
-from megastable.checkpoint.tool.bars import bar
 from megastable.checkpoint.tool.verifying import good
 from megastable.checkpoint.whole import WholeState
+from megastable.report.bars import bar
 from megastable.report.sheet import Column, Sheet
 from megastable.report.told import plural
 

@@ -10,10 +10,10 @@ from typing import Any
 from megastable.checkpoint.average import average
 from megastable.checkpoint.reshaping import Made, reshape
 from megastable.checkpoint.target import refuse_existing
-from megastable.checkpoint.tool.bars import bar
 from megastable.checkpoint.tool.verifying import checkpoints_of, good
 from megastable.checkpoint.whole import WholeState
 from megastable.errors import CheckpointError, ConfigError
+from megastable.report.bars import bar
 
 
 def make_reshaped(

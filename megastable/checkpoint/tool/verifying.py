@@ -14,8 +14,8 @@ from pathlib import Path
 
 from megastable import recipe
 from megastable.checkpoint import markers, store
-from megastable.checkpoint.tool.bars import bar
 from megastable.errors import CheckpointError
+from megastable.report.bars import bar
 from megastable.report.sheet import Column, Sheet
 from megastable.report.told import plural, size, visible
 
