@@ -107,6 +107,9 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     tree = read_yaml(path)
     if "manifests" in tree and isinstance(tree.get("config"), dict):
         tree = tree["config"]  # the frozen recipe of a run directory
+        if (path.parent / "checkpoints").is_dir():
+            # The run is where its recipe lies: a copy of a run directory is a run of its own.
+            override(tree, f"run.dir={json.dumps(str(path.parent))}")
     for assignment in overrides:
         override(tree, assignment)
     return validate(tree, str(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,8 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_the_recipe_is_frozen_as_it_was_resolved(run: RunDirectory) -> None:
-    given = config(
-        optimizer={"lr": "1e-5"}, data={"corpora": [{"path": "a"}, {"path": "b"}], "skip": [[1, 2]]}
-    )
+    data = {"corpora": [{"path": "a"}, {"path": "b"}], "skip": [[1, 2]]}
+    given = config(optimizer={"lr": "1e-5"}, data=data, run={"dir": run.root})
     assert run.compare(given) == []
     run.freeze(given, ["f1", "f2"], {"train_batch_size": 64})
     content = yaml.safe_load(run.recipe.read_text())
@@ -71,6 +71,11 @@ def test_the_recipe_is_frozen_as_it_was_resolved(run: RunDirectory) -> None:
     assert load(run.recipe) == given  # it can be started again as it stands
     assert load(run.recipe, ["train.steps=5"]).train.steps == 5
     assert run.compare(given) == []
+    copy = shutil.copytree(
+        run.root, run.root.with_name("copy")
+    )  # a run of its own, unless somebody says otherwise
+    assert load(copy / "recipe.yaml").run.dir == copy
+    assert load(copy / "recipe.yaml", ["run.dir=elsewhere"]).run.dir == Path("elsewhere")
     assert sorted(p.name for p in run.root.iterdir() if p.is_file()) == ["recipe.yaml"]
 
 

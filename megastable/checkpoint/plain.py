@@ -8,6 +8,7 @@ first.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from megastable.model.gpt import GPT, Head, tied_head
 from megastable.parallel.layers import VocabParallelEmbedding
 from megastable.parallel.sharding import place, placement_of
 from megastable.parallel.topology import TensorParallel
+from megastable.report.told import visible
+
+log = logging.getLogger(__name__)
 
 
 class PlainModel(nn.Module):
@@ -116,6 +120,7 @@ def find_checkpoint(path: Path) -> Path:
             return _verified(candidate)
         except CheckpointError as error:
             problem = str(error)
+            log.warning("passed over: %s", visible(problem))
     raise CheckpointError(f"{folder}: no checkpoint there can be used: {problem}")
 
 

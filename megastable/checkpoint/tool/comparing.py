@@ -14,8 +14,8 @@ from megastable.report.bars import bar
 from megastable.report.sheet import Column, Sheet
 from megastable.report.told import plural
 
-# Fields of a state that say how and when it was computed, not what: shown, but not a difference.
-ASIDE = ("layout", "versions", "seconds")
+# Fields of a state that count as a difference; the others say how and when it was computed, and are only shown.
+WHERE = ("step", "updates", "cursor", "tokens", "adam_step")
 
 COLUMNS = (
     Column("name", "tensor"),
@@ -53,7 +53,7 @@ def compare(a: Path, b: Path, weights_only: bool, everything: bool, silent: bool
         found = differences(left, right, lambda count: watch(4 * count))
     states = [store.read_state(folder).model_dump() for folder in folders]
     fields = field_differences(*states)
-    counted = [] if weights_only else [f for f in fields if f[0].partition(".")[0] not in ASIDE]
+    counted = [] if weights_only else [f for f in fields if f[0] in WHERE]
     same = not counted and all(one.outcome == "identical" for one in found)
     return _sheet(folders, found, fields, same, everything), same
 
@@ -68,7 +68,11 @@ def _sheet(
     alike = sum(1 for one in found if one.outcome == "identical")
     lead = f"{alike:,} of {plural(len(found), 'tensor')} hold the same bytes" if found else "no tensors"
     facts = [("A", str(folders[0])), ("B", str(folders[1])), ("identical", "yes" if same else "no")]
-    facts += [(key, f"{_told(a)} -> {_told(b)}") for key, a, b in fields]
+    facts += [(key, f"{_told(a)} -> {_told(b)}") for key, a, b in fields if not key.startswith("stability.")]
+    if memory := sum(key.startswith("stability.") for key, *_ in fields):
+        facts.append(
+            ("stability", f"what detector and policy remember differs in {plural(memory, 'number')}")
+        )
     rows = [_row(one) for one in found if everything or one.outcome != "identical"]
     return Sheet("differences", lead=[lead], facts=facts, columns=COLUMNS, rows=rows)
 

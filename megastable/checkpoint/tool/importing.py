@@ -32,7 +32,13 @@ def from_megatron(folder: Path, out: Path, recipe_path: Path | None, overrides: 
     if recipe_path is None and overrides:
         raise ConfigError(f"{overrides[0]}: overrides are of a recipe: give one with --recipe")
     run = None if recipe_path is None else recipe.load(recipe_path, overrides)
-    return made_of(out, import_megatron(folder, out, run, say))
+    made = made_of(out, import_megatron(folder, out, run, say))
+    if run is None:
+        say(
+            "note: its recipe has the model of Megatron's arguments, and defaults for all else: to train, add "
+            "data.corpora='[{path: data/...}]', optimizer.lr=... and train.steps=..."
+        )
+    return made
 
 
 def to_megatron(checkpoint: Path, out: Path, tensor: int, pipeline: int, local: bool, as_json: bool) -> str:
