@@ -124,6 +124,7 @@ def spoil(config: RunConfig, kind: str, steps: list[int], times: int = 1) -> dic
         if kind == "weights":
             generator = torch.Generator().manual_seed(step)
             master = engine.masters[0]
+            engine._wait_for_copies()  # or the checkpoint of before would be spoilt, too
             master.data += torch.randn(master.shape, generator=generator) * 0.2
             engine.refresh_weights()
             return real(*args, **options)
