@@ -63,8 +63,9 @@ def test_what_the_steps_wait_for_is_what_the_stopwatches_say(found: Measurement)
         "buffers by name", "state", "copy", "random states", "recipe", "fragments", "thread", "records exchanged",
         "outcome told",
     }  # fmt: skip
-    parts, whole = sum(found.waited.values()), found.values["blocked"]
-    assert 0.2 * whole.low < parts < 1.5 * whole.high
+    # Without what an update waits for the copy, which is in a thread.
+    parts, begin, heard = sum(found.waited.values()), found.values["begin"], found.values["heard"]
+    assert 0.2 * (begin.low + heard.low) < 1e3 * parts < 1.5 * (begin.high + heard.high)
     assert found.behind["write"] > max(found.behind["  tensors"], found.behind["  statistics"]) > 0
     assert found.behind["read back"] > 0 and found.behind["commit"] > 0
 
@@ -73,7 +74,8 @@ def test_shares_are_of_the_same_round(found: Measurement) -> None:
     v = found.values
     assert v["share"].high <= 100 * v["blocked"].high / v["waiting"].low * (1 + 1e-9)
     assert v["share"].low >= 100 * v["blocked"].low / v["waiting"].high * (1 - 1e-9)
-    assert v["blocked"].high <= (v["begin"].high + v["heard"].high) / 1e3 * (1 + 1e-9)
+    most = sum(v[part].high for part in ("begin", "update", "heard")) / 1e3
+    assert v["blocked"].high <= most * (1 + 1e-9)
     assert v["resume"].low > found.bytes / 1e9 / v["verify"].high
 
 
