@@ -106,7 +106,7 @@ def find_checkpoint(path: Path) -> Path:
         return _verified(path.parent / _latest(path))
     if (path / store.STATE).exists() or path.name.startswith("step-"):
         if not path.is_dir():
-            raise CheckpointError(f"{path}: there is no such checkpoint{_others(path.parent)}")
+            raise CheckpointError(f"{path}: there is no such checkpoint{store.others(path.parent)}")
         return _verified(path)
     folder = path if path.name == "checkpoints" else path / "checkpoints"
     if not folder.is_dir():
@@ -133,15 +133,12 @@ def _latest(path: Path) -> str:
     try:
         name = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
-        raise CheckpointError(f"{path} cannot be read: name a checkpoint{_others(path.parent)}") from None
+        raise CheckpointError(
+            f"{path} cannot be read: name a checkpoint{store.others(path.parent)}"
+        ) from None
     if not (path.parent / name).is_dir() or "/" in name or not name:
-        raise CheckpointError(f"{path} names {name!r}, which is not there{_others(path.parent)}")
+        raise CheckpointError(f"{path} names {name!r}, which is not there{store.others(path.parent)}")
     return name
-
-
-def _others(folder: Path) -> str:
-    names = [path.name for path in store.newest_first(folder)] if folder.is_dir() else []
-    return f"; there are {', '.join(names)}" if names else ""
 
 
 def _fill(gpt: GPT, model: ModelConfig, checkpoint: Path, dtype: torch.dtype, device: torch.device) -> None:

@@ -230,6 +230,12 @@ def newest_first(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
+def others(folder: Path) -> str:
+    """The end of a sentence about a checkpoint that is not in a folder: those that are."""
+    names = [path.name for path in newest_first(folder)]
+    return f"; there are {', '.join(names)}" if names else ""
+
+
 def read_contents(checkpoint: Path) -> Contents:
     """manifest.json of a checkpoint. Raises CheckpointError when it is missing, damaged or not one."""
     path = checkpoint / MANIFEST

@@ -150,8 +150,8 @@ def _write_stage(
     if soft < 4 * layout.data * layout.tensor:  # one file of each rank of the stage is open at a time
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     ranks = {(d, t): layout.rank(stage, d, t) for d in range(layout.data) for t in range(layout.tensor)}
-    plan = {
-        place: [(name, *cut) for name, of in held.items() if (cut := _cut(of, layout, *place)) is not None]
+    wanted = {
+        place: {name: cut for name, of in held.items() if (cut := _cut(of, layout, *place)) is not None}
         for place in ranks
     }
     pieces: dict[tuple[int, int], list[Piece]] = {place: [] for place in ranks}
@@ -163,16 +163,12 @@ def _write_stage(
                     folder / f"{part_name(ranks[place])}.safetensors",
                     [
                         (entry_name(k, name), torch.float32, (numel,))
-                        for name, _, _, numel in mine
+                        for name, (_, _, numel) in mine.items()
                         for k in kinds
                     ],
                 )
             )
-            for place, mine in plan.items()
-        }
-        wanted = {
-            place: {name: (shape, start, numel) for name, shape, start, numel in plan[place]}
-            for place in ranks
+            for place, mine in wanted.items()
         }
         for name, of in held.items():
             statistics: dict[tuple[int, int], dict[str, Any]] = {place: {} for place in ranks}

@@ -59,7 +59,7 @@ def checkpoints_of(path: Path) -> list[Path]:
         return [path]
     if NAME.fullmatch(path.name) and not folder.is_dir():
         if not path.is_dir():
-            raise CheckpointError(f"{path}: there is no such checkpoint{_others(path.parent)}")
+            raise CheckpointError(f"{path}: there is no such checkpoint{store.others(path.parent)}")
         return [path]
     if not folder.is_dir():
         what = "neither a checkpoint nor the directory of a run" if path.exists() else "there is no such path"
@@ -79,11 +79,6 @@ def _runs(missing: Path) -> str:
     near = difflib.get_close_matches(missing.name, names, n=5, cutoff=0.3) or names[:5]
     where = f"; runs in {missing.parent}: {', '.join(near)}" if near else ""
     return where or ": give a run such as runs/mine, or a checkpoint such as runs/mine/checkpoints/step-500"
-
-
-def _others(folder: Path) -> str:
-    names = [path.name for path in store.newest_first(folder)] if folder.is_dir() else []
-    return f"; there are {', '.join(names)}" if names else ""
 
 
 def verify(paths: Sequence[Path], silent: bool = False) -> list[Verified]:
