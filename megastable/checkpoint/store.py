@@ -15,7 +15,7 @@ import shutil
 import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from megastable.report.told import visible
 from megastable.rng import set_rng_state
 
 log = logging.getLogger(__name__)
+M = TypeVar("M", bound=BaseModel)
 
 MANIFEST, STATE, RECIPE, LATEST = "manifest.json", "state.json", "recipe.yaml", "latest"
 HEALTH, PINNED = "health.json", "pinned.json"  # markers, see markers.py
@@ -247,25 +248,24 @@ def read_contents(checkpoint: Path) -> Contents:
                 "`python tools/checkpoint.py --help` says how to import one"
             )
         raise CheckpointError(f"{path}: missing, or not to be read: the save did not finish")
-    contents = _read(path, Contents)
-    assert isinstance(contents, Contents)
-    if not contents.seals(path.read_bytes()):
+    contents, text = _read(path, Contents)
+    if not contents.seals(text):
         raise CheckpointError(f"{path}: damaged (its checksum is not its own)")
     return contents
 
 
 def read_state(checkpoint: Path) -> RunState:
     """state.json of a checkpoint. Raises CheckpointError when it is missing or not one."""
-    state = _read(checkpoint / STATE, RunState)
-    assert isinstance(state, RunState)
-    return state
+    return _read(checkpoint / STATE, RunState)[0]
 
 
-def _read(path: Path, model: type[BaseModel]) -> BaseModel:
+def _read(path: Path, model: type[M]) -> tuple[M, bytes]:
+    """What a file says, and its bytes. Raises CheckpointError, whatever is wrong with it."""
     try:
         if not os.path.isfile(path):  # a pipe would be waited for
             raise OSError("not there, or not a file")
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
+        tree = json.loads(text.decode("utf-8"))
         version = tree.get("format") if isinstance(tree, dict) else None
         if isinstance(version, int) and version > FORMAT:
             by = visible(str(dict(tree.get("versions") or {}).get("megastable", "a newer one")))
@@ -277,7 +277,7 @@ def _read(path: Path, model: type[BaseModel]) -> BaseModel:
             raise CheckpointError(
                 f"{path}: format 1, which only a development version of before 2026-11-21 reads: use that one"
             )
-        return model.model_validate(tree)
+        return model.model_validate(tree), text
     except CheckpointError:
         raise
     except (OSError, ValueError, TypeError, RecursionError) as error:

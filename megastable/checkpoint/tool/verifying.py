@@ -20,7 +20,6 @@ from megastable.report.sheet import Column, Sheet
 from megastable.report.told import plural, size, visible
 
 NAME = re.compile(r"(\w+-)?step-\d+")  # of checkpoints, those that were put aside, too
-BROKEN = (CheckpointError, OSError, RecursionError)  # the last: JSON that is nested too deep
 PARTS = 64  # of a checkpoint that threads take one by one
 
 COLUMNS = (
@@ -113,7 +112,7 @@ def _threads() -> int:
 def _parts(checkpoint: Path) -> int:
     try:
         return max(1, min(PARTS, len(store.read_contents(checkpoint).files)))
-    except BROKEN:
+    except CheckpointError:
         return 1  # `problems` says what is wrong
 
 
@@ -121,7 +120,7 @@ def _check(checkpoint: Path, parts: int, pool: ThreadPoolExecutor, watch: Callab
     def part(number: int) -> bool:
         try:
             store.verify(checkpoint, number, parts)
-        except BROKEN:
+        except CheckpointError:
             return False
         finally:
             watch(1)
@@ -133,11 +132,8 @@ def _check(checkpoint: Path, parts: int, pool: ThreadPoolExecutor, watch: Callab
         problems = [] if good else store.problems(checkpoint)  # once more, for all of them
         contents = store.read_contents(checkpoint)
         files, size = len(contents.files), contents.size
-    except BROKEN as error:
-        what = "nested too deep" if isinstance(error, RecursionError) else error
-        problems = problems or [
-            str(error) if isinstance(error, CheckpointError) else f"{checkpoint}: cannot be read: {what}"
-        ]
+    except CheckpointError as error:
+        problems = problems or [str(error)]
     return Verified(checkpoint, files, size, tuple(problems), tuple(markers.problems(checkpoint)))
 
 
