@@ -10,7 +10,7 @@ combination that DeepSpeed is known to get wrong is a `ConfigError` that names t
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import (
     Field,
@@ -46,7 +46,6 @@ class ModelConfig(Part):
     tied: bool = False
     init_std: PositiveFloat = 0.02
     z_loss: NonNegativeFloat = 1e-4  # weight of mean(logsumexp(logits)^2)
-    attention: Literal["reference", "sdpa"] = "sdpa"
 
     @property
     def key_value_heads(self) -> int:
@@ -139,6 +138,7 @@ class OptimizerConfig(Part):
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
     clip: NonNegativeFloat = 1.0  # global gradient norm; 0 = never
+    moments: Literal["fp32", "bf16"] = "fp32"  # of Adam; master weights are fp32 in any case
 
 
 class ScheduleConfig(Part):
@@ -165,6 +165,14 @@ class ParallelConfig(Part):
     sequence: bool = False  # Megatron sequence parallelism over the tensor group (arXiv:2205.05198)
     zero: Literal[0, 1, 2, 3] = 1
     recompute: Literal["none", "selective", "full"] = "none"  # activation checkpointing
+
+
+class KernelsConfig(Part):
+    """What computes: the same numbers, but for rounding. `kernels.choose` says what "auto" is on a device."""
+
+    attention: Literal["auto", "reference", "sdpa", "blocked", "te"] = "auto"
+    loss: Literal["auto", "reference", "chunked"] = "auto"  # chunked: the logits never exist as a whole
+    compile: Literal["auto", True, False] = "auto"  # every block by torch.compile
 
 
 class PrecisionConfig(Part):
@@ -211,11 +219,23 @@ class RunConfig(Part):
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    kernels: KernelsConfig = KernelsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     stability: StabilityConfig = StabilityConfig()
     supervise: SuperviseConfig = SuperviseConfig()
     deepspeed: str = "ds_configs/zero{zero}.json"  # {zero} becomes parallel.zero
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_it_was(cls, tree: Any) -> Any:
+        """Checkpoints of before there was `kernels` say model.attention."""
+        model = tree.get("model") if isinstance(tree, dict) else None
+        if not isinstance(model, dict) or "attention" not in model:
+            return tree
+        rest = {key: value for key, value in model.items() if key != "attention"}
+        kernels = {"attention": model["attention"]} | (tree.get("kernels") or {})
+        return tree | {"model": rest, "kernels": kernels}
 
     @model_validator(mode="after")
     def _possible(self) -> RunConfig:

@@ -34,7 +34,7 @@ KNOWN: dict[str, set[str]] = {
         "stage3_allgather_sequential", "log_trace_cache_warnings", "enable_sanity_checks",
     },
     "data_types": {"grad_accum_dtype"},
-    "bf16": {"enabled", "check_grad_overflow"},
+    "bf16": {"enabled", "check_grad_overflow", "immediate_grad_update"},
     "fp16": {
         "enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis",
         "min_loss_scale",
@@ -173,6 +173,9 @@ def _filled(config: RunConfig, world: int) -> dict[str, Any]:
     }
     if kind == "bf16":
         filled["bf16"]["check_grad_overflow"] = True
+        # A bf16 gradient goes into the fp32 buffer as soon as it is there, and away: else all of them are kept, zeroed
+        # and added up once more in every backward pass.
+        filled["bf16"]["immediate_grad_update"] = True
     if kind == "fp16":
         p = config.precision
         filled["fp16"] |= {

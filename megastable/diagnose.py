@@ -25,6 +25,7 @@ from megastable.data.loader import MicroBatch
 from megastable.engine import Engine
 from megastable.flatstate import KINDS
 from megastable.model.gpt import Block
+from megastable.model.loss import Features, LossFunction, project
 from megastable.parallel.sharding import placement_of
 from megastable.ranks import gathered
 
@@ -319,12 +320,13 @@ class _Watch:
 
         return parameter.register_hook(hook)
 
-    def loss(self, function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        """The loss function, watched: it is no module."""
+    def loss(self, function: LossFunction) -> Callable[[Tensor | Features, Tensor], Tensor]:
+        """The loss function, watched: it is no module. The logits are whole, to be looked at."""
 
-        def watched(logits: Tensor, labels: Tensor) -> Tensor:
+        def watched(given: Tensor | Features, labels: Tensor) -> Tensor:
             micro_batch = self._calls["loss"]
             self._calls["loss"] += 1
+            logits = project(given) if isinstance(given, tuple) else given
             loss = function(self._enter("loss", logits, micro_batch), labels)
             self._look(loss, micro_batch, False, "loss", "output")
             return loss
@@ -334,12 +336,17 @@ class _Watch:
 
 @contextlib.contextmanager
 def _watched(engine: Engine) -> Iterator[_Watch]:
-    """Hooks on all of this rank's modules, parameters and its loss."""
+    """Hooks on all of this rank's modules, parameters and its loss; what runs is written out, nothing is compiled."""
     watch, module, handles = _Watch(engine.config.model.layers), engine.ds.module, []
+    blocks = [part for part in module.modules() if isinstance(part, Block)]
+    chunked = getattr(module, "chunked", False)
     loss = "loss" if engine.topology.layout.pipeline == 1 else "loss_fn"
     function = getattr(module, loss)
     try:
         setattr(module, loss, watch.loss(function))
+        module.chunked = False
+        for block in blocks:
+            block.plain = True
         for part in module.modules():
             if isinstance(part, Block):
                 handles += watch.module(part, part.name)
@@ -349,6 +356,9 @@ def _watched(engine: Engine) -> Iterator[_Watch]:
         yield watch
     finally:
         setattr(module, loss, function)
+        module.chunked = chunked
+        for block in blocks:
+            block.plain = False
         for handle in handles:
             handle.remove()
 

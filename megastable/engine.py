@@ -39,6 +39,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.utils import get_global_norm_of_tensors
+from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import logger as deepspeed_logger
@@ -49,7 +50,9 @@ from megastable.errors import ConfigError
 from megastable.flatstate import FlatState, Fragment
 from megastable.hostcopy import Filled
 from megastable.model import gpt
+from megastable.model.kernels import Kernels, choose
 from megastable.model.loss import LossFunction
+from megastable.optim.adamw import AdamW
 from megastable.parallel.pipeline import partition
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel, Topology
@@ -106,6 +109,9 @@ def start_distributed(timeout: float) -> None:
     if device().type == "cuda":
         # Object collectives of NCCL go through the current device: left alone, all ranks' would be GPU 0.
         torch.cuda.set_device(device())
+        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+            # Evaluation and recomputation ask for other sizes than training: without it they leave holes.
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     else:
         # DeepSpeed refuses fp16 on CPUs without its instructions; torch computes it on all of them, slowly.
         get_accelerator().is_fp16_supported = lambda: True
@@ -113,6 +119,9 @@ def start_distributed(timeout: float) -> None:
             # Every rank would start a thread per core: ranks of one host share them.
             ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    # It warns of optimizers that it does not know; this one works element by element, as ZeRO needs it.
+    if AdamW not in zero_utils.ZERO_SUPPORTED_OPTIMIZERS:
+        zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(AdamW)
     # Its shared-memory collectives need a compiler and leave 66 MiB a rank in /dev/shm after every run.
     __compatible_ops__["deepspeed_shm_comm"] = False
     try:
@@ -202,7 +211,7 @@ class _Spec(LayerSpec):
 
 
 class _TiedSpec(TiedLayerSpec):
-    def __init__(self, layer: gpt.Layer, forward: Callable[..., Tensor] | None) -> None:
+    def __init__(self, layer: gpt.Layer, forward: Callable[..., Any] | None) -> None:
         super().__init__("embedding", nn.Module, forward_fn=forward)
         self.layer = layer
 
@@ -213,12 +222,16 @@ class _TiedSpec(TiedLayerSpec):
 class _Pipeline(PipelineModule):
     """A PipelineModule that is cut where `parallel.pipeline.partition` says."""
 
-    def __init__(self, layers: list[gpt.Layer], topology: Topology, loss: LossFunction) -> None:
-        self._layers = layers
+    def __init__(self, config: RunConfig, kernels: Kernels, topology: Topology, loss: LossFunction) -> None:
+        chunked, recompute = kernels.loss == "chunked", config.parallel.recompute
+        head = gpt.LateHead if chunked else gpt.Head
+        self._layers = layers = gpt.layers(config.model, loss.tp, recompute, config.run.seed, kernels, head)
         specs: list[LayerSpec] = []
         for index, layer in enumerate(layers):
             if layer.tied:
-                specs.append(_TiedSpec(layer, gpt.tied_head if index else None))
+                specs.append(
+                    _TiedSpec(layer, (gpt.features if chunked else gpt.tied_head) if index else None)
+                )
             else:
                 specs.append(_Spec(layer))
         layout = topology.layout
@@ -244,13 +257,14 @@ class Engine:
         layout, p = topology.layout, config.parallel
         self.tp = TensorParallel(topology.tensor_group, topology.tensor_rank, layout.tensor, p.sequence)
         assert config.model.vocab_size is not None
-        self.loss = LossFunction(config.model.vocab_size, config.model.z_loss, self.tp)
+        self.kernels = choose(config, self.device)
+        self.loss = LossFunction(config.model.vocab_size, config.model.z_loss, self.tp, self.kernels.compile)
         with _silence():
             module = self._module()
             try:
                 self.ds, self.optimizer, *_ = deepspeed.initialize(
                     model=module,
-                    optimizer=_adamw(module, config.optimizer, self.device),
+                    optimizer=_adamw(module, config.optimizer, self.kernels.compile),
                     config=ds_config,
                     mpu=_Mpu(topology) if layout.pipeline == 1 else None,
                     dist_init_required=False,
@@ -274,10 +288,8 @@ class Engine:
     def _module(self) -> nn.Module:
         c = self.config
         if self.topology.layout.pipeline == 1:
-            return gpt.GPT(c.model, self.tp, c.parallel.recompute, c.run.seed, self.loss)
-        return _Pipeline(
-            gpt.layers(c.model, self.tp, c.parallel.recompute, c.run.seed), self.topology, self.loss
-        )
+            return gpt.GPT(c.model, self.tp, c.parallel.recompute, c.run.seed, self.loss, self.kernels)
+        return _Pipeline(c, self.kernels, self.topology, self.loss)
 
     # Training
 
@@ -585,13 +597,13 @@ class Engine:
                     o._update_model_bit16_weights(group)
 
 
-def _adamw(module: nn.Module, config: OptimizerConfig, on: torch.device) -> torch.optim.Optimizer:
-    """AdamW over two groups: matrices decay, norms do not."""
+def _adamw(module: nn.Module, config: OptimizerConfig, compiled: bool) -> torch.optim.Optimizer:
+    """AdamW over two groups: matrices decay, norms do not. compiled: the one with bf16 moments."""
     parameters = list(module.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=on.type == "cuda"
-    )
+    if config.moments == "bf16":
+        return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, compiled=compiled)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

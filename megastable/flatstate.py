@@ -1,9 +1,10 @@
-"""The optimizer's state of this rank, whatever ZeRO made of it: flat fp32 buffers, and which piece belongs to which
+"""The optimizer's state of this rank, whatever ZeRO made of it: flat buffers, and which piece belongs to which
 parameter.
 
-DeepSpeed's wrappers all keep a few flat buffers of fp32 master weights and Adam moments. A `Fragment` says where
-a parameter's piece lies in them, so norms, whole tensors, a checkpoint of another layout (and later snapshots) are
-one piece of code for all wrappers. Imports no DeepSpeed: engine.py finds the fragments.
+DeepSpeed's wrappers all keep a few flat buffers of fp32 master weights and of Adam's moments (fp32, or bf16 by
+optim/adamw.py). A `Fragment` says where a parameter's piece lies in them, so norms, whole tensors, a checkpoint of
+another layout (and later snapshots) are one piece of code for all wrappers. Imports no DeepSpeed: engine.py finds the
+fragments.
 """
 
 from __future__ import annotations
@@ -75,8 +76,14 @@ class FlatState:
         )
         self.settings = settings
 
+    @property
+    def moments(self) -> torch.dtype:
+        """In which the moments are kept."""
+        dtype: torch.dtype = getattr(self.optimizer, "moments", torch.float32)
+        return dtype
+
     def buffer(self, group: int, kind: str) -> Tensor | None:
-        """The flat fp32 buffer of a group; None for moments before the first update."""
+        """The flat buffer of a group, masters in fp32; None for moments before the first update."""
         master = self.masters[group]
         return master.data if kind == "weight" else self.optimizer.state.get(master, {}).get(kind)
 
@@ -90,7 +97,8 @@ class FlatState:
         """What the last AdamW update took from a fragment's weights, in chunks; nothing before the first one.
 
         It is told from the state after it: w' = (1 - lr d) w - lr a with a = m_hat / (sqrt(v_hat) + eps) and decay d
-        gives w - w' = lr (a + d w') / (1 - lr d).
+        gives w - w' = lr (a + d w') / (1 - lr d). Moments that were rounded to bf16 after the update make an element
+        wrong by up to 1.2 %, to either side alike.
         """
         of, state = self.settings[fragment.group], self.optimizer.state.get(self.masters[fragment.group], {})
         held = [self.piece(fragment, kind) for kind in KINDS]
@@ -100,7 +108,7 @@ class FlatState:
         count = state["step"].double()
         unbias1, unbias2 = 1 - beta1**count, 1 - beta2**count
         for w, m, v in zip(*(piece.split(CHUNK) for piece in held if piece is not None), strict=True):
-            a = (m / unbias1).div_((v / unbias2).sqrt_().add_(of["eps"]))
+            a = (m.float() / unbias1).div_((v.float() / unbias2).sqrt_().add_(of["eps"]))
             yield a.add_(w, alpha=decay).mul_(lr / (1 - lr * decay))
 
     @torch.no_grad()
@@ -139,7 +147,7 @@ class FlatState:
     @torch.no_grad()
     def fill(self, read: Callable[[Fragment, str], Tensor], step: float) -> None:
         """Set masters and moments: `read(fragment, kind)` gives its elements; `step` is Adam's count of updates, 0
-        where there are no moments.
+        where there are no moments. What bf16 moments have no room for is rounded to nearest.
 
         The caller brings the low-precision parameters up to date afterwards.
         """
@@ -149,7 +157,7 @@ class FlatState:
             fused = self.optimizer.defaults.get("fused")
             state["step"] = torch.tensor(float(step), device=master.device if fused else "cpu")
             for kind in KINDS[1:]:
-                state[kind] = torch.zeros_like(master.data)
+                state[kind] = torch.zeros_like(master.data, dtype=self.moments)
         for kind in KINDS if step else KINDS[:1]:
             for fragment in self.fragments:
                 piece = self.piece(fragment, kind)

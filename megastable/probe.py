@@ -137,10 +137,12 @@ class Probe:
         assert isinstance(block, Block)
         # Only while the block itself runs: recomputation calls the attention again, but from outside the block.
         block.attention.observe = partial(self._attention, block.name)
+        block.plain = True
 
     def _after(self, block: nn.Module, _: Any, output: Any) -> None:
         assert isinstance(block, Block)
         block.attention.observe = None
+        block.plain = False
         if self._counts_activations:
             x = output[0] if isinstance(output, tuple) else output
             self.tally.add_moments(block.name, "activation", x)

@@ -126,7 +126,7 @@ class Recovery:
         if not c.interval:
             return 0
         state, pinned = self.engine.optimizer_state().values(), torch.cuda.is_initialized()
-        everyone = gathered(room.demand(state, self.engine.masters, pinned))
+        everyone = gathered(room.demand(state, self.engine.masters, self.engine.flat_state().moments, pinned))
         found = agree(lambda: room.plan(everyone, c))
         if not found.points:
             self.note("no_snapshots", bytes=found.snapshot, budget=found.budget)

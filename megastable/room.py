@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import torch
 from torch import Tensor
 
 from megastable.errors import ConfigError
@@ -39,11 +40,13 @@ class Room:
     text: str
 
 
-def demand(state: Iterable[Tensor], masters: Iterable[Tensor], pinned: bool) -> Demand:
-    """This rank's. state: what a snapshot copies now; masters: the fp32 weights, with which Adam's two moments are made
-    at the first update."""
+def demand(state: Iterable[Tensor], masters: Iterable[Tensor], moments: torch.dtype, pinned: bool) -> Demand:
+    """This rank's. state: what a snapshot copies now; masters: the fp32 weights, with which Adam's two moments, of the
+    type `moments`, are made at the first update."""
     now = sum(taken(t.numel() * t.element_size(), pinned) for t in state)
-    later = 3 * sum(taken(t.numel() * t.element_size(), pinned) for t in masters)
+    later = sum(
+        taken(4 * t.numel(), pinned) + 2 * taken(t.numel() * moments.itemsize, pinned) for t in masters
+    )
     return Demand(socket.gethostname(), max(now, later), free())
 
 

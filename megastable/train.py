@@ -11,6 +11,7 @@ space for checkpoints, 78 to be started again from an older checkpoint.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import platform
 import random
@@ -43,6 +44,7 @@ from megastable.hardware import peak_tflops
 from megastable.heartbeat import Heartbeat
 from megastable.messages import attempt_of
 from megastable.model.flops import parameters
+from megastable.model.kernels import DTYPES
 from megastable.optim.schedule import rate
 from megastable.parallel.topology import Layout, Topology
 from megastable.ranks import agree, first, shared
@@ -53,8 +55,10 @@ from megastable.report.told import plural
 from megastable.rundir import RunDirectory
 from megastable.startup import StopRequest, open_data, open_run
 
+COLLECT = (
+    100  # steps between two collections of garbage, on all ranks at once: one that collects makes all wait
+)
 ENTROPY_TOKENS = 50_000_000  # of the validation text: more would not change its unigram entropy
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Trainer:
@@ -194,6 +198,7 @@ class Trainer:
             self.checkpoints.prepare()
             if self.checkpoints.rejected:
                 self.recovery.casebook.damaged(self.checkpoints.rejected, s.step)
+            gc.disable()
             while s.step < c.train.steps and not stopping:
                 self.heart.at(s)
                 begin = time.perf_counter()
@@ -258,6 +263,8 @@ class Trainer:
                     continue
 
                 # Once in a while
+                if due(COLLECT, s.step):
+                    gc.collect(1)
                 if due(c.train.eval_interval, s.step) and s.step < c.train.steps and not stopping:
                     self._evaluate(observer)
                 if due(c.checkpoint.interval, s.step):
@@ -286,6 +293,7 @@ class Trainer:
                 self.checkpoints.saver.finish()
             raise
         finally:
+            gc.enable()
             loader.close()
             if observer is not None:
                 observer.close()
@@ -444,7 +452,7 @@ class Trainer:
             f"{parameters(c.model) / 1e6:,.1f}M parameters, {layout.world} ranks: tensor {layout.tensor} x pipeline "
             f"{layout.pipeline} x data {layout.data}, ZeRO {c.parallel.zero}, {c.precision.kind} on "
             f"{self.engine.device.type}\n"
-            f"optimizer wrapper {type(self.engine.optimizer).__name__}, attention {c.model.attention}, "
+            f"optimizer wrapper {type(self.engine.optimizer).__name__}, kernels: {self.engine.kernels}\n"
             f"recomputation {c.parallel.recompute}, peak {peak:.3g} TFLOP/s a device ({peak_source})\n"
             f"{c.train.global_batch} samples of {c.model.sequence_length} tokens a step, run directory {self.run.root}"
         )

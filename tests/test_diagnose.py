@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megastable.config import RunConfig
+from megastable.model.cores import Core
 from megastable.rundir import as_json
 from tests.conftest import tiny
 from tests.distributed import run_ranks
@@ -142,12 +143,12 @@ class Bench:
         original = attention.core
 
         def core(*args: Any) -> torch.Tensor:
-            y: torch.Tensor = original(*args)
+            y: torch.Tensor = original.run(*args)
             if y.requires_grad:
                 y.register_hook(lambda g: torch.full_like(g, value))
             return y
 
-        return replaced(attention, "core", core)
+        return replaced(attention, "core", Core(core, original.prepare))
 
     @contextlib.contextmanager
     def gradient_of_weight(self, value: float) -> Iterator[None]:

@@ -198,7 +198,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model.norms": st.sampled_from(["before", "after"]),
     "model.rope_theta": FINITE,
     "model.kv_heads": st.sampled_from([None, 1, 2, 4]),
-    "model.attention": st.sampled_from(["reference", "sdpa"]),
+    "kernels.attention": st.sampled_from(["reference", "sdpa"]),
     "optimizer.lr": FINITE,
     "optimizer.betas": st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)).map(list),
     "optimizer.eps": st.floats(5e-324, 1.0),
@@ -323,7 +323,7 @@ def test_the_command_and_bad_arguments(
 
 RECIPES = sorted((ROOT / "launch/recipes").glob("*.yaml"))
 # The batch of each in tokens a step, as published for models of its size.
-TOKENS = {"125m": 0.5e6, "1.3b": 1e6, "7b": 4e6, "70b": 16e6}
+TOKENS = {"125m": 0.5e6, "350m": 0.5e6, "1.3b": 1e6, "7b": 4e6, "70b": 16e6}
 
 
 def test_the_sizes_are_all_there() -> None:

@@ -136,7 +136,8 @@ def test_a_full_disk_leaves_the_frozen_recipe_as_it_was(run: RunDirectory) -> No
 
 def test_what_only_says_how_it_is_computed_may_change(run: RunDirectory) -> None:
     run.freeze(config(), [], {})
-    assert run.compare(config(model={"attention": "reference"})) == ["model.attention: sdpa -> reference"]
+    assert run.compare(config(kernels={"attention": "reference"})) == ["kernels.attention: auto -> reference"]
+    assert run.compare(config(model={"z_loss": 0.0})) == ["model.z_loss: 0.0001 -> 0.0"]
 
 
 def test_a_second_process_is_kept_out(run: RunDirectory) -> None:

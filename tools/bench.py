@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megastable import durable, recipe
+from megastable import deepspeed_config, durable, recipe
 from megastable.errors import ConfigError, user_errors
 from megastable.rundir import as_json
 
@@ -29,7 +29,19 @@ BENCH checkpoint --recipe launch/recipes/125m.yaml --dir /scratch --rounds 9 --j
 
 BENCH data
 
-BENCH data --only found --seeds 3 --json found.json""".replace("BENCH", "python tools/bench.py")
+BENCH data --only found --seeds 3 --json found.json
+
+BENCH train --rounds 9 --json train.json
+
+BENCH train --recipe launch/recipes/125m.yaml train.micro_batch=1 --peers plain --peers transformers
+
+BENCH train --recipe launch/recipes/1.3b.yaml model.vocab_size=32000 --device cuda --profile profile
+
+BENCH scaling --layout TP2 --layout PP4
+
+BENCH scaling --recipe launch/recipes/70b.yaml model.vocab_size=128000 --ranks 256""".replace(
+    "BENCH", "python tools/bench.py"
+)
 SHORT = ("train.global_batch=1", "train.micro_batch=1", "model.sequence_length=64")  # steps beside a save
 app = typer.Typer(help=__doc__, epilog=EXAMPLES, add_completion=False, pretty_exceptions_enable=False)
 
@@ -75,6 +87,135 @@ def stability(
 def _alone() -> None:
     """A process group of this process, if one is started."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+
+
+@app.command(epilog=EXAMPLES)
+@user_errors()
+def train(
+    overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of the recipe")] = None,
+    recipe_path: Annotated[
+        Path, typer.Option("--recipe", help="Whose model, micro-batch and precision to measure with")
+    ] = Path("launch/recipes/quickstart.yaml"),
+    peers: Annotated[
+        list[str] | None, typer.Option(help="With whom to compare; repeatable. `--list` names them")
+    ] = None,
+    names: Annotated[bool, typer.Option("--list", help="Name the peers, and measure nothing")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU where there is one")] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Each measures everyone once, in random order")] = 9,
+    apart: Annotated[
+        bool | None,
+        typer.Option(
+            "--apart/--together", help="One in memory at a time, or all. Default: what memory allows"
+        ),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="All numbers, and the machine")] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--profile", help="Afterwards: a trace of some steps, where their time goes"),
+    ] = None,
+    profiled: Annotated[str, typer.Option("--profile-peer", help="Whose steps")] = "megastable",
+) -> None:
+    """How fast we train, beside others on the same model and tokens. On random tokens: no corpus is needed.
+
+    A step is of at most 4 micro-batches, and compiled where the recipe leaves it open; both are said in the output.
+    """
+    config = recipe.load(recipe_path, overrides or [])
+    deepspeed_config.build(config, 1)
+    device = _on(device)
+    from megastable.bench.peers import PEERS, chosen_peers
+
+    if names:
+        for name, peer in PEERS.items():
+            print(
+                f"{name}: {peer.meaning}" + (f" (default: {', '.join(peer.default)})" if peer.default else "")
+            )
+        return
+    wanted = chosen_peers(peers or [], device)
+    if folder:
+        wanted = chosen_peers([*wanted, profiled], device)
+    _alone()
+    # Not above, as in `stability`.
+    from megastable import engine
+    from megastable.bench import profiling, speed
+    from megastable.bench.train import measure, steps_needed
+
+    console = Console()
+    tables = []
+
+    def after(name, contestant, on):  # type: ignore[no-untyped-def]
+        if folder and name == profiled:
+            tables.append(profiling.table(name, profiling.profile(contestant.step, on, folder)))
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    engine.start_distributed(config.run.timeout)
+    try:
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            task = progress.add_task("", total=steps_needed(wanted, rounds))
+            found = measure(
+                config, wanted, rounds, apart, lambda: progress.advance(task),
+                lambda text: progress.update(task, description=text), after,
+            )  # fmt: skip
+    finally:
+        engine.stop_distributed()
+    for shown in (speed.table(found), *tables):
+        console.print(shown)
+    for line in speed.lines(found):
+        print(line)
+    print(", ".join(f"{key} {value}" for key, value in (found.run | found.machine).items()))
+    if json is not None:
+        durable.write_output(json, as_json(asdict(found), indent=1) + "\n")
+
+
+def _on(device: str | None) -> str:
+    """The device, cpu or cuda. Before anything of DeepSpeed is imported: it looks for its accelerator once."""
+    if device not in (None, "cpu", "cuda"):
+        raise ConfigError(f"--device {device}: it is cpu or cuda")
+    # What the profiler has to say when it starts and stops.
+    os.environ.update(KINETO_LOG_LEVEL="99", TORCH_CPP_LOG_LEVEL="ERROR")
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no GPU here (nvidia-smi; is it a torch for CPUs?)")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    os.environ["DS_ACCELERATOR"] = device
+    return device
+
+
+@app.command(epilog=EXAMPLES)
+@user_errors()
+def scaling(
+    overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of the recipe")] = None,
+    layouts: Annotated[
+        list[str] | None, typer.Option("--layout", help="Which to count, e.g. TP2; repeatable. Default: all")
+    ] = None,
+    recipe_path: Annotated[
+        Path | None, typer.Option("--recipe", help="Count nothing: what the formulas say of this recipe")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="With --recipe: on so many")] = 8,
+    json: Annotated[Path | None, typer.Option(help="All numbers, and the machine")] = None,
+) -> None:
+    """What ranks say to one another in a step: counted in real steps of tiny models, held against formulas.
+
+    Exits with 1 where they differ.
+    """
+    from megastable.bench import scaling
+
+    if recipe_path is not None:
+        forecast = scaling.predict(recipe.load(recipe_path, overrides or []), ranks)
+        shown, tree, differs = scaling.forecast_table(forecast), asdict(forecast), False
+    elif overrides:
+        raise ConfigError(
+            f"{overrides[0]}: the layouts that are counted have models of their own; give --recipe"
+        )
+    else:
+        stderr = Console(stderr=True)
+        found = scaling.measure(layouts or [], lambda text: stderr.print(f"counting: {text}"))
+        shown, tree, differs = scaling.table(found), asdict(found), found.differs
+    Console().print(shown)
+    if json is not None:
+        durable.write_output(json, as_json(tree, indent=1) + "\n")
+    if differs:
+        raise SystemExit(1)
 
 
 @app.command(epilog=EXAMPLES)

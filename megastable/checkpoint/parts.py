@@ -35,8 +35,8 @@ def write_part(
 ) -> tuple[Files, bool]:
     """One rank's files, and whether all its numbers are finite.
 
-    place: (rank, stage, tensor rank); held: what it writes, out of buffers["GROUP/KIND"] (flat, fp32); random: its
-    random states. Raises OSError.
+    place: (rank, stage, tensor rank); held: what it writes, out of buffers["GROUP/KIND"] (flat; fp32 in the file,
+    whatever they are here); random: its random states. Raises OSError.
     """
     rank, stage, tensor_rank = place
     name, pieces = part_name(rank), []
@@ -45,7 +45,7 @@ def write_part(
         for f in held:
             found: dict[str, Statistics] = {}
             for kind in kinds:
-                piece = buffers[f"{f.group}/{kind}"][f.offset : f.offset + f.numel]
+                piece = buffers[f"{f.group}/{kind}"][f.offset : f.offset + f.numel].float()
                 file.write(entry_name(kind, f.name), piece)
                 found[kind] = statistics_of(piece)
             pieces.append(

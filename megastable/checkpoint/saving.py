@@ -139,8 +139,7 @@ class Saver:
         if self.asynchronous is None:
             self.asynchronous = self._has_room(self._engine.optimizer_state())
         if self.asynchronous and not self._spare:
-            shapes = {f"{i}/{k}": m.shape for i, m in enumerate(self._engine.masters) for k in KINDS}
-            self._fetching = self._thread.submit(self._host.fetch, shapes, torch.float32)
+            self._fetching = self._thread.submit(self._fetch, self._engine.flat_state().moments)
 
     def begin(self, state: RunState) -> None:
         """Copy what `state` stands for, and begin to write it. No other save may be under way."""
@@ -209,10 +208,20 @@ class Saver:
 
     # Behind the steps
 
+    def _fetch(self, moments: torch.dtype) -> dict[str, Tensor]:
+        """Memory for a copy of masters and moments."""
+        masters = self._engine.masters
+        fetched: dict[str, Tensor] = {}
+        for kind in KINDS:
+            dtype = torch.float32 if kind == "weight" else moments
+            shapes = {f"{i}/{kind}": master.shape for i, master in enumerate(masters)}
+            fetched |= self._host.fetch(shapes, dtype)
+        return fetched
+
     def _has_room(self, source: dict[str, Tensor]) -> bool:
         """Whether every rank has host memory for a copy of its state."""
         pinned = torch.cuda.is_initialized()
-        demand = room.demand(source.values(), self._engine.masters, pinned)
+        demand = room.demand(source.values(), self._engine.masters, self._engine.flat_state().moments, pinned)
         everyone = gathered(demand)
         for mine in everyone:
             together = [other for other in everyone if other.host == mine.host]

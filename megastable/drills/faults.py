@@ -14,7 +14,7 @@ from megastable.config import ScheduleConfig
 from megastable.drills.plan import Fault, Plan
 from megastable.engine import Engine
 from megastable.flatstate import Fragment
-from megastable.model.loss import LossFunction
+from megastable.model.loss import Features, LossFunction
 from megastable.optim.schedule import rate
 
 GARBAGE = 4096  # first moments that are overwritten: 16 KiB, four pages
@@ -75,8 +75,8 @@ def nan_gradient(engine: Engine, here: bool, seed: int) -> Iterator[None]:
 def inf_loss(engine: Engine, here: bool, seed: int) -> Iterator[None]:
     real = LossFunction.__call__
 
-    def infinite(self: LossFunction, logits: Tensor, labels: Tensor) -> Tensor:
-        loss = real(self, logits, labels)
+    def infinite(self: LossFunction, given: Tensor | Features, labels: Tensor) -> Tensor:
+        loss = real(self, given, labels)
         if len(self.samples) == 1:
             self.samples[0] = self.samples[0] * torch.inf
             loss = loss * torch.inf

@@ -85,7 +85,7 @@ def _attend(attention: Attention, name: str, cache: KeyValueCache, x: Tensor) ->
     cos, sin = (t[before : before + n, None, None] for t in table)
     q, k, v = (t.permute(1, 2, 0, 3) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
     keys, values = cache.put(name, k, v)
-    y = attention.core(q, k, v, None) if before == 0 else _core(q, keys, values)
+    y = attention.core.run(q, k, v, None) if before == 0 else _core(q, keys, values)
     return attention.out(y.permute(2, 0, 1, 3).reshape(n, b, -1))
 
 

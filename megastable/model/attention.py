@@ -7,53 +7,40 @@ heads: OLMo 2, arXiv:2501.00656 section 3. GQA: Ainslie et al., arXiv:2305.13245
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megastable.config import ModelConfig
+from megastable.model.cores import CORES, Core
+from megastable.model.kernels import Kernels
+from megastable.model.memo import Latest
 from megastable.model.norm import RMSNorm, SplitRMSNorm
-from megastable.model.rope import document_positions, rope_table, rotate
+from megastable.model.rope import rope_table, rotate, rotation
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.topology import TensorParallel
 
 
-def document_mask(segments: Tensor) -> Tensor:
-    """What may attend to what: bool [b, 1, s, s], causal and inside one document. segments: [b, s]."""
-    s = segments.shape[1]
-    causal = torch.ones(s, s, dtype=torch.bool, device=segments.device).tril()
-    return (causal & (segments[:, :, None] == segments[:, None, :])).unsqueeze(1)
+class Places(NamedTuple):
+    """Where the tokens of a micro-batch stand; the same for all layers.
+
+    cos, sin: fp32, broadcastable to [s, b, 1, d / 2]. segments [b, s], and what the attention's core makes of it, where
+    documents are kept apart.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    segments: Tensor | None = None
+    documents: Any = None
 
 
-def reference_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v in plain fp32. q [b, q, s, d], k and v [b, k, s, d] -> [b, q, s, d]."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1).float(), v.repeat_interleave(groups, 1).float()
-    scores = q.float() @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-    allowed = (
-        torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril() if mask is None else mask
-    )
-    return (scores.masked_fill(~allowed, -math.inf).softmax(-1) @ v).to(q.dtype)
-
-
-def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """`reference_attention` by torch's fused kernels (fp32 softmax inside)."""
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1 and (mask is not None or q.device.type == "cpu"):
-        # Of the fused kernels only those of GPUs without a mask know grouped queries; with the others torch would
-        # fall back to the unfused one, and its scores [b, q, s, s].
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        groups = 1
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1
-    )
-
-
-BACKENDS = {"reference": reference_attention, "sdpa": sdpa_attention}
+@Latest
+def _apart(segments: Tensor, width: int, theta: float, core: Core) -> Places:
+    cos, sin = rotation(segments, width, theta)
+    return Places(cos, sin, segments, core.prepare(segments))
 
 
 def _head_norm(
@@ -75,13 +62,15 @@ def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
 class Attention(nn.Module):
     """x [s, b, hidden] (or its sequence shard) -> the same shape."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, name: str, recompute_core: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallel, name: str, recompute_core: bool, kernels: Kernels
+    ) -> None:
         super().__init__()
         d = self.width = config.head_width
         self.q_heads, self.k_heads = config.heads // tp.size, config.key_value_heads // tp.size
         self.theta = config.rope_theta
         self.recompute_core = recompute_core
-        self.core = BACKENDS[config.attention]
+        self.core = CORES[kernels.attention]
         # Shown q [b, q, s, d], k [b, k, s, d] and segments of a step that is looked at; see probe.py.
         self.observe: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
         kv = config.key_value_heads * d
@@ -97,21 +86,25 @@ class Attention(nn.Module):
         q, k, v = qkv.view(s, b, -1, self.width).split((self.q_heads, self.k_heads, self.k_heads), dim=2)
         return _normed(q, self.q_norm), _normed(k, self.k_norm), v
 
-    def forward(self, x: Tensor, segments: Tensor | None) -> Tensor:
+    def places(self, length: int, segments: Tensor | None, device: torch.device) -> Places:
+        """Of a micro-batch of samples of `length` tokens."""
+        if segments is not None:
+            return _apart(segments, self.width, self.theta, self.core)
+        cos, sin = rope_table(length, self.width, self.theta, device)
+        return Places(cos[:, None, None], sin[:, None, None])
+
+    def forward(self, x: Tensor, at: Places) -> Tensor:
         q, k, v = self.heads(x)
         s, b = q.shape[:2]
-        cos, sin = rope_table(s, self.width, self.theta, x.device)
-        if segments is None:
-            cos, sin, mask = cos[:, None, None], sin[:, None, None], None
-        else:
-            position = document_positions(segments).t()  # [s, b]
-            cos, sin, mask = cos[position][:, :, None], sin[position][:, :, None], document_mask(segments)
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+        rotated = rotate(q, at.cos, at.sin), rotate(k, at.cos, at.sin), v
+        q, k, v = (t.permute(1, 2, 0, 3) for t in rotated)
         if self.observe is not None:
-            self.observe(q, k, segments)
+            self.observe(q, k, at.segments)
         if self.recompute_core and torch.is_grad_enabled():
             # No dropout anywhere: there is no random state to save and bring back.
-            y = checkpoint(self.core, q, k, v, mask, use_reentrant=False, preserve_rng_state=False)
+            y = checkpoint(
+                self.core.run, q, k, v, at.documents, use_reentrant=False, preserve_rng_state=False
+            )
         else:
-            y = self.core(q, k, v, mask)
+            y = self.core.run(q, k, v, at.documents)
         return self.out(y.permute(2, 0, 1, 3).reshape(s, b, -1))

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megastable.config import ModelConfig
-from megastable.model.attention import Attention
+from megastable.model.attention import Attention, Places
 from megastable.model.init import initialise
-from megastable.model.loss import LossFunction
+from megastable.model.kernels import PLAIN, Kernels
+from megastable.model.loss import Features, LossFunction, project
 from megastable.model.mlp import MLP
 from megastable.model.norm import RMSNorm
 from megastable.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
@@ -51,7 +53,14 @@ class Block(nn.Module):
     added to the stream is normed, not the stream. The norms are named `attention_norm` and `mlp_norm` in both.
     """
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, index: int, recompute: str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        index: int,
+        recompute: str,
+        kernels: Kernels = PLAIN,
+    ) -> None:
         super().__init__()
         self.name = name = f"blocks.{index}"
         core = recompute == "selective"
@@ -60,20 +69,29 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(
             config.hidden, config.norm_eps, tp, f"{name}.attention_norm", tp.sequence
         )
-        self.attention = Attention(config, tp, f"{name}.attention", core)
+        self.attention = Attention(config, tp, f"{name}.attention", core, kernels)
         self.mlp_norm = RMSNorm(config.hidden, config.norm_eps, tp, f"{name}.mlp_norm", tp.sequence)
         self.mlp = MLP(config, tp, f"{name}.mlp", core)
+        self._split = tp.size if tp.sequence else 1
+        self.plain = False  # somebody looks into the block by hooks: it runs as it is written
+        self._fast = self._block
+        if kernels.compile:
+            # Of all blocks the same code: it is compiled once, for training, and once for evaluation.
+            self._fast = torch.compile(self._block, fullgraph=kernels.whole_blocks, dynamic=False)
 
     def forward(self, stream: Stream) -> Stream:
         x, segments = _open(stream)
+        at = self.attention.places(x.shape[0] * self._split, segments, x.device)
+        run = self._block if self.plain else self._fast
         if self.recompute and torch.is_grad_enabled():
             # No dropout anywhere: there is no random state to save and bring back.
-            y = checkpoint(self._block, x, segments, use_reentrant=False, preserve_rng_state=False)
-            return _close(y, segments)
-        return _close(self._block(x, segments), segments)
+            y = checkpoint(run, x, at, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y = run(x, at)
+        return _close(y, segments)
 
-    def _block(self, x: Tensor, segments: Tensor | None) -> Tensor:
-        return self.around(x, lambda y: self.attention(y, segments))
+    def _block(self, x: Tensor, at: Places) -> Tensor:
+        return self.around(x, lambda y: self.attention(y, at))
 
     def around(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         """The block with `attend` in the place of its attention, from and to tensors like x [s, b, hidden]."""
@@ -92,12 +110,29 @@ class FinalNorm(RMSNorm):
 
 
 class Head(ColumnParallelLinear):
-    """x [s, b, hidden] -> logits [s, b, padded vocabulary / tensor]."""
+    """x [s, b, hidden] -> logits [s, b, padded vocabulary / tensor], or what `then` makes of the features."""
+
+    def forward(self, x: Tensor, then: Callable[[Features], Any] = project) -> Any:
+        # In here, because ZeRO 3 takes the weight away after it.
+        return then(features(self, x))
+
+
+class LateHead(Head):
+    """The head of a pipeline whose loss projects by itself, chunk by chunk: x -> features."""
+
+    def forward(self, x: Tensor, then: Callable[[Features], Any] = lambda given: given) -> Any:
+        return then(features(self, x))
+
+
+def features(head: ColumnParallelLinear | VocabParallelEmbedding, x: Tensor) -> Features:
+    """What logits are made of, by a head or the embedding of a tied model: x inside of the tensor-parallel region, and
+    the weight (a view: DeepSpeed's pipeline begins a backward pass by the hooks of what is not a leaf)."""
+    return enter(x, head.tp), head.weight.view_as(head.weight)
 
 
 def tied_head(embedding: VocabParallelEmbedding, x: Tensor) -> Tensor:
     """The head of a tied model: logits by the embedding's own weight."""
-    return F.linear(enter(x, embedding.tp), embedding.weight)
+    return project(features(embedding, x))
 
 
 @dataclass(frozen=True)
@@ -110,7 +145,14 @@ class Layer:
     tied: bool = False
 
 
-def layers(config: ModelConfig, tp: TensorParallel, recompute: str, seed: int) -> list[Layer]:
+def layers(
+    config: ModelConfig,
+    tp: TensorParallel,
+    recompute: str,
+    seed: int,
+    kernels: Kernels = PLAIN,
+    head: type[Head] = Head,
+) -> list[Layer]:
     """The model, layer by layer. With `config.tied` the last entry is the embedding again, used as head."""
 
     def made(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -128,13 +170,13 @@ def layers(config: ModelConfig, tp: TensorParallel, recompute: str, seed: int) -
     return [
         Layer(embedding, cost=1.0, tied=c.tied),
         *(
-            Layer(made(lambda i=i: Block(c, tp, i, recompute)), cost=block_cost, is_block=True)  # type: ignore[misc]
+            Layer(made(partial(Block, c, tp, i, recompute, kernels)), cost=block_cost, is_block=True)
             for i in range(c.layers)
         ),
         Layer(made(lambda: FinalNorm(c.hidden, c.norm_eps, tp, "final_norm", tp.sequence)), cost=1.0),
         Layer(embedding, cost=c.hidden * vocabulary, tied=True)
         if c.tied
-        else Layer(made(lambda: Head(c.hidden, (vocabulary,), tp, "head")), cost=c.hidden * vocabulary),
+        else Layer(made(lambda: head(c.hidden, (vocabulary,), tp, "head")), cost=c.hidden * vocabulary),
     ]
 
 
@@ -152,26 +194,33 @@ class GPT(nn.Sequential):
         recompute: str,
         seed: int,
         loss: LossFunction | None = None,
+        kernels: Kernels = PLAIN,
     ) -> None:
-        built = [
-            layer.build() for layer in layers(config, tp, recompute, seed)[: -1 if config.tied else None]
-        ]
-        super().__init__(*built)
+        listed = layers(config, tp, recompute, seed, kernels)
+        super().__init__(*(layer.build() for layer in listed[: -1 if config.tied else None]))
         self.loss = loss
         self.tied = config.tied
+        self.chunked = kernels.loss == "chunked"
 
     def forward(self, inputs: Stream, labels: Tensor | None = None) -> Tensor:
-        x = inputs
-        for module in self._modules.values():
-            assert module is not None
+        x: Any = inputs
+        modules = list(self.children())
+        for module in modules if self.tied else modules[:-1]:
             x = module(x)
-        assert isinstance(x, Tensor)
-        logits = x
-        if self.tied:
-            embedding = self[0]
-            assert isinstance(embedding, VocabParallelEmbedding)
-            logits = tied_head(embedding, x)
+        loss = self.loss
         if labels is None:
-            return logits
-        assert self.loss is not None
-        return self.loss(logits, labels)
+            return self._headed(x, project)
+        assert loss is not None
+        if self.chunked:
+            return self._headed(x, lambda given: loss(given, labels))
+        return loss(self._headed(x, project), labels)
+
+    def _headed(self, x: Tensor, then: Callable[[Features], Tensor]) -> Tensor:
+        head = self[-1]
+        return then(features(self._embedding, x)) if self.tied else head(x, then)
+
+    @property
+    def _embedding(self) -> VocabParallelEmbedding:
+        embedding = self[0]
+        assert isinstance(embedding, VocabParallelEmbedding)
+        return embedding

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
+from megastable.model.chunked import chunked_objective
 from megastable.parallel.topology import TensorParallel
 
 
@@ -65,9 +67,19 @@ def cross_entropy(
     return _CrossEntropy.apply(logits, labels, vocabulary, tp or TensorParallel())
 
 
+Features = tuple[Tensor, Tensor]  # x [s, b, hidden] and the weight that makes logits of it
+
+
+def project(given: Features) -> Tensor:
+    """Logits [s, b, padded vocabulary / tensor]."""
+    return F.linear(*given)
+
+
 @dataclass
 class LossFunction:
     """`(logits, labels) -> mean(cross-entropy) + z_loss * mean(logsumexp^2)`, for DeepSpeed and for us.
+
+    Of features instead of logits the same, chunk by chunk (chunked.py). compiled: what can be, by torch.compile.
 
     Every call leaves the per-sample means in `samples`: a list of fp32 [2, b] (cross-entropy, logsumexp^2), one
     for each micro-batch, which the engine collects: DeepSpeed itself hands on only one scalar.
@@ -76,10 +88,18 @@ class LossFunction:
     vocabulary: int
     z_loss: float
     tp: TensorParallel
+    compiled: bool = False
     samples: list[Tensor] = field(default_factory=list)
 
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """logits [s, b, v / tensor], labels [b, s]."""
+    def __call__(self, given: Tensor | Features, labels: Tensor) -> Tensor:
+        """Logits [s, b, v / tensor] or features; labels [b, s]."""
+        if isinstance(given, tuple):
+            objective, samples = chunked_objective(
+                *given, labels, self.vocabulary, self.z_loss, self.tp, self.compiled
+            )
+            self.samples.append(samples)
+            return objective
+        logits = given
         loss, lse = cross_entropy(logits, labels.t(), self.vocabulary, self.tp)
         square = lse.pow(2)
         self.samples.append(torch.stack((loss.detach().mean(0), square.detach().mean(0))))

@@ -27,6 +27,13 @@ def document_positions(segments: Tensor) -> Tensor:
     return index - torch.where(begins, index, 0).cummax(dim=1).values
 
 
+def rotation(segments: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin, each fp32 [s, b, 1, width / 2]; positions begin anew at every document of segments [b, s]."""
+    cos, sin = rope_table(segments.shape[1], width, theta, segments.device)
+    position = document_positions(segments).t()
+    return cos[position][:, :, None], sin[position][:, :, None]
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + d/2) of x [s, b, heads, d]; cos, sin broadcastable to [s, b, 1, d/2], fp32."""
     a, b = x.float().chunk(2, -1)

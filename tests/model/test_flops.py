@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megastable.config import ModelConfig
 from megastable.model.flops import flops_per_token, parameters
 from megastable.model.gpt import GPT
+from megastable.model.kernels import Kernels
 from megastable.model.loss import LossFunction
 from megastable.parallel.topology import TensorParallel
 
@@ -28,13 +29,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 def config(**changes: Any) -> ModelConfig:
     fields: dict[str, Any] = dict(
         layers=3, hidden=32, heads=4, ffn=48, sequence_length=16, vocab_size=100, vocab_multiple=64,
-        attention="reference",
     )  # fmt: skip
     return ModelConfig(**fields | changes)
 
 
 def model(c: ModelConfig) -> GPT:
-    return GPT(c, TensorParallel(), "none", 0, LossFunction(100, 0.0, TensorParallel()))
+    return GPT(c, TensorParallel(), "none", 0, LossFunction(100, 0.0, TensorParallel()), Kernels("reference"))
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -12,6 +12,7 @@ from torch import Tensor
 from megastable.config import ModelConfig
 from megastable.model import gpt
 from megastable.model.gpt import GPT
+from megastable.model.kernels import PLAIN, Kernels
 from megastable.model.loss import LossFunction
 from megastable.parallel.pipeline import partition
 from megastable.parallel.sharding import placement_of
@@ -29,9 +30,11 @@ def config(**changes: Any) -> ModelConfig:
     return ModelConfig(**fields | changes)
 
 
-def build(c: ModelConfig, recompute: str = "none", dtype: torch.dtype = torch.float32) -> GPT:
+def build(
+    c: ModelConfig, recompute: str = "none", dtype: torch.dtype = torch.float32, kernels: Kernels = PLAIN
+) -> GPT:
     loss = LossFunction(VOCABULARY, c.z_loss, TensorParallel())
-    model = GPT(c, TensorParallel(), recompute, seed=7, loss=loss).to(dtype)
+    model = GPT(c, TensorParallel(), recompute, seed=7, loss=loss, kernels=kernels).to(dtype)
     with torch.no_grad():  # norms start at one: their gradients are a weaker test there
         for index, p in enumerate(model.parameters()):
             if p.dim() == 1:
@@ -144,10 +147,10 @@ def test_recomputation_keeps_less(recompute: str, fewer: float) -> None:
     assert kept(recompute) < fewer * kept("none")
 
 
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("attention", ["reference", "sdpa", "blocked"])
 def test_documents_kept_apart_do_not_see_each_other(attention: str) -> None:
     """Other tokens in one document, or none before it at all: the logits of the other are the same."""
-    model = build(config(attention=attention))
+    model = build(config(), kernels=Kernels(attention))
     tokens, *_ = batch()
     segments = torch.zeros(BATCH, LENGTH, dtype=torch.int32)
     segments[:, 9:] = 1

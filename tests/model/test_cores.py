@@ -1,18 +1,22 @@
-"""Every attention backend against the reference, and the reference against a loop."""
+"""Every attention kernel that a CPU has against the reference, and the reference against a loop."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
-from megastable.model.attention import BACKENDS, document_mask, reference_attention
+from megastable.model.cores import CORES, document_mask, reference_attention, see
 
 S, B, D = 11, 2, 8
-FAST = sorted(set(BACKENDS) - {"reference"})
+ON_A_CPU = ["reference", "sdpa", "blocked"]
+FAST = ON_A_CPU[1:]
 SEGMENTS = torch.tensor([[0] * 5 + [1] + [2] * 5, [0] * S])
 
 
@@ -23,9 +27,9 @@ def qkv(heads: int, kv_heads: int, dtype: torch.dtype = torch.float32) -> list[T
     ]
 
 
-def run(core: Callable[..., Tensor], tensors: list[Tensor], mask: Tensor | None) -> list[Tensor]:
+def run(core: Callable[..., Tensor], tensors: list[Tensor], *documents: Any, **options: Any) -> list[Tensor]:
     """The output and the three gradients."""
-    out = core(*tensors, mask)
+    out = core(*tensors, *documents, **options)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
     return [out, *torch.autograd.grad(out, tensors, upstream)]
 
@@ -34,7 +38,7 @@ def run(core: Callable[..., Tensor], tensors: list[Tensor], mask: Tensor | None)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_the_reference_is_softmax_over_what_may_be_seen(kv_heads: int, apart: bool) -> None:
     q, k, v = qkv(4, kv_heads)
-    got = reference_attention(q, k, v, document_mask(SEGMENTS) if apart else None)
+    got = reference_attention(q, k, v, SEGMENTS if apart else None)
     for b in range(B):
         for h in range(4):
             for i in range(S):
@@ -52,16 +56,27 @@ def test_the_reference_is_softmax_over_what_may_be_seen(kv_heads: int, apart: bo
 def test_fast_backends_equal_the_reference(
     backend: str, kv_heads: int, apart: bool, dtype: torch.dtype
 ) -> None:
-    mask = document_mask(SEGMENTS) if apart else None
+    core = CORES[backend]
     tensors = qkv(4, kv_heads, dtype)
     # bf16: the reference rounds only its results; a fused kernel rounds probabilities and sums of groups, too.
     tolerance = 1e-5 if dtype == torch.float32 else 4 * 2**-8
-    for got, wanted in zip(
-        run(BACKENDS[backend], tensors, mask), run(reference_attention, tensors, mask), strict=True
-    ):
-        assert got.dtype == dtype and got.shape == wanted.shape
-        error = (got.double() - wanted.double()).norm() / wanted.double().norm()
-        assert error < tolerance
+    got = run(core.run, tensors, core.prepare(SEGMENTS) if apart else None)
+    close(got, run(reference_attention, tensors, SEGMENTS if apart else None), tolerance)
+
+
+def close(got: list[Tensor], wanted: list[Tensor], tolerance: float) -> None:
+    for mine, right in zip(got, wanted, strict=True):
+        assert mine.dtype == right.dtype and mine.shape == right.shape
+        assert (mine.double() - right.double()).norm() / right.double().norm() < tolerance
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_what_a_gpu_computes_for_documents_equals_the_reference(kv_heads: int) -> None:
+    """FlexAttention written out, with the mask by blocks that its kernel gets on a GPU."""
+    tensors = qkv(4, kv_heads)
+    got = run(partial(flex_attention, enable_gqa=True), tensors, block_mask=see(SEGMENTS))
+    close(got, run(reference_attention, tensors, SEGMENTS), 1e-5)
 
 
 def test_the_document_mask_is_causal_and_inside_one_document() -> None:
@@ -73,10 +88,10 @@ def test_the_document_mask_is_causal_and_inside_one_document() -> None:
                 assert mask[b, 0, i, j] == (j <= i and SEGMENTS[b, i] == SEGMENTS[b, j])
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("backend", ON_A_CPU)
 def test_the_future_is_not_seen(backend: str) -> None:
     q, k, v = (t.detach() for t in qkv(4, 2))
-    before = BACKENDS[backend](q, k, v, None)
+    before = CORES[backend].run(q, k, v, None)
     k, v = k.clone(), v.clone()
     k[:, :, 7:], v[:, :, 7:] = 1e3, -1e3
-    assert torch.equal(BACKENDS[backend](q, k, v, None)[:, :, :7], before[:, :, :7])
+    assert torch.equal(CORES[backend].run(q, k, v, None)[:, :, :7], before[:, :, :7])

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# On a host with a GPU: the tests that need one, then the benchmarks, within 9 minutes; everything into one JSON.
+#
+#   bash launch/bench_gpu.sh [--json FILE] [--seconds N] [--only STAGE ...]     default: bench_gpu.json, 540 s
+#   bash launch/bench_gpu.sh --list                                             the stages and what they run
+#
+# Takes .venv/bin/python where that sees the GPU, else python3 (with DeepSpeed beside it).
+# Exit code: 0 when every stage passed, 1 when one failed (the others are measured all the same), 2 without a GPU.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+case ${1-} in -h | --help) sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' launch/bench_gpu.sh; exit 0 ;; esac
+
+for python in .venv/bin/python python3; do
+  if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+    PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m megastable.bench.suite "$@"
+  fi
+done
+case " $* " in *" --list "*) PYTHONPATH=$PWD exec .venv/bin/python -m megastable.bench.suite --list ;; esac
+echo 'error: no GPU: neither .venv/bin/python nor python3 has a torch that sees one (nvidia-smi tells if it is there)' >&2
+exit 2

@@ -1,0 +1,323 @@
+"""Causal attention on a CPU as a few large matrix products per block of queries: the backend `blocked`.
+
+torch's fused kernel for CPUs makes many small products; oneDNN does large batched ones several times faster. So the
+scores of some hundred queries are written out at a time, over all the keys that they see and for so many heads as stay
+in the cache: FlashAttention-2 (Dao, arXiv:2307.08691) without its inner loop, nothing is ever rescaled.
+
+Precision is that of the fused kernels: scores, softmax and sums in fp32, probabilities rounded to the dtype of the
+inputs. oneDNN sums bf16 products in fp32, but rounds what it writes: what the rounding of the scores took away is
+fetched by a second product (`_scores`); the gradients of the scores are small only after a subtraction, which is
+therefore made inside of the product (`_upstream`).
+
+Shapes: b micro-batch, q query heads and k key/value heads of this tensor rank, s sequence, d head width;
+g = q / k queries share a key; n pairs of a sample and a key head; r = c * g rows, those of c queries.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROWS = 128  # queries of a block
+DOCUMENT_ROWS = 64  # the same where documents end: every block sees the document of its first query, too
+ELEMENTS = 2**18  # scores of a block, if one head has not more; in fp32 1 MiB
+ALIGN = 64  # of a block's first key: oneDNN compiles a kernel for every new shape of a product (0.5 ms)
+KEPT = 4  # the backward gets the probabilities if they are at most so many times as large as the queries
+EXTRA = 8  # columns for what is subtracted; two are used, the width stays a multiple of 8
+
+
+@functools.cache
+def supported(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `blocked_attention` is exact (and fast) here: on CPUs, fp32, and bf16 where oneDNN has it."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return False
+    return dtype == torch.float32 or (torch.ops.mkldnn._is_mkldnn_bf16_supported() and _rest_is_exact())
+
+
+def _rest_is_exact() -> bool:
+    """Whether two bf16 products give fp32 scores; an implementation might round between sum and subtraction."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 64, 64, generator=generator).bfloat16() for _ in range(2))
+    scores, rest = torch.empty(2, 64, 64), torch.empty(2, 64, 64)
+    _scores(q, k, 0.3, scores, rest, rest.bfloat16())
+    return bool((scores - 0.3 * q.double() @ k.double().mT).abs().max() < 1e-3)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries [first, end) of samples [b0, b1) and key heads [k0, k1), over keys [key, end).
+
+    It has all heads of its samples, or some heads of one sample.
+    """
+
+    first: int
+    end: int
+    key: int
+    b0: int
+    b1: int
+    k0: int
+    k1: int
+
+    def shape(self, groups: int) -> tuple[int, int, int]:
+        """[n, r, keys]."""
+        n = (self.b1 - self.b0) * (self.k1 - self.k0)
+        return n, (self.end - self.first) * groups, self.end - self.key
+
+
+def blocks(
+    b: int, heads: int, groups: int, s: int, c: int, starts: list[list[int]] | None = None
+) -> Iterator[Block]:
+    """All blocks of c queries (the last ones may have fewer), by their queries. heads: key heads.
+
+    starts: by sample, the first token of the document of every c-th token; None where a sample is one document.
+    """
+    for row, first in enumerate(range(0, s, c)):
+        end = min(first + c, s)
+        keys = [starts[i][row] // ALIGN * ALIGN if starts else 0 for i in range(b)]
+        fit = max(1, ELEMENTS // ((end - first) * groups * (end - min(keys))))
+        if fit >= heads:
+            for b0 in range(0, b, fit // heads):
+                b1 = min(b0 + fit // heads, b)
+                yield Block(first, end, min(keys[b0:b1]), b0, b1, 0, heads)
+        else:
+            for b0 in range(b):
+                for k0 in range(0, heads, fit):
+                    yield Block(first, end, keys[b0], b0, b0 + 1, k0, min(k0 + fit, heads))
+
+
+def document_starts(segments: Tensor, c: int) -> list[list[int]]:
+    """The first token of the document of every c-th token of each sample. segments: [b, s]."""
+    opens = torch.ones_like(segments, dtype=torch.bool)
+    opens[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    token = torch.arange(segments.shape[1]).mul(opens)
+    return token.cummax(1).values[:, ::c].tolist()
+
+
+def kept_size(b: int, heads: int, s: int, d: int) -> int:
+    """How many probabilities the forward keeps for the backward: room for all blocks of at most ROWS, or none."""
+    whole, rest = s // ROWS, s % ROWS  # divmod knows no symbolic sizes
+    each = ROWS * ROWS * whole * (whole + 1) // 2 + rest * s
+    return b * heads * each if each <= KEPT * s * d else 0
+
+
+Place = Callable[[tuple[int, int, int]], Tensor]
+
+
+def _scratch(dtype: torch.dtype) -> Place:
+    """Gives the same memory to every block."""
+    flat = torch.empty(0, dtype=dtype)
+
+    def place(shape: tuple[int, int, int]) -> Tensor:
+        nonlocal flat
+        size = math.prod(shape)
+        if size > len(flat):
+            flat = torch.empty(size, dtype=dtype)
+        return flat[:size].view(shape)
+
+    return place
+
+
+def _shelf(flat: Tensor) -> Place:
+    """Gives every block its own part of `flat`, in the order of the blocks."""
+    used = 0
+
+    def place(shape: tuple[int, int, int]) -> Tensor:
+        nonlocal used
+        first, used = used, used + math.prod(shape)
+        return flat[first:used].view(shape)
+
+    return place
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, out: Tensor, rest: Tensor, product: Tensor) -> Tensor:
+    """q k^T * scale in fp32 into `out` [n, r, keys]. rest, product: scratch like it in fp32 and in q's dtype."""
+    k = k.transpose(1, 2)
+    if q.dtype == torch.float32:
+        return torch.baddbmm(out, q, k, beta=0, alpha=scale, out=out)
+    torch.baddbmm(product, q, k, beta=0, alpha=scale, out=product)
+    out.copy_(product)
+    product.baddbmm_(q, k, beta=-1, alpha=scale)  # the same sums less what was written
+    return out.add_(rest.copy_(product))  # out.add_(product) would convert it in new memory
+
+
+class _Call:
+    """The shapes and the scratch of one forward or backward, and its tensors seen by the block."""
+
+    def __init__(self, q: Tensor, k: Tensor, segments: Tensor | None) -> None:
+        self.b, self.q, self.s, self.d = q.shape
+        self.k = k.shape[1]
+        self.g = self.q // self.k
+        self.scale = 1 / math.sqrt(self.d)
+        self.segments = segments
+        c = min(ROWS if segments is None else DOCUMENT_ROWS, self.s)
+        starts = None if segments is None else document_starts(segments, c)
+        self.blocks = blocks(self.b, self.k, self.g, self.s, c, starts)
+        self.room, self.rest = _scratch(torch.float32), _scratch(torch.float32)
+        self.future = torch.full((c, c), -math.inf).triu_(1)[:, None]  # [c, 1, c]
+
+    def view(self, x: Tensor, at: Block) -> Tensor:
+        """A block's queries in x [b, q, s, d]: a view [b, k, c, g, d]."""
+        x = x[at.b0 : at.b1, :, at.first : at.end].unflatten(1, (self.k, self.g))
+        return x[:, at.k0 : at.k1].transpose(2, 3)
+
+    def rows(self, x: Tensor, at: Block) -> Tensor:
+        """The same as rows [n, r, d]."""
+        return self.view(x, at).reshape(*at.shape(self.g)[:2], self.d)
+
+    def pairs(self, x: Tensor) -> Tensor:
+        """Keys or values [b, k, s, d] as [b * k, s, d], contiguous."""
+        return x.reshape(-1, self.s, self.d).contiguous()
+
+    def part(self, x: Tensor, at: Block) -> Tensor:
+        """A block's keys in x [b * k, s, d]: a view [n, keys, d]."""
+        return x[at.b0 * self.k + at.k0 : (at.b1 - 1) * self.k + at.k1, at.key : at.end]
+
+    def probabilities(self, at: Block, q: Tensor, k: Tensor, out: Tensor) -> Tensor:
+        """softmax(q k^T * scale) over what may be seen, into `out` [n, r, keys]. q: [n, r, d], k: [n, keys, d]."""
+        shape = at.shape(self.g)
+        scores = _scores(q, k, self.scale, self.room(shape), self.rest(shape), out)
+        c = at.end - at.first
+        seen = scores.view(at.b1 - at.b0, -1, c, self.g, shape[2])
+        seen[..., -c:].add_(self.future[:c, :, :c])
+        if self.segments is not None:
+            of = self.segments[at.b0 : at.b1]
+            other = of[:, at.first : at.end, None] != of[:, None, at.key : at.end]  # [b, c, keys]
+            seen.add_(torch.zeros(other.shape).masked_fill_(other, -math.inf)[:, None, :, None])
+        return out.copy_(torch.softmax(scores, -1, out=scores))
+
+
+def _like_stream(x: Tensor) -> Tensor:
+    """New memory for [b, heads, s, d], laid out as the layers around attention have it: [s, b, heads, d]."""
+    b, heads, s, d = x.shape
+    return x.new_empty(s, b, heads, d).permute(1, 2, 0, 3)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+    """The output [b, q, s, d], and the probabilities kept for the backward, flat (or none)."""
+    call = _Call(q, k, segments)
+    keys, values = call.pairs(k), call.pairs(v)
+    y = _like_stream(q)
+    kept = q.new_empty(kept_size(*q.shape) if keep else 0)
+    place = _shelf(kept) if len(kept) else _scratch(q.dtype)
+    for at in call.blocks:
+        p = call.probabilities(at, call.rows(q, at), call.part(keys, at), place(at.shape(call.g)))
+        to = call.view(y, at)
+        to.copy_(torch.bmm(p, call.part(values, at)).view(to.shape))
+    return y, kept
+
+
+def _upstream(dy: Tensor, y: Tensor) -> Tensor:
+    """[n, r, d + EXTRA]: dy, and in two columns -(dy . y), as exact as their dtype allows; dy and y: [n, r, d].
+
+    Multiplied by values with two columns of ones it gives dP - sum(dP * P): what the softmax's backward wants of dP,
+    with that difference rounded and not its terms.
+    """
+    d = dy.shape[-1]
+    up = dy.new_zeros(*dy.shape[:-1], d + EXTRA)
+    up[..., :d] = dy
+    delta = (dy.float() * y.float()).sum(-1).neg_()
+    up[..., d] = delta
+    up[..., d + 1] = delta - up[..., d]
+    return up
+
+
+def _backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, y: Tensor, kept: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, given that of y."""
+    call = _Call(q, k, segments)
+    d = call.d
+    keys, values = call.pairs(k), call.pairs(v)
+    values = torch.cat([values, values.new_zeros(*values.shape[:2], EXTRA)], -1)
+    values[..., d : d + 2] = 1
+    dq, dk, dv = _like_stream(q), _like_stream(k), _like_stream(v)
+    dkeys, dvalues = torch.zeros(keys.shape), torch.zeros(keys.shape)  # summed over the blocks in fp32
+    place = _shelf(kept) if len(kept) else _scratch(q.dtype)
+    other = _scratch(q.dtype)
+    for at in call.blocks:
+        p = place(at.shape(call.g))
+        rows, k_part = call.rows(q, at), call.part(keys, at)
+        if not len(kept):
+            call.probabilities(at, rows, k_part, p)
+        up = _upstream(call.rows(dy, at), call.rows(y, at))
+        call.part(dvalues, at).add_(torch.bmm(p.transpose(1, 2), up[..., :d]))
+        ds = torch.bmm(up, call.part(values, at).transpose(1, 2), out=other(at.shape(call.g))).mul_(p)
+        call.part(dkeys, at).add_(torch.bmm(ds.transpose(1, 2), rows))
+        to = call.view(dq, at)
+        to.copy_(torch.baddbmm(rows, ds, k_part, beta=0, alpha=call.scale).view(to.shape))
+    dk.copy_(dkeys.mul_(call.scale).view(dk.shape))
+    dv.copy_(dvalues.view(dv.shape))
+    return dq, dk, dv
+
+
+# torch.compile sees two operators and looks into neither. Their schemas are written out: derived ones
+# depend on how annotations are written.
+_ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor? segments"
+_op = torch.library.custom_op(
+    "megastable::blocked_attention",
+    _forward,
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}, bool keep) -> (Tensor, Tensor)",
+)
+_backward_op = torch.library.custom_op(
+    "megastable::blocked_attention_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor dy, {_ARGUMENTS}, Tensor y, Tensor kept) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+    return _like_stream(q), q.new_empty(kept_size(*q.shape) if keep else 0)
+
+
+@_backward_op.register_fake
+def _(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, y: Tensor, kept: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like_stream(q), _like_stream(k), _like_stream(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, segments, _ = inputs
+    ctx.save_for_backward(q, k, v, segments, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # no zeros for `kept`
+
+
+def _gradients(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    return *_backward_op(dy, *ctx.saved_tensors), None, None
+
+
+_op.register_autograd(_gradients, setup_context=_save)
+
+
+class _Eager(torch.autograd.Function):
+    """The same without the operators, whose dispatch costs more than 0.2 ms."""
+
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_save)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        return *_backward(dy, *ctx.saved_tensors), None, None
+
+
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
+    """Causal softmax(q k^T / sqrt(d)) v, inside documents. q [b, q, s, d], k and v [b, k, s, d] -> [b, q, s, d].
+
+    segments: int [b, s], the document of every token, not decreasing along s; None: a sample is one document. The
+    cost is that of the documents, not of the sequence. All of one dtype, fp32 or bf16, on a CPU (see
+    `supported`). The result is contiguous as [s, b, q, d].
+    """
+    keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if torch.compiler.is_compiling():
+        return _op(q, k, v, segments, keep)[0]
+    return _Eager.apply(q, k, v, segments, keep)[0]

@@ -1,0 +1,278 @@
+"""The head's projection, cross-entropy and z-loss in one, over chunks of tokens: the logits never exist as a whole.
+
+Gradients are made in the forward pass, while the logits of a chunk are there, so nothing is computed twice (Hsu et
+al., Liger Kernel, arXiv:2410.10989 section 3; the memory that logits take: Wijmans et al., arXiv:2411.09009). The
+plain reference is loss.py. Between forward and backward live dX and dW, not the softmax [tokens, vocabulary] in fp32.
+
+Over the tensor group goes one small all-gather for each chunk: logsumexp and target logit of every token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megastable.parallel.topology import TensorParallel
+
+# Logits at a time. A chunk must be long enough that adding up dW [rows, h], once for each, costs little.
+CPU_ELEMENTS = 2**26
+GPU_ELEMENTS = 2**27
+# What lies between the products goes over a chunk in blocks of this many logits, so that it stays in a CPU's cache.
+BLOCK = 2**19
+
+
+def chunk_size(tokens: int, columns: int, elements: int) -> int:
+    """Tokens at a time: about `elements` logits, in equal chunks where the number of tokens has such a divisor.
+
+    Equal, because every other size is compiled once more.
+    """
+    chunks = -(-tokens // max(elements // columns, 1))
+    equal = next((n for n in range(chunks, 2 * chunks) if tokens % n == 0), chunks)
+    return -(-tokens // equal)
+
+
+def chunked_objective(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    vocabulary: int,
+    z_loss: float,
+    tp: TensorParallel,
+    compiled: bool = False,
+    elements: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(objective, samples): mean(cross-entropy) + z_loss * mean(logsumexp^2), fp32, and fp32 [2, b] without a gradient:
+    the means of cross-entropy and logsumexp^2 of every sample.
+
+    x: [s, b, h], whole on every rank of the tensor group (see `mappings.enter`); its gradient is this rank's part.
+    weight: [padded vocabulary / tensor, h], this rank's rows. labels: [b, s], int64; a label that is no token makes the
+    objective infinite. vocabulary: real size; rows beyond it are not even multiplied with and get a gradient of zero.
+    compiled: what lies between the products goes through torch.compile. elements: logits at a time.
+    """
+    if elements is None:
+        elements = CPU_ELEMENTS if x.device.type == "cpu" else GPU_ELEMENTS
+    # Asked here: inside of the function gradients are off, and under no_grad `needs_input_grad` is still true.
+    grads = (
+        torch.is_grad_enabled() and x.requires_grad,
+        torch.is_grad_enabled() and weight.requires_grad,
+    )
+    return _Chunked.apply(x, weight, labels, vocabulary, z_loss, tp, compiled, elements, grads)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocabulary: int,
+        z_loss: float,
+        tp: TensorParallel,
+        compiled: bool,
+        elements: int,
+        grads: tuple[bool, bool],
+    ) -> tuple[Tensor, Tensor]:
+        columns = weight.shape[0]
+        offset = tp.rank * columns
+        rows = min(max(vocabulary - offset, 0), columns)
+        real = weight[:rows]
+        flat = x.reshape(-1, x.shape[-1])
+        local = labels.t().reshape(-1) - offset
+        local = local.masked_fill((local < 0) | (local >= rows), -1)  # another rank's
+        tokens = flat.shape[0]
+        # By columns, not rows: all ranks of the tensor group need the same chunks.
+        size = chunk_size(tokens, columns, elements)
+        loss, lse = flat.new_empty((2, tokens), dtype=torch.float32)
+        dx = torch.empty_like(flat) if grads[0] else None
+        dw = _WeightGradient(real, many=size < tokens) if grads[1] else None
+        # Rows as long as with the padding: a vocabulary of 50257 would break the alignment that products want.
+        buffer = flat.new_empty((size, columns))[:, :rows]
+        for start in range(0, tokens, size):
+            part = slice(start, start + size)
+            logits = torch.mm(flat[part], real.t(), out=buffer[: flat[part].shape[0]])
+            loss[part], lse[part] = _between(logits, local[part], z_loss, tp, compiled, any(grads))
+            gradient = logits  # in their place now
+            if dx is not None:
+                torch.mm(gradient, real, out=dx[part])
+            if dw is not None:
+                dw.add(gradient, flat[part])
+        square = lse.pow(2)
+        samples = torch.stack((loss, square)).view(2, *x.shape[:2]).mean(1)
+        ctx.save_for_backward(dx, dw and dw.total)
+        ctx.x_shape, ctx.weight_shape, ctx.weight_dtype = x.shape, weight.shape, weight.dtype
+        ctx.mark_non_differentiable(samples)
+        return loss.mean() + z_loss * square.mean(), samples
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = ctx.saved_tensors
+        factor = upstream.float() / ctx.x_shape[:2].numel()
+        if dx is not None:
+            dx = _scaled(dx, factor, torch.empty_like(dx)).view(ctx.x_shape)
+        if dw is not None:
+            padded = dw.new_empty(ctx.weight_shape, dtype=ctx.weight_dtype)
+            _scaled(dw, factor, padded[: len(dw)])
+            padded[len(dw) :] = 0.0
+            dw = padded
+        return dx, dw, *[None] * 7
+
+
+def _scaled(gradient: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+    """gradient * factor, rounded once. Gradients of a token wait unscaled, of order 1: divided by the number of tokens
+    before, they would underflow in fp16. One dimension of the factor keeps the product in fp32: a loss scale of 65536
+    is infinite in fp16."""
+    if out.is_cuda:
+        return torch.mul(gradient, factor.view(1, 1), out=out)
+    return out.copy_(gradient.float() * factor)  # a CPU casts faster on its own than inside of a product
+
+
+class _WeightGradient:
+    """The sum of chunks' gradients^T x [rows, h]: in fp32, or in x's own dtype where there is only one bf16 chunk."""
+
+    def __init__(self, weight: Tensor, many: bool) -> None:
+        self.many = many
+        self.wide = _wide_products(weight)
+        self.total: Tensor | None = None
+        narrow = many and not self.wide and weight.dtype == torch.bfloat16
+        self._part = weight.new_empty(weight.shape) if narrow else None
+
+    def add(self, gradient: Tensor, x: Tensor) -> None:
+        """gradient [tokens, rows], x [tokens, h]."""
+        transposed = gradient.t()
+        if self.wide:
+            if self.total is None:
+                self.total = torch.mm(transposed, x, out_dtype=torch.float32)
+            else:
+                torch.addmm(self.total, transposed, x, out_dtype=torch.float32, out=self.total)
+            return
+        if x.dtype == torch.float16:
+            # A sum over thousands of unscaled tokens may leave the range of fp16, whatever the loss scale.
+            transposed, x = transposed.float(), x.float()
+        if self.total is None:
+            total = torch.mm(transposed, x)
+            self.total = total.float() if self.many else total
+        elif x.dtype == torch.float32:
+            self.total.addmm_(transposed, x)
+        else:
+            self.total.add_(torch.mm(transposed, x, out=self._part))
+
+
+def _wide_products(x: Tensor) -> bool:
+    """Whether a product of x's dtype can be written in fp32."""
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    return (
+        half
+        and x.is_cuda
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    )
+
+
+def _between(
+    logits: Tensor, local: Tensor, z_loss: float, tp: TensorParallel, compiled: bool, wanted: bool
+) -> Tensor:
+    """[2, tokens], fp32: cross-entropy and logsumexp. If `wanted`, the gradient of the sum over tokens of the objective
+    takes the place of the logits [tokens, rows].
+
+    local: [tokens], the column of the label, -1 for one of another rank.
+    """
+    if compiled and logits.numel():
+        return _between_compiled(logits, local, z_loss, tp, wanted)
+    step = len(logits)
+    if tp.size == 1 and not logits.is_cuda:
+        step = max(BLOCK // logits.shape[1], 1)
+    # One for all blocks: on a CPU the memory of a new tensor costs half as much as the softmax.
+    scratch = torch.empty_like(logits[:step], dtype=torch.float32)
+    parts = [
+        _block(logits[start : start + step], local[start : start + step], scratch, z_loss, tp, wanted)
+        for start in range(0, len(logits), step)
+    ]
+    return torch.cat(parts, 1)
+
+
+def _block(
+    logits: Tensor, local: Tensor, scratch: Tensor, z_loss: float, tp: TensorParallel, wanted: bool
+) -> Tensor:
+    """`_between` for what fits in scratch [tokens, rows], fp32."""
+    index, here = local.clamp(min=0).unsqueeze(-1), local >= 0
+    own = logits.new_full((2, len(local)), -torch.inf, dtype=torch.float32)
+    p = scratch[: len(logits)]
+    if logits.numel():
+        torch.softmax(logits, -1, dtype=torch.float32, out=p)
+        # The largest p is at least 1 / rows: its logarithm is exact, unlike that of any other.
+        own[0] = logits.amax(-1) - p.amax(-1).log()
+        own[1] = torch.where(here, logits.gather(-1, index).squeeze(-1), -torch.inf)
+    lse, target = _joined(own, tp)
+    if wanted and logits.numel():
+        scale = _slope(lse, z_loss)
+        if tp.size > 1:
+            scale = scale * (own[0] - lse).exp()
+        if tp.size > 1 or z_loss:
+            p.mul_(scale.unsqueeze(-1))
+        p.scatter_add_(-1, index, -here.float().unsqueeze(-1))
+        logits.copy_(p)
+    return torch.stack((lse - target, lse))
+
+
+def _slope(lse: Tensor, z_loss: float) -> Tensor:
+    """What p is multiplied with: d(lse + z_loss * lse^2) / d lse."""
+    return 1.0 + 2.0 * z_loss * lse
+
+
+def _joined(own: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+    """(logsumexp, target logit) of the whole vocabulary from those of every rank, fp32 [2, tokens]; -inf: has none.
+
+    By all-gather: a maximum over ranks may lose a NaN on its way (gloo's does), and the gate must see it.
+    """
+    if tp.size == 1:
+        return own[0], own[1]
+    ranks = [torch.empty_like(own) for _ in range(tp.size)]
+    dist.all_gather(ranks, own.contiguous(), group=tp.group)
+    lse, target = torch.stack(ranks, 1)
+    return lse.logsumexp(0), target.amax(0)
+
+
+def _statistics(logits: Tensor, local: Tensor) -> Tensor:
+    """As in `_block`, [2, tokens]: this rank's logsumexp and target logit."""
+    wide = logits.float()
+    highest = wide.amax(-1, keepdim=True)
+    lse = highest.squeeze(-1) + (wide - highest).exp().sum(-1).log()
+    target = wide.gather(-1, local.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return torch.stack((lse, torch.where(local >= 0, target, -torch.inf)))
+
+
+def _gradient_(logits: Tensor, local: Tensor, lse: Tensor, z_loss: float) -> None:
+    p = (logits.float() - lse.unsqueeze(-1)).exp()
+    at_label = torch.arange(logits.shape[-1], device=logits.device) == local.unsqueeze(-1)
+    logits.copy_(p * _slope(lse, z_loss).unsqueeze(-1) - at_label.float())
+
+
+def _both_(logits: Tensor, local: Tensor, z_loss: float) -> Tensor:
+    own = _statistics(logits, local)
+    _gradient_(logits, local, own[0], z_loss)
+    return own
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def _between_compiled(
+    logits: Tensor, local: Tensor, z_loss: float, tp: TensorParallel, wanted: bool
+) -> Tensor:
+    if wanted and tp.size == 1:
+        lse, target = _compiled(_both_)(logits, local, z_loss)
+    else:
+        lse, target = _joined(_compiled(_statistics)(logits, local), tp)
+        if wanted:
+            _compiled(_gradient_)(logits, local, lse, z_loss)
+    return torch.stack((lse - target, lse))

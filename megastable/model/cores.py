@@ -1,0 +1,117 @@
+"""softmax(q k^T / sqrt(d)) v, causal and inside documents: the plain reference, and the kernels that do the same.
+
+Shapes: q [b, q, s, d], k and v [b, k, s, d] -> [b, q, s, d]; b micro-batch, q query heads, k key/value heads, s
+sequence, d head width. Where documents are kept apart a core is also given what it `prepare`d from segments, int32
+[b, s]: a token sees the tokens of its own segment only. GQA: Ainslie et al., arXiv:2305.13245.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from megastable.model.blocked import blocked_attention
+
+
+@dataclass(frozen=True)
+class Core:
+    """run(q, k, v, documents); documents: None, or prepare(segments), which is the same for all layers."""
+
+    run: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+    prepare: Callable[[Tensor], Any] = lambda segments: segments
+
+
+# cuDNN's kernel is the faster one on Hopper; where it refuses, torch goes on to the next.
+FUSED = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def document_mask(segments: Tensor) -> Tensor:
+    """What may attend to what: bool [b, 1, s, s], causal and inside one document. segments: [b, s]."""
+    s = segments.shape[1]
+    causal = torch.ones(s, s, dtype=torch.bool, device=segments.device).tril()
+    return (causal & (segments[:, :, None] == segments[:, None, :])).unsqueeze(1)
+
+
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
+    """In plain fp32, scores and all."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1).float(), v.repeat_interleave(groups, 1).float()
+    scores = q.float() @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    if segments is None:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    else:
+        allowed = document_mask(segments)
+    return (scores.masked_fill(~allowed, -math.inf).softmax(-1) @ v).to(q.dtype)
+
+
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | BlockMask | None) -> Tensor:
+    """By torch's fused kernels (fp32 softmax inside). documents: a mask of s x s, or on a GPU what `see` says."""
+    groups, on_gpu = q.shape[1] // k.shape[1], q.device.type == "cuda"
+    if isinstance(documents, BlockMask):
+        return _flex()(q, k, v, block_mask=documents, enable_gqa=groups > 1)
+    if groups > 1 and not on_gpu:
+        # Of the fused kernels only those of GPUs know grouped queries; elsewhere torch would fall back to the unfused
+        # one, and its scores [b, q, s, s].
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    if not on_gpu:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=documents, is_causal=documents is None)
+    with sdpa_kernel(FUSED, set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups > 1)
+
+
+def see(segments: Tensor) -> BlockMask:
+    """Which blocks of queries see which blocks of keys, for FlexAttention (arXiv:2412.05496)."""
+
+    def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (segments[b, q] == segments[b, k])
+
+    b, s = segments.shape
+    # Once a micro-batch. Not compiled: the mask of s x s is there for a moment, in bool.
+    return create_block_mask(inside, b, None, s, s, device=segments.device)
+
+
+@lru_cache(maxsize=1)
+def _flex() -> Callable[..., Any]:
+    # Compiled: without that it writes out all scores. Inside a block that is compiled it becomes a part of it.
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@torch.compiler.disable
+def te_attention(q: Tensor, k: Tensor, v: Tensor, documents: None) -> Tensor:
+    """By Transformer Engine's kernels, which know no segments."""
+    assert documents is None, "kernels.choose takes another core where documents are kept apart"
+    core = _te_core(q.shape[1], k.shape[1], q.shape[-1])
+    # It wants the sequence first, which is how q, k and v lie in memory.
+    y = core(*(x.permute(2, 0, 1, 3) for x in (q, k, v)))
+    return y.unflatten(-1, (q.shape[1], q.shape[-1])).permute(1, 2, 0, 3)
+
+
+@lru_cache(maxsize=8)
+def _te_core(heads: int, groups: int, width: int) -> Callable[..., Tensor]:
+    from transformer_engine.pytorch import DotProductAttention
+
+    return DotProductAttention(
+        heads, width, num_gqa_groups=groups, attention_dropout=0.0, qkv_format="sbhd", attn_mask_type="causal"
+    )
+
+
+CORES: dict[str, Core] = {
+    "reference": Core(reference_attention),
+    "sdpa": Core(sdpa_attention, lambda segments: (see if segments.is_cuda else document_mask)(segments)),
+    "blocked": Core(blocked_attention),
+    "te": Core(te_attention),
+}

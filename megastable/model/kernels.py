@@ -1,0 +1,90 @@
+"""Which kernels compute the model on this device: what the recipe asks for where that can be had, and a word where not.
+
+Pure but for looking at what is installed; the same on every rank that sees the same machine.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from megastable.config import RunConfig
+from megastable.model.blocked import supported
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """attention: of `cores.CORES`; loss: "reference" or "chunked"; compile: every block by torch.compile.
+
+    notes: what was asked for and cannot be had, each with its reason and what is used instead.
+    """
+
+    attention: str = "sdpa"
+    loss: str = "reference"
+    compile: bool = False
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        blocks = "compiled" if self.compile else "not compiled"
+        return f"attention {self.attention}, loss {self.loss}, blocks {blocks}"
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether a block is compiled as one graph: Transformer Engine's attention cannot be a part of one."""
+        return self.attention != "te"
+
+
+PLAIN = Kernels()
+
+
+def choose(config: RunConfig, device: torch.device) -> Kernels:
+    """The kernels of a run on this device."""
+    wanted, notes = config.kernels, []
+    attention: str = wanted.attention
+    compiled = wanted.compile
+    dtype, on_gpu = DTYPES[config.precision.kind], device.type == "cuda"
+    best = "blocked" if supported(device, dtype) else "sdpa"
+    if attention == "auto":
+        attention = best
+    elif reason := _no_attention(attention, config, device, dtype):
+        notes.append(f"kernels.attention={attention}: {reason}; {best} is used")
+        attention = best
+    if compiled == "auto":
+        compiled = on_gpu and _no_compilation(config, on_gpu) is None
+    elif compiled and (reason := _no_compilation(config, on_gpu)):
+        notes.append(f"kernels.compile=true: {reason}; nothing is compiled")
+        compiled = False
+    loss = "chunked" if wanted.loss == "auto" else wanted.loss
+    return Kernels(attention, loss, compiled, tuple(notes))
+
+
+def _no_attention(attention: str, config: RunConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why this core cannot be used."""
+    if attention == "blocked" and not supported(device, dtype):
+        return "it is for CPUs, in fp32, and in bf16 where oneDNN has products of it"
+    if attention == "te":
+        if find_spec("transformer_engine") is None:
+            return "Transformer Engine is not installed (bash launch/install.sh gpu)"
+        if device.type != "cuda" or dtype is torch.float32:
+            return "Transformer Engine computes on GPUs only, in bf16 and fp16"
+        if config.data.keep_documents_apart:
+            return "it does not keep documents apart as data.keep_documents_apart asks for"
+    return None
+
+
+def _no_compilation(config: RunConfig, on_gpu: bool) -> str | None:
+    """Why blocks cannot be compiled."""
+    if config.parallel.zero == 3:
+        return "ZeRO 3 gathers the weights between the operations of a block"
+    if on_gpu:
+        return None if find_spec("triton") else "triton is not installed"
+    named = os.environ.get("CXX")
+    if not any(shutil.which(c) for c in ([named] if named else ["g++", "clang++", "c++"])):
+        return "there is no C++ compiler here (g++)"
+    return None

@@ -1,0 +1,168 @@
+"""AdamW whose moments are bf16: 8 bytes of state a parameter where fp32 moments take 12.
+
+    optimizer = AdamW(groups, lr=3e-4, betas=(0.9, 0.95), eps=1e-8)
+
+Master weights, gradients and arithmetic are fp32; only what is kept between steps is rounded, as DeepSeek-V3 keeps it
+(arXiv:2412.19437 section 3.3.3). Rounded to nearest, a second moment could not fall any more where (1 - beta2) is
+below 2^-9, half of bf16's last place: at beta2 = 0.999 it stays at the largest value that it ever had. So it is rounded
+up or down at random, right on average (Zamirai et al., arXiv:2010.06192).
+
+The random bits are a hash of the step's number and of the weight and the gradient themselves. No generator has to be
+saved: a resumed, rewound or replayed step is the same bit for bit, under any layout; and the copies of a
+weight on several ranks (norms under tensor parallelism, tied embeddings) stay the same, which bits counted by
+place would drive apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNKS = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements at a time: what stays in a CPU's cache, or fills a GPU
+HIGH = -0x10000  # the bits of fp32 that bf16 has, as an int32
+# Odd, with bits everywhere: two make one number of a weight and a gradient, the third spreads it. Products wrap.
+OF_WEIGHT, OF_GRADIENT, SPREADING = 0x6C8E9CF5, 0x3C6EF373, 0x7FEB352D
+
+
+class AdamW(torch.optim.Optimizer):
+    """Elementwise, so ZeRO's flat partitions are as good as whole parameters.
+
+    State of a parameter: "step" (fp32 scalar on the CPU), "exp_avg", "exp_avg_sq" (bf16, shaped like the parameter).
+    Parameters and gradients must be fp32 (TypeError otherwise) and contiguous. compiled: one kernel by torch.compile
+    instead of some thirty, for a GPU; it takes seconds at the first step.
+    """
+
+    moments = torch.bfloat16
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        compiled: bool = False,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.compiled = compiled
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, p.grad, group)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Torch brings moments to the dtype of the weights; bf16 comes back from that unchanged."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            for kind in ("exp_avg", "exp_avg_sq"):
+                state[kind] = state[kind].to(self.moments)
+
+    def _update(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        if p.dtype != torch.float32 or gradient.dtype != torch.float32:
+            raise TypeError(
+                f"weights are {p.dtype}, gradients {gradient.dtype}: AdamW with bf16 moments wants fp32"
+            )
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                state[kind] = torch.zeros_like(p, dtype=self.moments)
+        state["step"] += 1
+        step, (beta1, beta2), lr = int(state["step"]), group["betas"], float(group["lr"])
+        numbers: Any = (
+            1 - lr * group["weight_decay"], -lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
+        )  # fmt: skip
+        key: Any = key_of(step)
+        function: Any = _compiled() if self.compiled else chunk_update
+        if self.compiled:  # numbers of Python would be compiled in, step by step
+            numbers = torch.tensor(numbers).to(p.device, non_blocking=True)
+            key = torch.tensor(key, dtype=torch.int32).to(p.device, non_blocking=True)
+        size = CHUNKS.get(p.device.type, CHUNKS["cuda"])
+        room = None if self.compiled else Room(min(size, p.numel()), p.device)
+        tensors = (p.detach(), gradient, state["exp_avg"], state["exp_avg_sq"])
+        for pieces in zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True):
+            function(*pieces, numbers, key, beta1, beta2, group["eps"], room)
+
+
+class Room:
+    """Memory of one chunk's intermediate results, used again for the next: three of fp32, two of int32."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.floats = [torch.empty(size, device=device) for _ in range(3)]
+        self.ints = [torch.empty(size, dtype=torch.int32, device=device) for _ in range(2)]
+
+    def of(self, size: int) -> list[Tensor]:
+        return [tensor[:size] for tensor in (*self.floats, *self.ints)]
+
+
+def chunk_update(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    numbers: Any,
+    key: Any,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    room: Room | None,
+) -> None:
+    """One step of [n] elements, in place: p, g fp32, m, v bf16.
+
+    numbers: (1 - lr decay, -lr / (1 - beta1^step), 1 / sqrt(1 - beta2^step)); key: of the step, an int32. Both
+    of Python, or tensors. room: None = new memory, or none at all under a compiler.
+    """
+    kept, scale, unbias = numbers[0], numbers[1], numbers[2]
+    m32, v32, a, bits, more = (room or Room(p.numel(), p.device)).of(p.numel())
+    m32.copy_(m).lerp_(g, 1 - beta1)
+    v32.copy_(v).mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    # Before the weight changes. Two words of 16 bits come of one hash: one for each moment.
+    torch.mul(p.view(torch.int32), OF_WEIGHT, out=bits).add_(g.view(torch.int32), alpha=OF_GRADIENT).add_(key)
+    torch.bitwise_right_shift(bits, 16, out=more).bitwise_and_(0xFFFF)
+    bits.bitwise_xor_(more).mul_(SPREADING)
+    torch.bitwise_right_shift(bits, 16, out=more).bitwise_and_(0xFFFF)
+    bits.bitwise_xor_(more).bitwise_and_(0xFFFF)
+    torch.sqrt(v32, out=a).mul_(unbias).add_(eps)
+    torch.div(m32, a, out=a).mul_(scale)
+    p.mul_(kept).add_(a)
+    v.copy_(_rounded(v32, more))
+    m.copy_(_rounded(m32, bits))
+
+
+def _rounded(x: Tensor, bits: Tensor) -> Tensor:
+    """fp32 numbers that bf16 can hold: x or one of its two neighbours, by `bits`, evenly spread over [0, 2^16); both
+    arguments are overwritten.
+
+    Added to the half that bf16 has no room for, the bits carry into the upper half as often as the lower one is great.
+    What bf16 can hold stays as it is; a number beyond its largest may become infinite. A nan could carry into a number,
+    so the last term, 0 or nan, brings it back, and makes nans of infinities.
+    """
+    bits.add_(x.view(torch.int32)).bitwise_and_(HIGH)
+    return x.mul_(0.0).add_(bits.view(torch.float32))
+
+
+def key_of(step: int) -> int:
+    """What a step adds to the hash: far from those of its neighbours. An int32."""
+    key = step * 0x9E3779B9 % 2**32
+    key = (key ^ key >> 15) * 0x85EBCA6B % 2**32
+    key ^= key >> 13
+    return key - 2**32 if key >= 2**31 else key
+
+
+@functools.cache
+def _compiled() -> Any:
+    return torch.compile(chunk_update, dynamic=True)

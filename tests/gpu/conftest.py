@@ -1,0 +1,55 @@
+"""Tests of what only a GPU shows. One process, a group of one over NCCL; each is skipped where there is no GPU.
+
+bash launch/bench_gpu.sh runs them before it measures.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(
+                    pytest.mark.skip(reason="there is no GPU here (torch.cuda.is_available() is False)")
+                )
+
+
+@pytest.fixture(scope="session")
+def gpu() -> torch.device:
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[None]:
+    """A process group of this process, as under the launcher."""
+    os.environ.update(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
+    from megastable import engine
+
+    engine.start_distributed(timeout=120)
+    yield
+    engine.stop_distributed()
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch.cuda.empty_cache()

@@ -1,0 +1,294 @@
+"""The backend `blocked`: its results against plain ones in fp64, its errors against those of torch's kernel."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megastable.model import blocked
+from megastable.model.blocked import blocked_attention, blocks, document_starts, kept_size, supported
+
+CPU = torch.device("cpu")
+BF16 = pytest.mark.skipif(not supported(CPU, torch.bfloat16), reason="no exact bf16 products on this machine")
+
+
+class Case(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dy: Tensor
+    segments: Tensor | None
+
+
+def case(
+    b: int,
+    k: int,
+    groups: int,
+    s: int,
+    d: int,
+    dtype: torch.dtype,
+    documents: bool = False,
+    size: float = 1.0,
+) -> Case:
+    """Random inputs, laid out as the layer has them: permuted from [s, b, heads, d], values a part of a row."""
+    g = torch.Generator().manual_seed(s)
+    q, keys, dy = (torch.randn(s, b, h, d, generator=g) * size for h in (k * groups, k, k * groups))
+    v = torch.randn(s, b, 3 * k, d, generator=g)[:, :, -k:]
+    segments = (torch.rand(b, s, generator=g) < 0.04).cumsum(1).int() if documents else None
+    tensors = (t.to(dtype).permute(1, 2, 0, 3) for t in (q, keys, v, dy))
+    return Case(*tensors, segments)
+
+
+def allowed(case: Case) -> Tensor:
+    s = case.q.shape[2]
+    causal = torch.ones(s, s, dtype=torch.bool).tril()
+    if case.segments is None:
+        return causal
+    return (causal & (case.segments[:, :, None] == case.segments[:, None, :]))[:, None]
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    return scores.masked_fill(~mask, -math.inf).softmax(-1) @ v
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def results(case: Case, how: str) -> list[Tensor]:
+    """The output and the gradients of q, k, v."""
+    wide = torch.float64 if how == "exact" else case.q.dtype
+    q, k, v = (t.detach().to(wide).requires_grad_() for t in case[:3])
+    if how == "blocked":
+        y = blocked_attention(q, k, v, case.segments)
+    else:
+        y = (plain if how == "exact" else fused)(q, k, v, allowed(case))
+    return [y.detach(), *torch.autograd.grad(y, (q, k, v), case.dy.to(wide))]
+
+
+def errors(got: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """Relative to the norm of the exact result."""
+    for g, e in zip(got, exact, strict=True):
+        assert g.shape == e.shape
+    return [float((g.double() - e).norm() / e.norm().clamp_min(1e-30)) for g, e in zip(got, exact)]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks in a small tensor."""
+    for name, value in {"ROWS": 8, "DOCUMENT_ROWS": 6, "ELEMENTS": 2048, "ALIGN": 4}.items():
+        monkeypatch.setattr(blocked, name, value)
+
+
+shapes = {
+    "b": st.integers(1, 3),
+    "k": st.integers(1, 3),
+    "groups": st.integers(1, 4),
+    "s": st.integers(1, 70),
+    "d": st.sampled_from([8, 24, 32]),
+    "documents": st.booleans(),
+}
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("kept", [0, 100], ids=["computed again", "kept"])
+@settings(max_examples=25)
+@given(**shapes)
+def test_fp32_equals_the_plain_softmax(
+    kept: int, b: int, k: int, groups: int, s: int, d: int, documents: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocked, "KEPT", kept)
+        inputs = case(b, k, groups, s, d, torch.float32, documents)
+        exact = results(inputs, "exact")
+        for got, wanted in zip(results(inputs, "blocked"), exact, strict=True):
+            assert got.dtype == torch.float32
+            torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@BF16
+@pytest.mark.usefixtures("small_blocks")
+@settings(max_examples=25)
+@given(**shapes)
+def test_bf16_equals_the_plain_softmax_up_to_its_rounding(
+    b: int, k: int, groups: int, s: int, d: int, documents: bool
+) -> None:
+    inputs = case(b, k, groups, s, d, torch.bfloat16, documents)
+    for got, wanted in zip(results(inputs, "blocked"), results(inputs, "exact"), strict=True):
+        assert got.dtype == torch.bfloat16
+        assert (got.double() - wanted).abs().max() <= 2**-6 * wanted.abs().max().clamp_min(1)
+
+
+@BF16
+@pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize(
+    ("b", "k", "groups", "s", "d"), [(2, 2, 2, 256, 64), (1, 2, 3, 333, 96), (1, 1, 1, 700, 128)]
+)
+@pytest.mark.parametrize("size", [1.0, 3.0], ids=["flat", "peaked"])
+def test_bf16_is_as_exact_as_the_fused_kernel(
+    size: float, b: int, k: int, groups: int, s: int, d: int, documents: bool
+) -> None:
+    inputs = case(b, k, groups, s, d, torch.bfloat16, documents, size)
+    exact = results(inputs, "exact")
+    for ours, theirs in zip(
+        errors(results(inputs, "blocked"), exact), errors(results(inputs, "fused"), exact), strict=True
+    ):
+        assert ours < 1.5 * theirs
+
+
+@BF16
+@pytest.mark.parametrize("d", [64, 96, 128])
+def test_bf16_scores_are_fp32_scores(d: int) -> None:
+    """Also for a scale that is no power of two, and for strided inputs."""
+    g = torch.Generator().manual_seed(d)
+    q = 4 * torch.randn(3, 100, d + 8, generator=g).bfloat16()[:, 5:, :d]
+    k = 4 * torch.randn(3, 211, d, generator=g).bfloat16()[:, 11:]
+    out, rest = torch.empty(3, 95, 200), torch.empty(3, 95, 200)
+    product = torch.empty(3, 95, 200, dtype=torch.bfloat16)
+    got = blocked._scores(q, k, 1 / math.sqrt(d), out, rest, product)
+    wanted = q.double() @ k.double().mT / math.sqrt(d)
+    assert (got - wanted).abs().max() < 2**-15 * wanted.abs().max()
+    rounded = (wanted.bfloat16() - wanted).abs().max()
+    assert (got - wanted).abs().max() < rounded / 50
+
+
+@pytest.mark.usefixtures("small_blocks")
+@settings(max_examples=30)
+@given(
+    b=st.integers(1, 4),
+    k=st.integers(1, 4),
+    groups=st.integers(1, 3),
+    s=st.integers(1, 80),
+    seed=st.integers(0, 9),
+)
+def test_blocks_cover_every_document_once(b: int, k: int, groups: int, s: int, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    segments = (torch.rand(b, s, generator=g) < 0.1).cumsum(1).int()
+    wanted = torch.ones(s, s, dtype=torch.bool).tril() & (segments[:, :, None] == segments[:, None, :])
+    for c, starts in ((8, None), (6, document_starts(segments, 6))):
+        seen = torch.zeros(b, k, s, s, dtype=torch.int)
+        scores = 0
+        for at in blocks(b, k, groups, s, c, starts):
+            seen[at.b0 : at.b1, at.k0 : at.k1, at.first : at.end, at.key : at.end] += 1
+            n, r, keys = at.shape(groups)
+            assert n == 1 or n * r * keys <= blocked.ELEMENTS
+            scores += n * r * keys
+        assert seen.max() == 1 and bool((seen > 0)[wanted[:, None].expand(seen.shape)].all())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(blocked, "KEPT", 1000)
+            room = kept_size(b, k * groups, s, 8)
+        assert scores == room if starts is None else scores <= room
+
+
+def test_a_document_costs_what_it_holds() -> None:
+    s = 4096
+    segments = (torch.arange(s) // 128)[None].int()
+    cost = {
+        name: sum(math.prod(at.shape(1)) for at in blocks(1, 1, 1, s, 128, starts))
+        for name, starts in {"apart": document_starts(segments, 128), "whole": None}.items()
+    }
+    assert cost["apart"] == s * 128 and cost["whole"] > s * s // 2
+
+
+def test_probabilities_are_kept_only_while_they_are_few() -> None:
+    assert kept_size(1, 1, 256, 64) == 128 * 128 * 3
+    assert kept_size(2, 4, 100, 64) == 8 * 100 * 100
+    assert kept_size(1, 1, 2048, 64) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=BF16)])
+@pytest.mark.parametrize("s", [200, 700], ids=["kept", "computed again"])
+def test_two_runs_are_equal_bit_for_bit(s: int, dtype: torch.dtype) -> None:
+    inputs = case(2, 2, 2, s, 32, dtype, documents=True)
+    for one, two in zip(results(inputs, "blocked"), results(inputs, "blocked"), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_documents_do_not_see_each_other_and_nobody_the_future() -> None:
+    inputs = case(1, 2, 2, 40, 16, torch.float32)
+    segments = (torch.arange(40) // 13)[None].int()
+    before = blocked_attention(*inputs[:3], segments)
+    k, v = inputs.k.clone(), inputs.v.clone()
+    k[:, :, :13] += 5
+    v[:, :, 30:] -= 5
+    after = blocked_attention(inputs.q, k, v, segments)
+    assert torch.equal(before[:, :, 13:30], after[:, :, 13:30])
+    assert not torch.equal(before[:, :, :13], after[:, :, :13])
+    assert not torch.equal(before[:, :, 30:], after[:, :, 30:])
+
+
+def test_the_output_is_laid_out_for_what_follows() -> None:
+    inputs = case(2, 2, 3, 20, 8, torch.float32)
+    y = blocked_attention(*inputs[:3])
+    assert y.shape == inputs.q.shape and y.permute(2, 0, 1, 3).is_contiguous()
+
+
+def test_not_a_number_is_passed_on() -> None:
+    inputs = case(1, 1, 1, 20, 8, torch.float32)
+    inputs.q[0, 0, 7, 0] = math.nan
+    y = blocked_attention(*inputs[:3])
+    assert y[0, 0, 7].isnan().all() and y[0, 0, :7].isfinite().all() and y[0, 0, 8:].isfinite().all()
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
+def test_checkpointing_changes_nothing(documents: bool) -> None:
+    inputs = case(2, 2, 2, 150, 16, torch.float32, documents)
+    q, k, v = (t.detach().requires_grad_() for t in inputs[:3])
+    y = checkpoint(blocked_attention, q, k, v, inputs.segments, use_reentrant=False, preserve_rng_state=False)
+    got = [y, *torch.autograd.grad(y, (q, k, v), inputs.dy)]
+    for one, two in zip(got, results(inputs, "blocked"), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=BF16)])
+def test_compiles_to_one_graph_once(dtype: torch.dtype) -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
+        y = blocked_attention(q * 2, k, v, segments)
+        return y.permute(2, 0, 1, 3).flatten(2)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for documents in (True, False):
+        for step in range(3):
+            inputs = case(2, 2, 2, 150, 16, dtype, documents)
+            if documents:  # other documents in every step
+                inputs = inputs._replace(
+                    segments=torch.arange(150).div(9 + 7 * step).int().expand(2, -1).contiguous()
+                )
+            q, k, v = (t.detach().requires_grad_() for t in inputs[:3])
+            with torch.compiler.set_stance("default" if step == 0 else "fail_on_recompile"):
+                y = compiled(q, k, v, inputs.segments)
+            wanted = layer(q, k, v, inputs.segments)
+            assert y.stride() == wanted.stride()
+            dy = inputs.dy.permute(2, 0, 1, 3).flatten(2)
+            got = [y, *torch.autograd.grad(y, (q, k, v), dy)]
+            for one, two in zip(got, [wanted, *torch.autograd.grad(wanted, (q, k, v), dy)], strict=True):
+                assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
+def test_the_operator_keeps_the_rules_of_operators(documents: bool) -> None:
+    """Schema, fake shapes and strides, gradients through AOT, with static and symbolic sizes: torch's own check."""
+    inputs = case(2, 2, 2, 40, 16, torch.float32, documents)
+    q, k, v = (t.detach().requires_grad_() for t in inputs[:3])
+    torch.library.opcheck(blocked._op, (q, k, v, inputs.segments, True))
+
+
+def test_supported_is_said_of_cpus_only() -> None:
+    assert supported(CPU, torch.float32)
+    assert not supported(CPU, torch.float16) and not supported(CPU, torch.float64)
+    assert not supported(torch.device("cuda"), torch.bfloat16)
+    assert supported(CPU, torch.bfloat16) == bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,0 +1,229 @@
+"""AdamW with bf16 moments: the rule, its rounding, and what rounding must not do."""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from megastable.optim import adamw
+from megastable.optim.adamw import AdamW
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def optimizer_of(p: Tensor, **settings: object) -> AdamW:
+    return AdamW([nn.Parameter(p)], **settings)  # type: ignore[arg-type]
+
+
+def step(optimizer: torch.optim.Optimizer, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights and moments after one more step."""
+    (p,) = optimizer.param_groups[0]["params"]
+    p.grad = gradient
+    optimizer.step()
+    return p.detach(), *(optimizer.state[p][kind] for kind in MOMENTS)
+
+
+def words(p: Tensor, g: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The random bits of the two moments, in numpy's own 32-bit arithmetic."""
+    with np.errstate(over="ignore"):
+        h = p.numpy().view(np.uint32) * np.uint32(adamw.OF_WEIGHT)
+        h = h + g.numpy().view(np.uint32) * np.uint32(adamw.OF_GRADIENT)
+        h = h + np.uint32(adamw.key_of(count) % 2**32)
+        h = (h ^ (h >> 16)) * np.uint32(adamw.SPREADING)
+    return (h ^ (h >> 16)) & 0xFFFF, h >> 16
+
+
+def rounded(x: np.ndarray, bits: np.ndarray) -> Tensor:
+    whole = (x.astype(np.float32).view(np.uint32) + bits.astype(np.uint32)) & np.uint32(0xFFFF0000)
+    return torch.from_numpy(whole.view(np.float32)).bfloat16()
+
+
+@settings(max_examples=10)
+@given(
+    seed=st.integers(0, 1000), size=st.integers(1, 3000), beta2=st.sampled_from([0.95, 0.999]),
+    decay=st.sampled_from([0.0, 0.1]), scale=st.sampled_from([1e-12, 1e-4, 1.0, 1e6]),
+)  # fmt: skip
+def test_a_step_is_that_of_adamw_in_double_precision(
+    seed: int, size: int, beta2: float, decay: float, scale: float
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    optimizer = optimizer_of(
+        torch.randn(size, generator=random), lr=1e-3, betas=(0.9, beta2), weight_decay=decay
+    )
+    (p,) = optimizer.param_groups[0]["params"]
+    m, v = np.zeros(size), np.zeros(size)
+    for count in range(1, 5):
+        gradient = torch.randn(size, generator=random) * scale
+        of_m, of_v = words(p.detach(), gradient, count)
+        w, g = p.detach().double().numpy(), gradient.double().numpy()
+        m, v = 0.9 * m + 0.1 * g, beta2 * v + (1 - beta2) * g * g
+        a = m / (1 - 0.9**count) / (np.sqrt(v / (1 - beta2**count)) + 1e-8)
+        found = step(optimizer, gradient)
+        expected = (1 - 1e-3 * decay) * w - 1e-3 * a
+        assert np.abs(found[0].numpy() - expected).max() <= 3e-7 * (1 + np.abs(w).max())
+        for exact, bits, held in zip((m, v), (of_m, of_v), found[1:], strict=True):
+            assert held.dtype == torch.bfloat16
+            differs = (rounded(exact, bits) != held).numpy()
+            # The last bit of fp32 arithmetic tips a number over now and then.
+            assert differs.sum() <= 2 + 0.001 * size
+            error = np.abs(held.double().numpy() - exact)
+            assert (error <= 2.0**-7 * np.abs(exact) + 1e-40).all()
+        m, v = (held.double().numpy() for held in found[1:])
+
+
+@pytest.mark.parametrize("size", [1, 7, adamw.CHUNKS["cpu"] + 3])
+def test_chunks_and_places_do_not_matter(size: int) -> None:
+    """Copies of a weight, wherever the layout has put them, stay the same bit for bit."""
+    p, g = torch.randn(size), torch.randn(size)
+    order = torch.randperm(size)
+    one, other, alone = optimizer_of(p.clone()), optimizer_of(p[order]), optimizer_of(p[-1:].clone())
+    for count in range(3):
+        a, b, c = step(one, g * count), step(other, g[order] * count), step(alone, g[-1:] * count)
+        for x, y, z in zip(a, b, c, strict=True):
+            assert torch.equal(x[order], y) and torch.equal(x[-1:], z)
+
+
+def test_rounding_is_right_on_average() -> None:
+    """Over elements, and over the steps of an element that stands still."""
+    g = torch.randn(400_000) * 1e-3
+    _, m, v = step(optimizer_of(torch.randn(400_000)), g)
+    for exact, held in ((0.1 * g.double(), m), (0.001 * g.double().square(), v)):
+        error = (held.double() - exact) / exact
+        assert error.std() > 1e-3  # it does round
+        assert abs(error.mean()) < 5 * error.std() / math.sqrt(len(g))
+    still = optimizer_of(torch.full((64,), 0.37), lr=0.0, betas=(0.0, 0.0))
+    held = torch.stack([step(still, torch.linspace(1, 2, 64))[1].double() for _ in range(2000)])
+    exact = torch.linspace(1, 2, 64).double()
+    assert (held.mean(0) - exact).abs().max() < 5 * 2**-8 / math.sqrt(2000)
+
+
+def to_nearest(v: Tensor, g: Tensor, beta2: float) -> Tensor:
+    return (v.float() * beta2 + (1 - beta2) * g * g).bfloat16()
+
+
+def test_a_second_moment_falls_where_rounding_to_nearest_stands_still() -> None:
+    optimizer = optimizer_of(torch.randn(1000), lr=1e-4, betas=(0.9, 0.999))
+    _, _, v = step(optimizer, torch.full((1000,), 30.0))
+    nearest, exact = v.clone(), v.double()
+    started = nearest.clone()
+    small = torch.full((1000,), 0.3)
+    for _ in range(2000):
+        _, _, v = step(optimizer, small)
+        nearest = to_nearest(nearest, small, 0.999)
+        exact = 0.999 * exact + 0.001 * 0.09
+    assert torch.equal(nearest, started)
+    assert float(v.double().mean()) == pytest.approx(float(exact.mean()), rel=0.01)
+    assert ((v.double() - exact).abs() < 0.35 * exact).all()
+
+
+def final_loss(make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> float:
+    """Of a noisy regression by small batches, mean over the last 100 of 400 steps."""
+    random = torch.Generator().manual_seed(1)
+    truth, p, losses = torch.randn(100, generator=random), nn.Parameter(torch.zeros(100)), []
+    optimizer = make([p])
+    for _ in range(400):
+        x = torch.randn(16, 100, generator=random)
+        missed = x @ (p.detach() - truth) + 3 * torch.randn(16, generator=random)
+        losses.append(float(missed.square().mean()))
+        step(optimizer, x.T @ missed / 8)
+    return float(np.mean(losses[-100:]))
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_it_learns_what_fp32_moments_learn(beta2: float) -> None:
+    options: dict[str, Any] = {"lr": 0.02, "betas": (0.9, beta2)}
+    low = final_loss(lambda p: AdamW(p, **options))
+    full = final_loss(lambda p: torch.optim.AdamW(p, fused=True, **options))
+    assert low == pytest.approx(full, rel=0.01) and full < 30  # it begins at 110, noise is 9
+
+
+def bits(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+def test_what_is_not_a_number_stays_that() -> None:
+    """Nans with all bits set would carry into numbers; those with few are not to become infinite."""
+    bad = torch.cat((bits(0x7FFFFFFF, 0xFFFFFFFF - 2**32, 0x7F800001), torch.tensor([math.inf, -math.inf])))
+    for found in step(optimizer_of(torch.ones(5)), bad):
+        assert found.isnan().all()
+    optimizer = optimizer_of(torch.ones(5))
+    step(optimizer, torch.ones(5))
+    for found in step(optimizer, bad):
+        assert found.isnan().all()
+
+
+def test_the_ends_of_the_range() -> None:
+    """Zero, numbers without a leading bit, the largest: no sign is lost, nothing wraps."""
+    tiny, large = 1e-42, 3.3e38
+    given = torch.tensor([0.0, -0.0, tiny, -tiny, large, -large, 1e-18])
+    for _ in range(20):
+        optimizer = optimizer_of(torch.randn(7), betas=(0.0, 0.9))
+        w, m, v = step(optimizer, given)
+        assert torch.equal(m[:2].float(), torch.zeros(2)) and torch.equal(v[:4].float(), torch.zeros(4))
+        assert m[2] >= 0 >= m[3] and m[2:4].abs().max() < 1e-40
+        assert m[4] > 3.2e38 and m[5] < -3.2e38
+        assert not v[4:6].isfinite().any() and w[:4].isfinite().all() and v[6] > 0
+    held = torch.tensor([3.3895314e38])  # the largest bf16 has no half that could carry
+    assert torch.equal(step(optimizer_of(torch.ones(1), betas=(0.0, 0.9)), held)[1].float(), held)
+    beyond = {
+        float(step(optimizer_of(torch.randn(1), betas=(0.0, 0.9)), bits(0x7F7FFFFF))[1]) for _ in range(20)
+    }
+    assert beyond == {math.inf}
+
+
+def test_the_state_takes_eight_bytes_a_parameter() -> None:
+    optimizer = optimizer_of(torch.randn(1000))
+    found = step(optimizer, torch.randn(1000))
+    assert sum(tensor.nbytes for tensor in found) == 8 * 1000
+
+
+def test_a_saved_state_goes_on_with_the_same_bits() -> None:
+    p, gradients = torch.randn(500), torch.randn(6, 500)
+    one = optimizer_of(p.clone())
+    for g in gradients[:3]:
+        step(one, g)
+    other = optimizer_of(one.param_groups[0]["params"][0].detach().clone())
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    for g in gradients[3:]:
+        a, b = step(one, g), step(other, g)
+        assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_low_precision_weights_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"bfloat16.*wants fp32"):
+        step(optimizer_of(torch.ones(3).bfloat16()), torch.ones(3).bfloat16())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler")
+def test_compiled_is_the_same_rule() -> None:
+    """But for the last bit of fp32, which the compiler's fused multiply-add tips; a new rate compiles nothing anew."""
+    p, random = torch.randn(5000), torch.Generator().manual_seed(0)
+    plain, compiled = optimizer_of(p.clone()), optimizer_of(p.clone(), compiled=True)
+    frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for count in range(4):
+        g = torch.randn(5000, generator=random)
+        for optimizer in (plain, compiled):
+            optimizer.param_groups[0]["lr"] = 1e-3 / (1 + count)
+        a, b = step(plain, g), step(compiled, g)
+        assert torch.allclose(a[0], b[0], atol=1e-6)
+        for x, y in zip(a[1:], b[1:], strict=True):
+            assert ((x.float() - y.float()).abs() <= 2**-7 * x.float().abs()).all()
+            if not count:
+                assert (x != y).float().mean() < 0.002
+        # From the same state again: a tipped bit changes what the next step hashes.
+        for kind, x in zip(MOMENTS, a[1:], strict=True):
+            compiled.state[compiled.param_groups[0]["params"][0]][kind].copy_(x)
+        compiled.param_groups[0]["params"][0].data.copy_(a[0])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == frames + 1
+    bad = bits(0x7FFFFFFF, 0x7F800001).repeat(2500)
+    assert all(found.isnan().all() for found in step(compiled, bad))
