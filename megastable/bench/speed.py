@@ -204,11 +204,18 @@ def lines(speed: Speed) -> list[str]:
     found.append(peak)
     for row in speed.rows:
         if row.limit is not None and row.ratio is not None:
-            kept = "kept" if row.ratio.median >= row.limit else "NOT KEPT"
             found.append(
-                f"limit: ours at least × {row.limit:g} of {row.name}: × {row.ratio.median:.3f}, {kept}"
+                f"limit: ours at least × {row.limit:g} of {row.name}: × {row.ratio.median:.3f} "
+                f"[{row.ratio.low:.3f}, {row.ratio.high:.3f}], {_verdict(row.ratio, row.limit)}"
             )
     return [*found, *(f"note: {note}" for note in speed.notes)]
+
+
+def _verdict(ratio: Estimate, limit: float) -> str:
+    """By the whole interval: a noisy measurement decides nothing."""
+    if ratio.low >= limit:
+        return "kept"
+    return "NOT KEPT" if ratio.high < limit else "not decided: more rounds, or a quieter machine"
 
 
 def _with_width(e: Estimate) -> str:

@@ -135,6 +135,11 @@ def measure(
         if apart:
             notes.append(f"measured apart: together they take about {needed / 2**30:,.0f} GiB")
     about = machine(task.device), _run(config)
+    if about[0]["load_average"] > about[0]["cores"] / 2:
+        notes.append(
+            f"the machine was busy before this began (load {about[0]['load_average']} on {about[0]['cores']} cores): "
+            "on a CPU such numbers say little"
+        )
     bench = Bench(task, names, advance, say, lambda name, contestant: after(name, contestant, task.device))
     size = 8192 if task.device.type == "cuda" else 1024
     tflops = [measured_tflops(task.device, task.dtype, size, 1.0)]

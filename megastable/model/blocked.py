@@ -5,9 +5,9 @@ scores of some hundred queries are written out at a time, over all the keys that
 in the cache: FlashAttention-2 (Dao, arXiv:2307.08691) without its inner loop, nothing is ever rescaled.
 
 Precision is that of the fused kernels: scores, softmax and sums in fp32, probabilities rounded to the dtype of the
-inputs. oneDNN sums bf16 products in fp32, but rounds what it writes: what the rounding of the scores took away is
-fetched by a second product (`_scores`); the gradients of the scores are small only after a subtraction, which is
-therefore made inside of the product (`_upstream`).
+inputs. A product of bf16 matrices is rounded when it is written; so the scores are a product of fp32 matrices, whose
+values have a bf16, made by the instructions for bf16 (`_scores`). The gradients of the scores are small only after a
+subtraction, which is therefore made inside of the product (`_upstream`).
 
 Shapes: b micro-batch, q query heads and k key/value heads of this tensor rank, s sequence, d head width;
 g = q / k queries share a key; n pairs of a sample and a key head; r = c * g rows, those of c queries.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS = 128  # queries of a block
+ROWS = 256  # queries of a block
 DOCUMENT_ROWS = 64  # the same where documents end: every block sees the document of its first query, too
-ELEMENTS = 2**18  # scores of a block, if one head has not more; in fp32 1 MiB
+ELEMENTS = 2**20  # scores of a block, if one head has not more; in fp32 4 MiB
 ALIGN = 64  # of a block's first key: oneDNN compiles a kernel for every new shape of a product (0.5 ms)
 KEPT = 4  # the backward gets the probabilities if they are at most so many times as large as the queries
 EXTRA = 8  # columns for what is subtracted; two are used, the width stays a multiple of 8
@@ -34,19 +35,10 @@ EXTRA = 8  # columns for what is subtracted; two are used, the width stays a mul
 
 @functools.cache
 def supported(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `blocked_attention` is exact (and fast) here: on CPUs, fp32, and bf16 where oneDNN has it."""
+    """Whether `blocked_attention` is for this: on CPUs, fp32, and bf16 where oneDNN has products of it."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return False
-    return dtype == torch.float32 or (torch.ops.mkldnn._is_mkldnn_bf16_supported() and _rest_is_exact())
-
-
-def _rest_is_exact() -> bool:
-    """Whether two bf16 products give fp32 scores; an implementation might round between sum and subtraction."""
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(2, 64, 64, generator=generator).bfloat16() for _ in range(2))
-    scores, rest = torch.empty(2, 64, 64), torch.empty(2, 64, 64)
-    _scores(q, k, 0.3, scores, rest, rest.bfloat16())
-    return bool((scores - 0.3 * q.double() @ k.double().mT).abs().max() < 1e-3)
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @dataclass(frozen=True)
@@ -109,16 +101,25 @@ def kept_size(b: int, heads: int, s: int, d: int) -> int:
 Place = Callable[[tuple[int, int, int]], Tensor]
 
 
-def _scratch(dtype: torch.dtype) -> Place:
-    """Gives the same memory to every block."""
-    flat = torch.empty(0, dtype=dtype)
+class _Kept(threading.local):
+    """The scratch of a thread, kept from call to call: a system gives new memory page by page, which takes longer than
+    what is computed in it."""
+
+    def __init__(self) -> None:
+        self.flat: dict[tuple[str, torch.dtype], Tensor] = {}
+
+
+_kept = _Kept()
+
+
+def _scratch(name: str, dtype: torch.dtype) -> Place:
+    """Gives the same memory to every block and every call."""
 
     def place(shape: tuple[int, int, int]) -> Tensor:
-        nonlocal flat
-        size = math.prod(shape)
-        if size > len(flat):
-            flat = torch.empty(size, dtype=dtype)
-        return flat[:size].view(shape)
+        size, held = math.prod(shape), _kept.flat.get((name, dtype))
+        if held is None or size > len(held):
+            held = _kept.flat[name, dtype] = torch.empty(size, dtype=dtype)
+        return held[:size].view(shape)
 
     return place
 
@@ -135,15 +136,25 @@ def _shelf(flat: Tensor) -> Place:
     return place
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, out: Tensor, rest: Tensor, product: Tensor) -> Tensor:
-    """q k^T * scale in fp32 into `out` [n, r, keys]. rest, product: scratch like it in fp32 and in q's dtype."""
-    k = k.transpose(1, 2)
+def _scores(q: Tensor, k: Tensor, scale: float, out: Tensor) -> Tensor:
+    """q k^T * scale in fp32 into `out` [n, r, keys]."""
     if q.dtype == torch.float32:
-        return torch.baddbmm(out, q, k, beta=0, alpha=scale, out=out)
-    torch.baddbmm(product, q, k, beta=0, alpha=scale, out=product)
-    out.copy_(product)
-    product.baddbmm_(q, k, beta=-1, alpha=scale)  # the same sums less what was written
-    return out.add_(rest.copy_(product))  # out.add_(product) would convert it in new memory
+        return torch.baddbmm(out, q, k.transpose(1, 2), beta=0, alpha=scale, out=out)
+    # oneDNN may take its bf16 instructions, which multiply exactly what has a bf16 and sum in fp32. If it does not,
+    # the product is as exact, and slower.
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        return torch.baddbmm(out, q.float(), k.float().transpose(1, 2), beta=0, alpha=scale, out=out)
+    finally:
+        matmul.fp32_precision = before
+
+
+@functools.lru_cache(maxsize=4)
+def _future(c: int) -> Tensor:
+    """What is added to the scores of c queries and the same c keys: -inf for keys that come later. [c, 1, c]"""
+    return torch.full((c, c), -math.inf).triu_(1)[:, None]
 
 
 class _Call:
@@ -158,8 +169,7 @@ class _Call:
         c = min(ROWS if segments is None else DOCUMENT_ROWS, self.s)
         starts = None if segments is None else document_starts(segments, c)
         self.blocks = blocks(self.b, self.k, self.g, self.s, c, starts)
-        self.room, self.rest = _scratch(torch.float32), _scratch(torch.float32)
-        self.future = torch.full((c, c), -math.inf).triu_(1)[:, None]  # [c, 1, c]
+        self.room, self.future = _scratch("scores", torch.float32), _future(c)
 
     def view(self, x: Tensor, at: Block) -> Tensor:
         """A block's queries in x [b, q, s, d]: a view [b, k, c, g, d]."""
@@ -181,7 +191,7 @@ class _Call:
     def probabilities(self, at: Block, q: Tensor, k: Tensor, out: Tensor) -> Tensor:
         """softmax(q k^T * scale) over what may be seen, into `out` [n, r, keys]. q: [n, r, d], k: [n, keys, d]."""
         shape = at.shape(self.g)
-        scores = _scores(q, k, self.scale, self.room(shape), self.rest(shape), out)
+        scores = _scores(q, k, self.scale, self.room(shape))
         c = at.end - at.first
         seen = scores.view(at.b1 - at.b0, -1, c, self.g, shape[2])
         seen[..., -c:].add_(self.future[:c, :, :c])
@@ -198,13 +208,13 @@ def _like_stream(x: Tensor) -> Tensor:
     return x.new_empty(s, b, heads, d).permute(1, 2, 0, 3)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
-    """The output [b, q, s, d], and the probabilities kept for the backward, flat (or none)."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, room: int) -> tuple[Tensor, Tensor]:
+    """The output [b, q, s, d], and `room` probabilities kept for the backward, flat (or none)."""
     call = _Call(q, k, segments)
     keys, values = call.pairs(k), call.pairs(v)
     y = _like_stream(q)
-    kept = q.new_empty(kept_size(*q.shape) if keep else 0)
-    place = _shelf(kept) if len(kept) else _scratch(q.dtype)
+    kept = q.new_empty(room)
+    place = _shelf(kept) if len(kept) else _scratch("probabilities", q.dtype)
     for at in call.blocks:
         p = call.probabilities(at, call.rows(q, at), call.part(keys, at), place(at.shape(call.g)))
         to = call.view(y, at)
@@ -238,8 +248,8 @@ def _backward(
     values[..., d : d + 2] = 1
     dq, dk, dv = _like_stream(q), _like_stream(k), _like_stream(v)
     dkeys, dvalues = torch.zeros(keys.shape), torch.zeros(keys.shape)  # summed over the blocks in fp32
-    place = _shelf(kept) if len(kept) else _scratch(q.dtype)
-    other = _scratch(q.dtype)
+    place = _shelf(kept) if len(kept) else _scratch("probabilities", q.dtype)
+    other = _scratch("gradients", q.dtype)
     for at in call.blocks:
         p = place(at.shape(call.g))
         rows, k_part = call.rows(q, at), call.part(keys, at)
@@ -263,7 +273,7 @@ _op = torch.library.custom_op(
     "megastable::blocked_attention",
     _forward,
     mutates_args=(),
-    schema=f"({_ARGUMENTS}, bool keep) -> (Tensor, Tensor)",
+    schema=f"({_ARGUMENTS}, int room) -> (Tensor, Tensor)",
 )
 _backward_op = torch.library.custom_op(
     "megastable::blocked_attention_backward",
@@ -274,8 +284,8 @@ _backward_op = torch.library.custom_op(
 
 
 @_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
-    return _like_stream(q), q.new_empty(kept_size(*q.shape) if keep else 0)
+def _(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, room: int) -> tuple[Tensor, Tensor]:
+    return _like_stream(q), q.new_empty(room)
 
 
 @_backward_op.register_fake
@@ -318,6 +328,8 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None =
     `supported`). The result is contiguous as [s, b, q, d].
     """
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    # Worked out here: a compiled graph, which outlives this version on the disk, says what it was made for.
+    room = kept_size(*q.shape) if keep else 0
     if torch.compiler.is_compiling():
-        return _op(q, k, v, segments, keep)[0]
-    return _Eager.apply(q, k, v, segments, keep)[0]
+        return _op(q, k, v, segments, room)[0]
+    return _Eager.apply(q, k, v, segments, room)[0]
