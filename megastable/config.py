@@ -162,6 +162,7 @@ class ParallelConfig(Part):
 
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
+    context: PositiveInt = 1  # so many data-parallel ranks share every sample, each a part of its tokens
     sequence: bool = False  # Megatron sequence parallelism over the tensor group (arXiv:2205.05198)
     zero: Literal[0, 1, 2, 3] = 1
     recompute: Literal["none", "selective", "full"] = "none"  # activation checkpointing
@@ -255,6 +256,16 @@ def _impossible(c: RunConfig) -> list[str]:
             f"parallel.tensor={p.tensor} does not divide model.vocab_multiple={m.vocab_multiple}: the padded "
             "vocabulary is shared out by it; set vocab_multiple to a multiple of parallel.tensor"
         )
+    if p.context > 1 and m.heads % (p.tensor * p.context):
+        bad.append(
+            f"parallel.context={p.context} x parallel.tensor={p.tensor} does not divide model.heads={m.heads}: "
+            "attention shares the heads out over both; change one of them"
+        )
+    if m.sequence_length % p.context:
+        bad.append(
+            f"parallel.context={p.context} does not divide model.sequence_length={m.sequence_length}: change one of "
+            "them"
+        )
     if p.pipeline > m.layers:
         bad.append(
             f"parallel.pipeline={p.pipeline} needs at least one block a stage, and model.layers={m.layers}: "
@@ -264,10 +275,11 @@ def _impossible(c: RunConfig) -> list[str]:
         bad.append(
             "parallel.sequence shares the sequence out over the tensor group: set parallel.tensor above 1"
         )
-    if p.sequence and m.sequence_length % p.tensor:
+    if p.sequence and m.sequence_length % p.context == 0 and m.sequence_length // p.context % p.tensor:
+        of = f" / parallel.context={p.context}" if p.context > 1 else ""
         bad.append(
             f"parallel.sequence: parallel.tensor={p.tensor} does not divide "
-            f"model.sequence_length={m.sequence_length}: change one of them"
+            f"model.sequence_length={m.sequence_length}{of}: change one of them"
         )
     if p.pipeline > 1 and p.zero > 1:
         bad.append(

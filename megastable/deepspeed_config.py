@@ -87,27 +87,32 @@ REFUSED = {
 
 
 def data_parallel(config: RunConfig, world: int) -> int:
-    """Data-parallel size of `world` ranks; `ConfigError` when the layout does not factor."""
+    """Data-parallel size of `world` ranks, those of context parallelism among them; `ConfigError` when the layout does
+    not factor."""
     p = config.parallel
     model = p.tensor * p.pipeline
-    if world < 1 or world % model:
+    context = f" x parallel.context={p.context}" if p.context > 1 else ""
+    if world < 1 or world % (model * p.context):
         raise ConfigError(
-            f"{world} ranks cannot be laid out as parallel.tensor={p.tensor} x parallel.pipeline={p.pipeline}: "
-            f"the number of ranks must be a multiple of {model}"
+            f"{world} ranks cannot be laid out as parallel.tensor={p.tensor} x parallel.pipeline={p.pipeline}{context}"
+            f": the number of ranks must be a multiple of {model * p.context}"
         )
     data = world // model
-    t = config.train
-    if t.global_batch % (t.micro_batch * data):
+    t, groups = config.train, data // p.context
+    if t.global_batch % (t.micro_batch * groups):
+        context = f" / context {p.context}" if p.context > 1 else ""
         raise ConfigError(
-            f"train.global_batch={t.global_batch} is not a multiple of train.micro_batch={t.micro_batch} x {data} "
-            f"data-parallel ranks ({world} ranks / tensor {p.tensor} / pipeline {p.pipeline}): change one of them"
+            f"train.global_batch={t.global_batch} is not a multiple of train.micro_batch={t.micro_batch} x {groups} "
+            f"data-parallel ranks ({world} ranks / tensor {p.tensor} / pipeline {p.pipeline}{context}): change one of "
+            "them"
         )
     return data
 
 
 def accumulation(config: RunConfig, world: int) -> int:
     """Micro-batches per step and rank."""
-    return config.train.global_batch // (config.train.micro_batch * data_parallel(config, world))
+    samples = data_parallel(config, world) // config.parallel.context
+    return config.train.global_batch // (config.train.micro_batch * samples)
 
 
 def build(config: RunConfig, world: int) -> dict[str, Any]:
@@ -157,7 +162,8 @@ def _check(given: dict[str, Any], path: Path, stages: int) -> None:
 def _filled(config: RunConfig, world: int) -> dict[str, Any]:
     kind, steps = config.precision.kind, accumulation(config, world)
     filled: dict[str, Any] = {
-        "train_batch_size": config.train.global_batch,
+        # It knows no context parallelism: ranks that share a sample are data-parallel ranks to it.
+        "train_batch_size": config.train.global_batch * config.parallel.context,
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": steps,
         "gradient_clipping": config.optimizer.clip,

@@ -54,7 +54,7 @@ class Diagnosis:
     "sum": every tensor was finite, but not the gradients' sum over micro-batches and ranks, or its norm.
     "not reproduced": the replay was finite.
     rank ... tensor_rank: who saw it first. seen_by: all ranks that saw it at the same place: more than one after
-    a sum over the tensor group, where it cannot be told whose part was bad.
+    a sum over the tensor group, or an exchange in the context group, where it cannot be told whose part was bad.
     layer: its name in the whole model, e.g. "blocks.7.mlp.down". tensor: which of its tensors ("output", "weight
     gradient", ...). value: "nan" or "inf". micro_batch: from 0, within the step.
     parameters: for "state", as `poisoned` gives them.
@@ -130,8 +130,9 @@ def locate(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Diagnosis:
     place = _place(engine, rank, hosts[rank])
     # Every rank has another part of the batch; the losses are of the whole.
     positions = gathered(micro_batches[found.micro_batch].positions.tolist())[rank]
-    shape = (len(micro_batches), engine.topology.layout.data, len(positions))
-    losses = measured.losses.view(shape)[found.micro_batch, place["data_rank"]].tolist()
+    layout = engine.topology.layout
+    shape = (len(micro_batches), layout.samples, len(positions))
+    losses = measured.losses.view(shape)[found.micro_batch, place["data_rank"] // layout.context].tolist()
     bad = [p for p, loss in zip(positions, losses, strict=True) if not math.isfinite(loss)]
     direction: Kind = "backward" if found.backward else "forward"
     sentence = (

@@ -55,7 +55,7 @@ from megastable.model.loss import LossFunction
 from megastable.optim.adamw import AdamW
 from megastable.parallel.pipeline import partition
 from megastable.parallel.sharding import placement_of
-from megastable.parallel.topology import TensorParallel, Topology
+from megastable.parallel.topology import ContextParallel, TensorParallel, Topology
 from megastable.probe import Probe, Statistics
 
 
@@ -222,10 +222,14 @@ class _TiedSpec(TiedLayerSpec):
 class _Pipeline(PipelineModule):
     """A PipelineModule that is cut where `parallel.pipeline.partition` says."""
 
-    def __init__(self, config: RunConfig, kernels: Kernels, topology: Topology, loss: LossFunction) -> None:
+    def __init__(
+        self, config: RunConfig, kernels: Kernels, topology: Topology, loss: LossFunction, cp: ContextParallel
+    ) -> None:
         chunked, recompute = kernels.loss == "chunked", config.parallel.recompute
         head = gpt.LateHead if chunked else gpt.Head
-        self._layers = layers = gpt.layers(config.model, loss.tp, recompute, config.run.seed, kernels, head)
+        self._layers = layers = gpt.layers(
+            config.model, loss.tp, recompute, config.run.seed, kernels, head, cp
+        )
         specs: list[LayerSpec] = []
         for index, layer in enumerate(layers):
             if layer.tied:
@@ -256,6 +260,7 @@ class Engine:
         self.device = device()
         layout, p = topology.layout, config.parallel
         self.tp = TensorParallel(topology.tensor_group, topology.tensor_rank, layout.tensor, p.sequence)
+        self.cp = ContextParallel(topology.context_group, layout.context)
         assert config.model.vocab_size is not None
         self.kernels = choose(config, self.device)
         self.loss = LossFunction(config.model.vocab_size, config.model.z_loss, self.tp, self.kernels.compile)
@@ -288,8 +293,10 @@ class Engine:
     def _module(self) -> nn.Module:
         c = self.config
         if self.topology.layout.pipeline == 1:
-            return gpt.GPT(c.model, self.tp, c.parallel.recompute, c.run.seed, self.loss, self.kernels)
-        return _Pipeline(c, self.kernels, self.topology, self.loss)
+            return gpt.GPT(
+                c.model, self.tp, c.parallel.recompute, c.run.seed, self.loss, self.kernels, self.cp
+            )
+        return _Pipeline(c, self.kernels, self.topology, self.loss, self.cp)
 
     # Training
 
@@ -343,11 +350,12 @@ class Engine:
         return (tokens if batch.segments is None else (tokens, move(batch.segments))), labels
 
     def _collect(self, micro_batches: int, extra: Tensor) -> tuple[Tensor, Tensor, list[float]]:
-        """One sum over the world: per-sample numbers of the last stage, and `extra` (fp64 [n]) of every rank."""
+        """One sum over the world: per-sample numbers of the last stage, and `extra` (fp64 [n]) of every rank. Of a
+        sample that ranks share each of them knows the mean over its tokens."""
         t, b = self.topology, self.config.train.micro_batch
-        table = torch.zeros(2, micro_batches, t.layout.data, b, dtype=torch.float64, device=self.device)
+        table = torch.zeros(2, micro_batches, t.layout.samples, b, dtype=torch.float64, device=self.device)
         if t.is_last_stage and t.tensor_rank == 0:
-            table[:, :, t.data_rank] = torch.stack(self.loss.samples, 1).double()
+            table[:, :, t.sample_rank] = torch.stack(self.loss.samples, 1).double() / t.layout.context
         flat = torch.cat((table.flatten(), extra))
         dist.all_reduce(flat)
         flat = flat.cpu()

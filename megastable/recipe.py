@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_intermixed_args(arguments)
     with user_errors():
         config = load(args.recipe, args.overrides)
-        replica = config.parallel.tensor * config.parallel.pipeline
+        replica = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
         world = replica if args.world is None else args.world
         ds = deepspeed_config.build(config, world)
         tree = config.model_dump(mode="json")

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 class Worst:
     """The samples of a step with the highest losses, the highest first.
 
-    Absolute positions and nats per token; position and loss, micro-batch and data-parallel rank of the first of them
-    also by themselves.
+    Absolute positions and nats per token; position and loss, micro-batch and data-parallel rank (with context
+    parallelism: group of ranks) of the first of them also by themselves.
     """
 
     worst_position: int

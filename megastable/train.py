@@ -71,7 +71,8 @@ class Trainer:
         self.config, self.run, self.corpora, self.stop, self.heart = config, run, corpora, stop, heart
         self.first = rank == 0
         p = config.parallel
-        self.layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(config, world))
+        data = deepspeed_config.data_parallel(config, world)
+        self.layout = Layout(p.tensor, p.pipeline, data, p.context)
         self.topology = Topology(self.layout, rank, config.run.timeout)
         self.ds_config = deepspeed_config.build(config, world)
         random.seed(config.run.seed + rank)
@@ -426,10 +427,11 @@ class Trainer:
     def _loader(
         self, source: Source, skips: Skips | Selection, cursor: int, batch: int | None = None
     ) -> Loader:
-        c, on_gpu = self.config, self.engine.device.type == "cuda"
+        c, t, on_gpu = self.config, self.topology, self.engine.device.type == "cuda"
         return Loader(
-            source, skips, cursor, batch or c.train.global_batch, c.train.micro_batch, self.topology.data_rank,
-            self.layout.data, c.data.keep_documents_apart, c.data.prefetch, pin_memory=on_gpu,
+            source, skips, cursor, batch or c.train.global_batch, c.train.micro_batch, t.sample_rank,
+            self.layout.samples, c.data.keep_documents_apart, c.data.prefetch, pin_memory=on_gpu,
+            part=(t.context_rank, self.layout.context),
         )  # fmt: skip
 
     def _validation_batches(self) -> tuple[Any, int] | None:
@@ -438,7 +440,7 @@ class Trainer:
         if not samples or source is None:
             return None
         # Rounded up to whole micro-batches on every rank; what is too much is cut off again.
-        unit = self.config.train.micro_batch * self.layout.data
+        unit = self.config.train.micro_batch * self.layout.samples
         with self._loader(source, Skips.of([]), 0, -(-samples // unit) * unit) as loader:
             return next(loader).micro_batches, samples
 
@@ -448,9 +450,10 @@ class Trainer:
 
     def _introduction(self, peak: float, peak_source: str) -> str:
         c, layout = self.config, self.layout
+        context = f" (context {layout.context})" if layout.context > 1 else ""
         return (
             f"{parameters(c.model) / 1e6:,.1f}M parameters, {layout.world} ranks: tensor {layout.tensor} x pipeline "
-            f"{layout.pipeline} x data {layout.data}, ZeRO {c.parallel.zero}, {c.precision.kind} on "
+            f"{layout.pipeline} x data {layout.data}{context}, ZeRO {c.parallel.zero}, {c.precision.kind} on "
             f"{self.engine.device.type}\n"
             f"optimizer wrapper {type(self.engine.optimizer).__name__}, kernels: {self.engine.kernels}\n"
             f"recomputation {c.parallel.recompute}, peak {peak:.3g} TFLOP/s a device ({peak_source})\n"

@@ -57,6 +57,18 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"model": {"tied": True}, "parallel": {"pipeline": 2}, "precision": {"kind": "fp16"}},
         ("model.tied", "parallel.pipeline", "precision.kind=fp16", "use precision.kind=bf16"),
     ),
+    "context-heads": (
+        {"parallel": {"context": 4, "tensor": 2}},
+        ("parallel.context=4", "parallel.tensor=2", "model.heads=12", "change one"),
+    ),
+    "context-length": (
+        {"parallel": {"context": 4}, "model": {"sequence_length": 2050}},
+        ("parallel.context=4", "model.sequence_length=2050", "change one"),
+    ),
+    "context-sequence": (
+        {"parallel": {"context": 2, "sequence": True, "tensor": 2}, "model": {"sequence_length": 2050}},
+        ("parallel.tensor=2", "model.sequence_length=2050 / parallel.context=2", "change one"),
+    ),
     "micro-batch": (
         {"train": {"global_batch": 64, "micro_batch": 6}},
         ("train.micro_batch=6", "train.global_batch=64", "change one"),

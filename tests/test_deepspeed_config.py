@@ -41,13 +41,16 @@ def refused(c: RunConfig, world: int = 1) -> str:
 
 
 @settings(deadline=None)
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 8), st.integers(1, 4), st.integers(1, 8))
-def test_batch_sizes_add_up(tensor: int, pipeline: int, data: int, micro: int, steps: int) -> None:
+@given(*[st.integers(1, 4)] * 3, st.integers(1, 8), st.integers(1, 4), st.integers(1, 8))
+def test_batch_sizes_add_up(
+    tensor: int, pipeline: int, context: int, groups: int, micro: int, steps: int
+) -> None:
     c = config(
-        model={"heads": 12, "hidden": 768, "vocab_multiple": 12, "ffn": 1536},
-        parallel={"tensor": tensor, "pipeline": pipeline},
-        train={"global_batch": micro * data * steps, "micro_batch": micro},
+        model={"heads": 144, "head_dim": 8, "vocab_multiple": 12, "ffn": 1536, "sequence_length": 24},
+        parallel={"tensor": tensor, "pipeline": pipeline, "context": context},
+        train={"global_batch": micro * groups * steps, "micro_batch": micro},
     )
+    data = groups * context
     world = tensor * pipeline * data
     assert data_parallel(c, world) == data and accumulation(c, world) == steps
     ds = build(c, world)
@@ -71,6 +74,14 @@ def test_a_global_batch_that_does_not_divide() -> None:
     )
     for word in ("train.global_batch=16", "train.micro_batch=4 x 3", "6 ranks / tensor 2", "change one"):
         assert word in message
+
+
+def test_context_parallelism_takes_ranks_too() -> None:
+    c = config(parallel={"tensor": 2, "context": 2}, train={"global_batch": 16, "micro_batch": 4})
+    for word in ("6 ranks", "parallel.tensor=2", "parallel.context=2", "multiple of 4"):
+        assert word in refused(c, 6)
+    for word in ("train.global_batch=16", "train.micro_batch=4 x 3", "12 ranks / tensor 2", "/ context 2"):
+        assert word in refused(c, 12)
 
 
 # What is filled in

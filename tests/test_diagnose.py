@@ -27,6 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"parallel": {"tensor": 2, "sequence": True, "recompute": "selective"}}),
     "zero2": (2, {"parallel": {"zero": 2, "recompute": "full"}}),
     "zero3": (2, {"parallel": {"zero": 3, "recompute": "full"}}),
+    "context2": (2, {"parallel": {"context": 2}}),
     "pp2-dp2-tied": (4, {"parallel": {"pipeline": 2}, "model": {"tied": True}}),
 }
 LAST = "blocks.1"  # the last of two; on the last stage
@@ -96,13 +97,13 @@ class Bench:
         torch.set_num_threads(1)  # on busy cores two wait for each other
         world, p = dist.get_world_size(), config.parallel
         config, corpora = open_data(config)
-        layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(config, world))
+        layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(config, world), p.context)
         self.topology = Topology(layout, dist.get_rank(), 120)
         self.engine = Engine(config, deepspeed_config.build(config, world), self.topology)
         train, apart = config.train, config.data.keep_documents_apart
         self.loader = Loader(
-            corpora.train, Skips.of([]), 0, train.global_batch, train.micro_batch, self.topology.data_rank,
-            layout.data, apart,
+            corpora.train, Skips.of([]), 0, train.global_batch, train.micro_batch, self.topology.sample_rank,
+            layout.samples, apart, part=(self.topology.context_rank, layout.context),
         )  # fmt: skip
         for _ in range(2):
             assert self.step().finite and self.engine.applied
@@ -266,7 +267,7 @@ def test_what_was_planted_is_found(name: str, corpus: Path, tmp_path: Path) -> N
         "input gradient",
     )
     assert (first.stage, first.data_rank, first.micro_batch) == (layout.pipeline - 1, 0, 0)
-    assert len(first.seen_by) == layout.tensor and all(map(math.isfinite, first.losses))
+    assert len(first.seen_by) == layout.tensor * layout.context and all(map(math.isfinite, first.losses))
 
     first = found["weight gradient"]
     assert (first.kind, first.layer, first.tensor) == (

@@ -20,7 +20,7 @@ from megastable.parallel.topology import Layout, TensorParallel
 from megastable.probe import INDICATORS, Statistics, attention_chunks
 from tests.conftest import tiny
 from tests.distributed import run_ranks
-from tests.parallel.test_layouts import BATCH, OLMO2, batches, config
+from tests.parallel.test_layouts import OLMO2, batches, config, mine
 
 STEPS, RATE = 3, 3e-3
 CLIP = 0.1  # far below the norms: what is measured is what the gradients were before
@@ -36,9 +36,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3-selective": {"zero": 3, "recompute": "selective"},
     "zero3-small-buffers": {"zero": 3, "buffer": 5000},
     "documents-tp2": {"tensor": 2, "apart": True},
+    "context2-documents": {"context": 2, "apart": True},
     "olmo2-tp2-sequence-full": {"tensor": 2, "sequence": True, "recompute": "full", "model": OLMO2},
 }
-FOUR = {"tp2-pp2-full": {"tensor": 2, "pipeline": 2, "recompute": "full"}}
+FOUR = {
+    "tp2-pp2-full": {"tensor": 2, "pipeline": 2, "recompute": "full"},
+    "context2-tp2-sequence": {"context": 2, "tensor": 2, "sequence": True},  # k and v of a head on two ranks
+}
 WRAPPERS: dict[str, tuple[dict[str, Any], str]] = {
     "bf16": ({"precision": "bf16"}, "BF16_Optimizer"),
     "bf16-pp2": ({"precision": "bf16", "pipeline": 2}, "BF16_Optimizer"),
@@ -58,23 +62,18 @@ def engine_of(parts: dict[str, Any], world: int) -> tuple[Any, list[list[Any]]]:
     import torch.distributed as dist
 
     from megastable import deepspeed_config
-    from megastable.data.loader import MicroBatch
     from megastable.engine import Engine
     from megastable.parallel.topology import Topology
 
     apart, buffer = parts.get("apart", False), parts.get("buffer")
     c = recipe(**{key: value for key, value in parts.items() if key not in ("apart", "buffer")})
-    layout = Layout(c.parallel.tensor, c.parallel.pipeline, deepspeed_config.data_parallel(c, world))
+    p = c.parallel
+    layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(c, world), p.context)
     topology = Topology(layout, dist.get_rank(), timeout=120)
     json = deepspeed_config.build(c, world)
     if buffer:
         json["zero_optimization"]["sub_group_size"] = buffer
-    made = []
-    for tokens, labels, segments in batches(apart)[:STEPS]:
-        index = torch.arange(BATCH).view(-1, layout.data, c.train.micro_batch)[:, topology.data_rank]
-        made.append(
-            [MicroBatch(tokens[i], labels[i], i, None if segments is None else segments[i]) for i in index]
-        )
+    made = [mine(batch, topology, c.train.micro_batch) for batch in batches(apart)[:STEPS]]
     return Engine(c, json, topology), made
 
 

@@ -43,6 +43,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1-dp2": (2, {}),
     "zero2-dp2": (2, {"parallel": {"zero": 2}}),
     "zero3-dp2": (2, {"parallel": {"zero": 3}}),
+    "context2": (2, {"parallel": {"context": 2}}),
     "fp16-dp2": (2, {"precision": {"kind": "fp16", "initial_scale_power": 8}, "parallel": {"zero": 2}}),
     "fp32-pp2-tied": (2, {"precision": {"kind": "fp32"}, "parallel": {"pipeline": 2}, "tied": True}),
 }
@@ -89,6 +90,7 @@ RESHAPES: dict[str, tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]
     "zero3-dp2-to-pp2": ((2, {"parallel": {"zero": 3}}), (2, {"parallel": {"pipeline": 2}})),
     "tp2-to-dp2-zero2": ((2, {"parallel": {"tensor": 2}}), (2, {"parallel": {"zero": 2}})),
     "pp2-to-tp2": ((2, {"parallel": {"pipeline": 2}}), (2, {"parallel": {"tensor": 2}})),
+    "context2-to-one": ((2, {"parallel": {"context": 2}}), (1, {})),
 }
 
 

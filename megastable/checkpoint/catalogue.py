@@ -240,4 +240,5 @@ def _age(path: Path) -> float | None:
 
 
 def _short(layout: LayoutState) -> str:
-    return f"TP{layout.tensor} PP{layout.pipeline} DP{layout.data} ZeRO-{layout.zero} {layout.precision}"
+    context = f" (CP{layout.context})" if layout.context > 1 else ""
+    return f"TP{layout.tensor} PP{layout.pipeline} DP{layout.data}{context} ZeRO-{layout.zero} {layout.precision}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +49,22 @@ def laid_out(
 ) -> RunConfig:
     """`run` in another layout. Raises ConfigError for one that cannot be, naming every key in the way.
 
-    Sequence parallelism, which is over the tensor group, ends where there is none. micro_batch: samples per rank and
+    Sequence parallelism, which is over the tensor group, ends where there is none; context parallelism goes as far as
+    data-parallel ranks and heads can be shared out. micro_batch: samples per rank and
     pass, which must divide what a rank gets of the global batch; None = as it is.
     """
     tree = run.model_dump(mode="json")
     sequence = run.parallel.sequence and tensor > 1
-    tree["parallel"] |= {"tensor": tensor, "pipeline": pipeline, "zero": zero, "sequence": sequence}
+    context = gcd(run.parallel.context, data, run.model.heads // max(tensor, 1))
+    tree["parallel"] |= {
+        "tensor": tensor, "pipeline": pipeline, "zero": zero, "sequence": sequence, "context": context,
+    }  # fmt: skip
     if micro_batch is not None:
         tree["train"]["micro_batch"] = micro_batch
     made = recipe.validate(tree, f"tensor={tensor} pipeline={pipeline} zero={zero} data={data}")
     if data < 1:
         raise ConfigError(f"--data {data}: at least one data-parallel rank is needed")
-    deepspeed_config.data_parallel(made, Layout(tensor, pipeline, data).world)
+    deepspeed_config.data_parallel(made, Layout(tensor, pipeline, data, context).world)
     return made
 
 

@@ -52,6 +52,7 @@ class LayoutState(BaseModel):
     tensor: int
     pipeline: int
     data: int
+    context: int = 1  # so many of the data-parallel ranks share their samples
     zero: int
     precision: str
 
@@ -60,7 +61,9 @@ class LayoutState(BaseModel):
         return self.tensor * self.pipeline * self.data
 
     def __str__(self) -> str:
-        return f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}, ZeRO {self.zero}, {self.precision}"
+        context = f" (context {self.context})" if self.context > 1 else ""
+        axes = f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}{context}"
+        return f"{axes}, ZeRO {self.zero}, {self.precision}"
 
 
 class RunState(BaseModel):

@@ -65,7 +65,7 @@ def write_run(
     if out.exists() or out.is_symlink():
         raise CheckpointError(f"{out} exists already: name a new directory")
     p = run.parallel
-    layout = Layout(p.tensor, p.pipeline, state.layout.data)
+    layout = Layout(p.tensor, p.pipeline, state.layout.data, p.context)
     saved = store.LayoutState(**vars(layout), zero=p.zero, precision=run.precision.kind)
     state = state.model_copy(update={"layout": saved, "adam_step": state.adam_step if optimizer else 0.0})
     try:

@@ -2,7 +2,8 @@
 
 A global batch is the next `global_batch` positions that are not skipped. Reshaped to [accumulation,
 data_size, micro_batch], rank r takes [:, r]; so the order of the samples depends on the cursor, the skips and
-the order alone, not on how many ranks there are or how large their micro-batches are.
+the order alone, not on how many ranks there are or how large their micro-batches are. With context parallelism
+the ranks of a group are one here: they read the same samples, and each takes its part of the tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Int32s = npt.NDArray[np.int32]
 class MicroBatch:
     """b samples of s tokens for one forward pass; on the CPU.
 
-    `tokens`, `labels`: int64 [b, s]. `positions`: int64 [b], absolute. `segments`: int32 [b, s], which
+    `tokens`, `labels`: int64 [b, s / context]. `positions`: int64 [b], absolute. `segments`: int32 [b, s], which
     document of its sample a token belongs to, None when documents of a sample may see each other.
     """
 
@@ -63,7 +64,7 @@ class Loader:
     `cursor` is always the one after the last step handed out: the state to save. Up to `prefetch` steps are
     read ahead by a thread, which calls nothing collective; an error in it is raised by `next()`, at the step it
     belongs to. Call `close()`, or use it as a context manager. `pin_memory` puts tokens, labels and segments where
-    a GPU copies from fastest.
+    a GPU copies from fastest. `part`: rank in, and size of, the context group that shares the samples.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Loader:
         keep_documents_apart: bool,
         prefetch: int = 2,
         pin_memory: bool = False,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         if min(global_batch, micro_batch, data_size) < 1 or global_batch % (micro_batch * data_size):
             raise ConfigError(
@@ -86,6 +88,10 @@ class Loader:
             )
         if not 0 <= data_rank < data_size:
             raise ConfigError(f"data-parallel rank {data_rank} of {data_size}")
+        length, (rank, size) = source.order.sequence_length, part
+        if not 0 <= rank < size or length % size:
+            raise ConfigError(f"part {rank} of {size} of sequences of {length} tokens")
+        self._part = slice(rank * length // size, (rank + 1) * length // size)
         self.source, self.skips, self.cursor = source, skips, cursor
         self.global_batch = global_batch
         self.keep_documents_apart = keep_documents_apart
@@ -151,8 +157,8 @@ class Loader:
 
     def _micro_batch(self, positions: Int64s) -> MicroBatch:
         samples = self.source.samples(positions)
-        tokens, labels = np.ascontiguousarray(samples[:, :-1]), np.ascontiguousarray(samples[:, 1:])
-        segments = documents_of(tokens, self.source.eod) if self.keep_documents_apart else None
+        tokens, labels = (np.ascontiguousarray(x[:, self._part]) for x in (samples[:, :-1], samples[:, 1:]))
+        segments = documents_of(samples[:, :-1], self.source.eod) if self.keep_documents_apart else None
         return MicroBatch(
             tokens=self._tensor(tokens),
             labels=self._tensor(labels),

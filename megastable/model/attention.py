@@ -21,7 +21,8 @@ from megastable.model.memo import Latest
 from megastable.model.norm import RMSNorm, SplitRMSNorm
 from megastable.model.rope import rope_table, rotate, rotation
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megastable.parallel.topology import TensorParallel
+from megastable.parallel.mappings import to_heads, to_tokens
+from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
 
 
 class Places(NamedTuple):
@@ -60,12 +61,22 @@ def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
 
 
 class Attention(nn.Module):
-    """x [s, b, hidden] (or its sequence shard) -> the same shape."""
+    """x [s, b, hidden] (or its sequence shard) -> the same shape.
+
+    With context parallelism x is of this rank's tokens, q, k and v at the core are of all tokens and of its heads.
+    """
 
     def __init__(
-        self, config: ModelConfig, tp: TensorParallel, name: str, recompute_core: bool, kernels: Kernels
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        name: str,
+        recompute_core: bool,
+        kernels: Kernels,
+        cp: ContextParallel = WHOLE,
     ) -> None:
         super().__init__()
+        self.cp = cp
         d = self.width = config.head_width
         self.q_heads, self.k_heads = config.heads // tp.size, config.key_value_heads // tp.size
         self.theta = config.rope_theta
@@ -94,8 +105,7 @@ class Attention(nn.Module):
         return Places(cos[:, None, None], sin[:, None, None])
 
     def forward(self, x: Tensor, at: Places) -> Tensor:
-        q, k, v = self.heads(x)
-        s, b = q.shape[:2]
+        q, k, v = to_heads(*self.heads(x), self.cp)
         rotated = rotate(q, at.cos, at.sin), rotate(k, at.cos, at.sin), v
         q, k, v = (t.permute(1, 2, 0, 3) for t in rotated)
         if self.observe is not None:
@@ -107,4 +117,4 @@ class Attention(nn.Module):
             )
         else:
             y = self.core.run(q, k, v, at.documents)
-        return self.out(y.permute(2, 0, 1, 3).reshape(s, b, -1))
+        return self.out(to_tokens(y.permute(2, 0, 1, 3), self.cp).flatten(2))

@@ -142,7 +142,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, out: Tensor) -> Tensor:
         return torch.baddbmm(out, q, k.transpose(1, 2), beta=0, alpha=scale, out=out)
     # oneDNN may take its bf16 instructions, which multiply exactly what has a bf16 and sum in fp32. If it does not,
     # the product is as exact, and slower.
-    matmul = torch.backends.mkldnn.matmul
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
     try:

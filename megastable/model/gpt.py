@@ -2,7 +2,7 @@
 
 Blocks of attention and SwiGLU, each with an RMSNorm before it (pre-LN) or after it (OLMo 2); no biases. Between
 layers travels x [s, b, hidden] (its sequence shard under sequence parallelism), or (x, segments) where attention stays
-inside documents.
+inside documents: these are of whole sequences, also where context parallelism gives a rank only a part of the tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megastable.model.mlp import MLP
 from megastable.model.norm import RMSNorm
 from megastable.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megastable.parallel.mappings import enter
-from megastable.parallel.topology import TensorParallel
+from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
 
 Stream = Tensor | tuple[Tensor, Tensor]  # x, or (x, segments)
 
@@ -60,6 +60,7 @@ class Block(nn.Module):
         index: int,
         recompute: str,
         kernels: Kernels = PLAIN,
+        cp: ContextParallel = WHOLE,
     ) -> None:
         super().__init__()
         self.name = name = f"blocks.{index}"
@@ -69,10 +70,10 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(
             config.hidden, config.norm_eps, tp, f"{name}.attention_norm", tp.sequence
         )
-        self.attention = Attention(config, tp, f"{name}.attention", core, kernels)
+        self.attention = Attention(config, tp, f"{name}.attention", core, kernels, cp)
         self.mlp_norm = RMSNorm(config.hidden, config.norm_eps, tp, f"{name}.mlp_norm", tp.sequence)
         self.mlp = MLP(config, tp, f"{name}.mlp", core)
-        self._split = tp.size if tp.sequence else 1
+        self._split = (tp.size if tp.sequence else 1) * cp.size
         self.plain = False  # somebody looks into the block by hooks: it runs as it is written
         self._fast = self._block
         if kernels.compile:
@@ -152,6 +153,7 @@ def layers(
     seed: int,
     kernels: Kernels = PLAIN,
     head: type[Head] = Head,
+    cp: ContextParallel = WHOLE,
 ) -> list[Layer]:
     """The model, layer by layer. With `config.tied` the last entry is the embedding again, used as head."""
 
@@ -170,7 +172,7 @@ def layers(
     return [
         Layer(embedding, cost=1.0, tied=c.tied),
         *(
-            Layer(made(partial(Block, c, tp, i, recompute, kernels)), cost=block_cost, is_block=True)
+            Layer(made(partial(Block, c, tp, i, recompute, kernels, cp)), cost=block_cost, is_block=True)
             for i in range(c.layers)
         ),
         Layer(made(lambda: FinalNorm(c.hidden, c.norm_eps, tp, "final_norm", tp.sequence)), cost=1.0),
@@ -195,8 +197,9 @@ class GPT(nn.Sequential):
         seed: int,
         loss: LossFunction | None = None,
         kernels: Kernels = PLAIN,
+        cp: ContextParallel = WHOLE,
     ) -> None:
-        listed = layers(config, tp, recompute, seed, kernels)
+        listed = layers(config, tp, recompute, seed, kernels, cp=cp)
         super().__init__(*(layer.build() for layer in listed[: -1 if config.tied else None]))
         self.loss = loss
         self.tied = config.tied

@@ -1,19 +1,22 @@
-"""The communications of tensor and sequence parallelism, as autograd functions.
+"""The communications of tensor, sequence and context parallelism, as autograd functions.
 
 Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053 section 3 (f and g); Korthikanti et al.,
-arXiv:2205.05198 section 4.2.2 (g and g-bar over the sequence). Sequences lie along dimension 0 ([s, b, ...]).
+arXiv:2205.05198 section 4.2.2 (g and g-bar over the sequence); Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509
+section 3.1 (all-to-all around attention). Sequences lie along dimension 0 ([s, b, ...]).
 With a group of one, every function returns its input.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
+from math import lcm
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastable.parallel.topology import TensorParallel
+from megastable.parallel.topology import ContextParallel, TensorParallel
 
 # torch 2.13 renamed both; older ones know only the second names.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -128,3 +131,52 @@ def total(x: Tensor, tp: TensorParallel) -> Tensor:
     """The sum of `x`, of any shape, over the group, with which every rank goes on in its own way: the gradients that it
     has on the ranks are parts of one, and summed as well."""
     return x if tp.size == 1 else _Total.apply(x, tp)
+
+
+def _all_to_all(parts: tuple[Tensor, ...], cp: ContextParallel) -> tuple[Tensor, ...]:
+    x = torch.cat(parts, -2).contiguous()
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=cp.group)
+    ends = list(accumulate(part.shape[-2] for part in parts))
+    # Slices: torch 2.13 compiles no split in this place where what follows is recomputed.
+    return tuple(received[..., end - part.shape[-2] : end, :] for part, end in zip(parts, ends, strict=True))
+
+
+class _Exchange(torch.autograd.Function):
+    """x [context, ..., d], several in one message: x[i] goes to rank i, and what comes from rank i is x[i]. Its own
+    inverse, and, as it only moves numbers, its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, cp: ContextParallel, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.cp = cp
+        return _all_to_all(parts, cp)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_all_to_all(grads, ctx.cp)
+
+
+def to_heads(q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel) -> tuple[Tensor, Tensor, Tensor]:
+    """From a part of the tokens to a part of the heads: q [s / c, b, q, d] -> [s, b, q / c, d], c ranks in the group; k
+    and v [s / c, b, k, d] alike, where c does not divide k each head as often as is needed.
+
+    With `to_tokens` two all-to-alls a block and as many backwards: in each direction a rank sends
+    (c - 1) / c * s / c * b * (2 q + 2 k) * d numbers.
+    """
+    c, kv = cp.size, k.shape[2]
+    if c == 1:
+        return q, k, v
+    if (times := lcm(kv, c) // kv) > 1:
+        k, v = k.repeat_interleave(times, 2), v.repeat_interleave(times, 2)
+    # By the rank that gets them: [c, s / c, b, heads / c, d].
+    parts = [x.unflatten(2, (c, -1)).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
+    q, k, v = (x.flatten(0, 1) for x in _Exchange.apply(cp, *parts))
+    return q, k, v
+
+
+def to_tokens(y: Tensor, cp: ContextParallel) -> Tensor:
+    """Back from a part of the heads to a part of the tokens: y [s, b, q / c, d] -> [s / c, b, q, d]."""
+    if cp.size == 1:
+        return y
+    (x,) = _Exchange.apply(cp, y.unflatten(0, (cp.size, -1)))
+    return x.permute(1, 2, 0, 3, 4).flatten(2, 3)

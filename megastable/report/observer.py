@@ -53,7 +53,7 @@ class Observer:
         c, now = self.config, time.time()
         worst = worst_samples(
             measured.losses.tolist(), batch.positions.tolist(), c.logging.worst_samples, c.train.micro_batch,
-            self.layout.data,
+            self.layout.samples,
         )  # fmt: skip
         per_second = c.train.global_batch * c.model.sequence_length / seconds
         flops = per_second / self.layout.world / (self.peak * 1e12)

@@ -66,6 +66,7 @@ def summarise(
         "tensor": layout.tensor,
         "pipeline": layout.pipeline,
         "data": layout.data,
+        "context": layout.context,
         "zero_stage": layout.zero,
         "precision": layout.precision,
         "cursor": state.cursor,

@@ -87,7 +87,7 @@ def test_what_cannot_be_averaged_leaves_nothing(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a")
     wider = make_run(tmp_path / "wider", model={"ffn": 32})
     turned = make_run(tmp_path / "turned", model={"rope_theta": 5e5})
-    loss = make_run(tmp_path / "loss", model={"z_loss": 0.0, "attention": "reference"})
+    loss = make_run(tmp_path / "loss", model={"z_loss": 0.0})
     out = tmp_path / "out"
     for given_, told in (
         ([a, wider], r"blocks\.0\.mlp.* is .*not of one model"),

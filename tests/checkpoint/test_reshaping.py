@@ -84,6 +84,26 @@ def test_there_and_back_is_the_same_files(sources: dict[str, Path], tmp_path: Pa
         assert (back.checkpoint / file).read_bytes() == (sources["one"] / file).read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("tensor", "data", "context"), [(1, 4, 2), (1, 1, 1), (1, 3, 1), (2, 2, 2), (4, 2, 1)]
+)
+def test_context_parallelism_goes_as_far_as_it_can(
+    tensor: int, data: int, context: int, tmp_path: Path
+) -> None:
+    """A rank of a context group holds a data-parallel rank's part; the sizes that are left decide on its size."""
+    tree = recipe_of(kv_heads=4).model_dump(mode="json")
+    tree["parallel"]["context"], tree["train"] = 2, {"global_batch": 12, "micro_batch": 1}
+    run = RunConfig.model_validate(tree)
+    held, state = numbers(run), state_of((1, 1, 1, 2))
+    before = write_run(tmp_path / "before", run, state, lambda *of: held[of], optimizer=True, origin={})
+    assert store.read_state(before).layout.context == 2
+    made = reshape(before, tmp_path / "after", tensor, data=data)
+    assert (made.layout.data, made.layout.context) == (data, context)
+    assert run_of(made.checkpoint).parallel.context == context
+    whole = WholeState(made.checkpoint)
+    assert all(torch.equal(whole.tensor(*of), tensor) for of, tensor in held.items())
+
+
 def test_without_moments(sources: dict[str, Path], tmp_path: Path) -> None:
     made = reshape(sources["tp2-pp2"], tmp_path / "weights", optimizer=False)
     same_bytes(made.checkpoint, optimizer=False)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megastable.data.loader import Loader, Step, documents_of
@@ -210,6 +210,38 @@ def test_reading_any_positions(source: Source, micro_batch: int, data_size: int)
     assert walked == expected
 
 
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from([(24, 1), (4, 2), (2, 3), (1, 8)]),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.booleans(),
+    st.integers(0, 500),
+)
+def test_the_parts_of_a_context_group_joined_are_its_samples(
+    source: Source, sizes: tuple[int, int], context: int, apart: bool, cursor: int
+) -> None:
+    """The same positions in the same order as without it, and segments of the whole sequence on every rank."""
+    (micro_batch, groups), rest = sizes, {"cursor": cursor, "keep_documents_apart": apart}
+    for group in range(groups):
+        place = rest | {"micro_batch": micro_batch, "data_size": groups, "data_rank": group}
+        whole = load(source, 2, **place)
+        ranks = [load(source, 2, **place, part=(rank, context)) for rank in range(context)]
+        for number, step in enumerate(whole):
+            for parts, batch in zip(
+                zip(*(steps[number].micro_batches for steps in ranks), strict=True),
+                step.micro_batches,
+                strict=True,
+            ):
+                assert torch.equal(torch.cat([p.tokens for p in parts], 1), batch.tokens)
+                assert torch.equal(torch.cat([p.labels for p in parts], 1), batch.labels)
+                for p in parts:
+                    assert p.tokens.shape == (micro_batch, LENGTH // context) and p.tokens.is_contiguous()
+                    assert torch.equal(p.positions, batch.positions)
+                    assert (p.segments is None) is (batch.segments is None) is not apart
+                    if p.segments is not None and batch.segments is not None:
+                        assert torch.equal(p.segments, batch.segments)
+
+
 @pytest.mark.parametrize("prefetch", [1, 5])
 def test_prefetch_changes_nothing(source: Source, prefetch: int) -> None:
     assert [rows(step) for step in load(source, 4, prefetch=prefetch)] == [
@@ -264,9 +296,12 @@ def test_closed_twice_and_with_work_ahead(source: Source) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [{"global_batch": 25}, {"data_size": 5}, {"micro_batch": 0}, {"data_rank": 1}, {"data_rank": -1}],
-)
-def test_layouts_refused(source: Source, layout: dict[str, int]) -> None:
+    [
+        {"global_batch": 25}, {"data_size": 5}, {"micro_batch": 0}, {"data_rank": 1}, {"data_rank": -1},
+        {"part": (0, 3)}, {"part": (2, 2)}, {"part": (-1, 2)},
+    ],
+)  # fmt: skip
+def test_layouts_refused(source: Source, layout: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         load(source, 1, **layout)
 

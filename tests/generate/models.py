@@ -20,7 +20,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "no-qk-norm": {"qk_norm": False, "rope_theta": 500_000.0},
     "full-qk-norm": {"qk_norm": "full", "head_dim": 16},
     "olmo2": {"qk_norm": "full", "norms": "after"},
-    "reference-attention": {"attention": "reference"},
 }
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from megastable.config import RunConfig
+from megastable.data.loader import MicroBatch
 from megastable.flatstate import KINDS
 from megastable.model.gpt import GPT
 from megastable.parallel.sharding import Placement, placement_of, unshard
-from megastable.parallel.topology import Layout, TensorParallel
+from megastable.parallel.topology import Layout, TensorParallel, Topology
 from tests import reference
 from tests.distributed import run_ranks
 
@@ -47,25 +48,36 @@ def batches(apart: bool = False) -> list[tuple[torch.Tensor, torch.Tensor, torch
     return made
 
 
+def mine(
+    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], topology: Topology, micro_batch: int
+) -> list[MicroBatch]:
+    """This rank's part of a global batch: of the samples, and with context parallelism of their tokens."""
+    tokens, labels, segments = batch
+    layout = topology.layout
+    part = torch.arange(LENGTH).chunk(layout.context)[topology.context_rank]
+    index = torch.arange(BATCH).view(-1, layout.samples, micro_batch)[:, topology.sample_rank]
+    return [
+        MicroBatch(tokens[i][:, part], labels[i][:, part], i, None if segments is None else segments[i])
+        for i in index
+    ]
+
+
 def train_rank(c: RunConfig, world: int, apart: bool) -> dict[str, Any]:
     """What one rank sees of the ten steps: losses, norms, and its part of the final state."""
     import torch.distributed as dist
 
     from megastable import deepspeed_config
-    from megastable.data.loader import MicroBatch
     from megastable.engine import Engine
-    from megastable.parallel.topology import Topology
 
-    layout = Layout(c.parallel.tensor, c.parallel.pipeline, deepspeed_config.data_parallel(c, world))
+    p = c.parallel
+    layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(c, world), p.context)
     topology = Topology(layout, dist.get_rank(), timeout=120)
     engine = Engine(c, deepspeed_config.build(c, world), topology)
     losses, norms, samples = [], [], []
-    for (tokens, labels, segments), lr in zip(batches(apart), RATES, strict=True):
-        index = torch.arange(BATCH).view(-1, layout.data, c.train.micro_batch)[:, topology.data_rank]
-        micro = [
-            MicroBatch(tokens[i], labels[i], positions=i, segments=None if segments is None else segments[i])
-            for i in index
-        ]
+    for batch, lr in zip(batches(apart), RATES, strict=True):
+        micro = mine(batch, topology, c.train.micro_batch)
+        if layout.context > 1 and not samples:
+            samples.append(engine.evaluate(micro).tolist())
         measured, applied = engine.train_step(micro, lr, judge=lambda m: m.finite)
         assert applied
         losses.append(measured.loss)
@@ -108,6 +120,18 @@ def expected(
     return reference.train(weights, shape, batches(apart), RATES, micro_batches)
 
 
+@cache
+def first_losses(tied: bool, apart: bool, qk_norm: bool | str, norms: str) -> list[float]:
+    """Of every sample of the first batch, under the first weights."""
+    c = config(tied=tied, model={"qk_norm": qk_norm, "norms": norms})
+    model = GPT(c.model, TensorParallel(), "none", c.run.seed)
+    weights = {placement_of(p).name: p.detach() for p in model.parameters()}
+    shape = reference.Shape(4, 4, 2, 8, VOCABULARY, tied=tied, qk_norm=qk_norm, norms_after=norms == "after")
+    tokens, labels, segments = batches(apart)[0]
+    out = reference.logits(weights, shape, tokens, segments)
+    return [float(reference.losses(one, label, 0.0)[1]) for one, label in zip(out, labels, strict=True)]
+
+
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
 
@@ -145,6 +169,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "olmo2-sequence-tp2-pp2": (
         4, {"tensor": 2, "pipeline": 2, "sequence": True, "recompute": "full", "model": OLMO2},
     ),
+    "context2-olmo2": (2, {"context": 2, "model": OLMO2}),
+    "context2-zero2-dp2-documents": (4, {"context": 2, "zero": 2, "apart": True, "recompute": "selective"}),
+    "context2-tp2": (4, {"context": 2, "tensor": 2}),
+    "context2-tp2-sequence": (
+        4, {"context": 2, "tensor": 2, "sequence": True, "apart": True, "recompute": "full"},
+    ),
+    "context2-pp2": (4, {"context": 2, "pipeline": 2, "apart": True}),
+    "context2-zero3-tied": (2, {"context": 2, "zero": 3, "recompute": "full", "tied": True}),
+    "context4": (4, {"context": 4}),
     "olmo2-zero3-tp2-dp2": (4, {"tensor": 2, "zero": 3, "recompute": "selective", "model": OLMO2}),
 }  # fmt: skip
 
@@ -154,7 +187,7 @@ def compare(world: int, options: dict[str, Any], precision: str) -> None:
     apart = options.pop("apart", False)
     c = config(precision=precision, **options)
     ranks = run_ranks(world, train_rank, c, world, apart)
-    data = world // (c.parallel.tensor * c.parallel.pipeline)
+    data = world // (c.parallel.tensor * c.parallel.pipeline * c.parallel.context)
     parts = BATCH // c.train.micro_batch
     assert parts % data == 0
     kind_of_model = (apart, parts, c.model.qk_norm, c.model.norms)
@@ -164,6 +197,12 @@ def compare(world: int, options: dict[str, Any], precision: str) -> None:
         assert rank["losses"] == ranks[0]["losses"] and rank["norms"] == ranks[0]["norms"]
         assert rank["samples"] == ranks[0]["samples"]
         assert rank["final"] == ranks[0]["final"]
+    if precision == "fp32":
+        # Of the first batch sample by sample, also as an evaluation tells them where it was asked.
+        for samples in ranks[0]["samples"][: 2 if c.parallel.context > 1 else 1]:
+            assert samples == pytest.approx(
+                first_losses(c.model.tied, apart, c.model.qk_norm, c.model.norms), rel=1e-5
+            )
 
     def close(
         got: torch.Tensor, wanted: torch.Tensor, unrounded: torch.Tensor, tolerance: float, what: str
@@ -215,7 +254,7 @@ def test_fp32_equals_the_reference(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["accumulation-4", "tp2-pp2", "pp2-dp2", "zero2-dp2", "zero3-tp2-dp2", "sequence-tp2-pp2", "tied-pp2",
-     "olmo2-sequence-tp2-pp2"],
+     "olmo2-sequence-tp2-pp2", "context2-olmo2"],
 )  # fmt: skip
 def test_bf16_costs_no_more_than_bf16(name: str) -> None:
     compare(*LAYOUTS[name], "bf16")

@@ -11,6 +11,10 @@ from hypothesis import strategies as st
 from megastable.parallel.topology import Layout
 
 LAYOUTS = st.builds(Layout, st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
+WITH_CONTEXT = st.builds(
+    lambda tensor, pipeline, samples, context: Layout(tensor, pipeline, samples * context, context),
+    *[st.integers(1, 4)] * 4,
+)
 AXES = ("tensor", "data", "pipeline")
 
 
@@ -42,6 +46,23 @@ def test_a_tensor_group_is_a_run_of_neighbours(layout: Layout) -> None:
     for group in layout.groups("tensor"):
         assert group == list(range(group[0], group[0] + layout.tensor))
         assert group[0] % layout.tensor == 0
+
+
+@settings(deadline=None)
+@given(WITH_CONTEXT)
+def test_a_context_group_shares_its_samples_and_nothing_else(layout: Layout) -> None:
+    groups = layout.groups("context")
+    assert sorted(rank for group in groups for rank in group) == list(range(layout.world))
+    assert len(groups) == layout.tensor * layout.pipeline * layout.samples
+    of = {}
+    for group in groups:
+        places = [layout.coordinates(rank) for rank in group]
+        stages, data, tensor = zip(*places, strict=True)
+        assert len(set(stages)) == len(set(tensor)) == 1
+        # In the order of the tokens, and neighbours among the data ranks.
+        assert list(data) == list(range(data[0], data[0] + layout.context))
+        of[stages[0], tensor[0], data[0] // layout.context] = group
+    assert len(of) == len(groups)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def state_of(run: RunConfig, order_fingerprint: str = "", **given: Any) -> RunSt
     """The state of a run that has seen no data of ours; `given` says more of it."""
     p = run.parallel
     layout = LayoutState(
-        tensor=p.tensor, pipeline=p.pipeline, zero=p.zero, precision=run.precision.kind,
-        data=deepspeed_config.data_parallel(run, p.tensor * p.pipeline),
+        tensor=p.tensor, pipeline=p.pipeline, context=p.context, zero=p.zero, precision=run.precision.kind,
+        data=deepspeed_config.data_parallel(run, p.tensor * p.pipeline * p.context),
     )  # fmt: skip
     return RunState(order_fingerprint=order_fingerprint, layout=layout, **given)

@@ -31,7 +31,7 @@ def base(text_corpus: Path, tmp_path: Path) -> Path:
 
 def written(path: Path, corpus: Path, **parts: Any) -> Path:
     tree = {
-        "model": {"sequence_length": 32, "vocab_multiple": 64, "z_loss": 3e-4, "layers": 9, "attention": "reference"},
+        "model": {"sequence_length": 32, "vocab_multiple": 64, "z_loss": 3e-4, "layers": 9},
         "data": {"corpora": [{"path": str(corpus)}]}, "parallel": {"tensor": 2, "pipeline": 1, "zero": 1},
         "optimizer": {"lr": 1e-5}, "train": {"steps": 4, "global_batch": 4, "micro_batch": 2},
     }  # fmt: skip
@@ -68,7 +68,7 @@ def test_the_model_is_the_folders_and_the_rest_the_recipes(make: Make, base: Pat
     m = run.model
     assert (m.layers, m.hidden, m.heads, m.kv_heads, m.ffn, m.vocab_size) == (2, 32, 4, 2, 64, VOCABULARY)
     assert (m.qk_norm, m.norms, m.norm_eps) == ("full", "after", 1e-5)
-    assert (m.sequence_length, m.vocab_multiple, m.z_loss, m.attention) == (32, 64, 3e-4, "reference")
+    assert (m.sequence_length, m.vocab_multiple, m.z_loss) == (32, 64, 3e-4)
     assert (run.optimizer.lr, run.train.steps, run.parallel.tensor, run.run.dir) == (
         1e-5,
         6,
