@@ -38,7 +38,6 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from deepspeed.runtime.utils import get_global_norm_of_tensors
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -53,6 +52,7 @@ from megastable.model import gpt
 from megastable.model.kernels import Kernels, choose
 from megastable.model.loss import LossFunction
 from megastable.optim.adamw import AdamW
+from megastable.parallel.mappings import sum_and_scatter
 from megastable.parallel.pipeline import partition
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import ContextParallel, TensorParallel, Topology
@@ -279,6 +279,8 @@ class Engine:
                     f"deepspeed={config.deepspeed}: DeepSpeed refuses this configuration: {error}. Compare the file "
                     "with those in ds_configs/, and look at `python -m megastable.config RECIPE`"
                 ) from error
+        if isinstance(self.optimizer, BF16_Optimizer):
+            self._mend_bf16_optimizer(self.optimizer)
         self._update = self.ds._take_model_step
         self.ds._take_model_step = self._gate
         self._judge: Judge | None = None
@@ -289,6 +291,24 @@ class Engine:
         self.measured: Measured | None = None
         self.applied = False
         self.counters_before = self.counters()
+
+    def _mend_bf16_optimizer(self, o: BF16_Optimizer) -> None:
+        """Sums of gradients as ZeRO 1 has them (arXiv:1910.02054 section 5.1): a rank gets the part that it updates.
+
+        Of DeepSpeed's own every rank gets all: twice the bytes, by way of copies, and norm and clipping of it all.
+        """
+        o._update_hp_grad = _Accumulate(o)
+        data, parts = self.topology.layout.data, o.fp32_groups_gradient_flat_partition
+
+        def reduce(*_: Any, **__: Any) -> None:
+            for whole, part in zip(o.fp32_groups_gradients_flat, parts, strict=True) if data > 1 else ():
+                sum_and_scatter(whole, part, self.topology.data_group)
+                part.div_(data)
+
+        self.ds.buffered_allreduce_fallback = reduce
+        counted = [f for f in self.flat_state().fragments if f.counted]
+        self._summed = [parts[f.group][f.offset : f.offset + f.numel] for f in counted]
+        o.get_grads_for_norm = lambda for_clipping=False: parts if for_clipping else (self._summed, {})
 
     def _module(self) -> nn.Module:
         c = self.config
@@ -364,14 +384,13 @@ class Engine:
 
     def _gate(self, lr_kwargs: Any = None) -> None:
         """In place of DeepSpeed's update: measure, judge, then update or drop. Every rank decides alike."""
-        norm, known = self._grad_norm()
-        valid = torch.isfinite(norm) & (norm >= 0)
-        # The norm travels from rank 0 only, so that a last bit that differs cannot split the ranks.
-        mine = torch.where(valid & (self.topology.rank == 0), norm, 0.0)
-        extra = torch.cat((torch.stack((mine, (~valid).double())), self._scalar(self._votes())))
-        losses, squares, (grad_norm, broken, *votes) = self._collect(
+        part, valid, known = self._squared_norm()
+        part = torch.where(valid, part, 0.0)
+        extra = torch.cat((torch.stack((part, (~valid).double())), self._scalar(self._votes())))
+        losses, squares, (squared_norm, broken, *votes) = self._collect(
             self.ds.gradient_accumulation_steps(), extra
         )
+        grad_norm = math.sqrt(squared_norm)
         scale = float(getattr(self.optimizer, "loss_scale", 1.0))
         # A loss that is not finite is no overflow of the scaled gradients: a smaller scale would not mend it.
         overflow = bool(broken) and self.config.precision.kind == "fp16" and scale > self._lowest_scale
@@ -384,7 +403,7 @@ class Engine:
         assert self._judge is not None
         self._wait_for_copies()
         if self._judge(self.measured):
-            self._step(lr_kwargs, known)
+            self._step(lr_kwargs, grad_norm if known is None else known)
         elif self.measured.overflow and not self._probing:
             # An overflow of fp16 is DeepSpeed's to skip: it lowers the loss scale on the way.
             self._step(lr_kwargs, known)
@@ -392,13 +411,14 @@ class Engine:
             self._discard()
             self.applied = False
 
-    def _grad_norm(self) -> tuple[Tensor, Any]:
-        """Global gradient norm, unscaled and unclipped, fp64 scalar; negative or not finite when it is invalid. Second,
-        what DeepSpeed itself computes for it."""
+    def _squared_norm(self) -> tuple[Tensor, Tensor, Any]:
+        """This rank's part of the squared gradient norm, unscaled and unclipped, fp64: the parts of all ranks are
+        summed. Whether it is a number. And what DeepSpeed itself computes for the norm, None where that is ours."""
         o = self.optimizer
         if isinstance(o, BF16_Optimizer):
-            norm = known = get_global_norm_of_tensors(o.get_grads_for_norm()[0], mpu=o.mpu)
-        elif isinstance(o, DeepSpeedZeroOptimizer_Stage3):
+            part = self._squares()
+            return part, torch.isfinite(part), None
+        if isinstance(o, DeepSpeedZeroOptimizer_Stage3):
             known = o._get_norm_groups()
             norms = torch.stack([self._scalar(n) for n in known])
             norm = torch.where(norms.min() < 0, -1.0, torch.linalg.vector_norm(norms))  # -1: an invalid group
@@ -406,7 +426,15 @@ class Engine:
             norm = known = o.scaled_global_norm()
         else:
             raise TypeError(f"DeepSpeed chose {type(o).__name__}, which the gate does not know")
-        return self._scalar(norm) / float(getattr(o, "loss_scale", 1.0)), known
+        norm = self._scalar(norm) / float(getattr(o, "loss_scale", 1.0))
+        # All ranks have the norm of all: one says it, so that a last bit that differs cannot split them.
+        said = norm.square() if self.topology.rank == 0 else torch.zeros_like(norm)
+        return said, torch.isfinite(norm) & (norm >= 0), known
+
+    def _squares(self) -> Tensor:
+        """Of the sums that BF16_Optimizer updates this rank's part of the weights by, what this rank counts."""
+        norms = torch._foreach_norm(self._summed) if self._summed else [self._scalar(0.0)]
+        return torch.stack(norms).double().square().sum()
 
     def _step(self, lr_kwargs: Any, known: Any) -> None:
         """DeepSpeed's update, which would go over all gradients once more for the norm that it clips by."""
@@ -603,6 +631,36 @@ class Engine:
             if isinstance(o, DeepSpeedZeroOptimizer):
                 for group in range(len(o.bit16_groups)):
                     o._update_model_bit16_weights(group)
+
+
+CHUNK = 1 << 18  # numbers, of which a CPU's cache has room for a copy
+
+
+class _Accumulate:
+    """In place of BF16_Optimizer's: adds a bf16 gradient to its fp32 sum in as few passes over memory as can be.
+
+    Its own makes an fp32 copy of every gradient, in new memory, and adds that.
+    """
+
+    def __init__(self, optimizer: BF16_Optimizer) -> None:
+        self._optimizer, self._wide = optimizer, torch.empty(CHUNK)
+
+    @torch.no_grad()
+    def __call__(self, lp: Tensor, group: int, index: int, clear_lp_grads: bool) -> None:
+        if lp.grad is None:
+            return
+        o = self._optimizer
+        total = o.fp32_groups_gradients[group][index]
+        grad = lp.grad.detach().view(total.shape)
+        if not o.fp32_groups_has_gradients[group][index]:
+            total.copy_(grad)
+        elif total.is_cuda:
+            total.add_(grad)  # one kernel, which converts as it reads
+        else:
+            for to, given in zip(total.view(-1).split(CHUNK), grad.view(-1).split(CHUNK), strict=True):
+                to.add_(self._wide[: len(given)].copy_(given))
+        lp._hp_grad = total  # type: ignore[attr-defined]
+        o.fp32_groups_has_gradients[group][index] = True
 
 
 def _adamw(module: nn.Module, config: OptimizerConfig, compiled: bool) -> torch.optim.Optimizer:

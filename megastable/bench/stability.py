@@ -247,7 +247,7 @@ class Bench:
         inside = Stopwatch(self.engine.device)
         e, t = self.engine, inside.seconds
         calls = [
-            ("all", e.ds, "_take_model_step"), ("update", e, "_update"), ("norm", e, "_grad_norm"),
+            ("all", e.ds, "_take_model_step"), ("update", e, "_update"), ("norm", e, "_squared_norm"),
             ("own norm", *self._own_norm()), ("collect", e, "_collect"), ("counters", e, "counters"),
         ]  # fmt: skip
         with _stopwatches(inside, calls):
@@ -319,7 +319,7 @@ class Bench:
         for name in ("scaled_global_norm", "_get_norm_groups"):  # ZeRO 1 and 2; ZeRO 3
             if hasattr(self.engine.optimizer, name):
                 return self.engine.optimizer, name
-        return engine, "get_global_norm_of_tensors"
+        return self.engine, "_squares"  # BF16_Optimizer: ours, in place of its own
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from megastable.parallel.pipeline import partition
 from megastable.parallel.topology import TensorParallel
 
 FP32, FP64, INT32 = 4, 8, 4
-BUCKET = 500_000_000  # elements that DeepSpeed's BF16_Optimizer lays together for one all-reduce
 
 
 @dataclass(frozen=True)
@@ -244,11 +243,12 @@ def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
             *_checks(config, len(groups), FP64),
         ]
     flat = [_up(sum(group), 2 * data) for group in groups]  # DeepSpeed pads to 4 bytes of bf16 on every rank
-    # It sums over a group of one, too, but it does not gather over it.
+    # DeepSpeed sums over a group of one, too, but it does not gather over it.
     weights = [Term("weights", "data", "all-gather", size // data * e, int(data > 1)) for size in flat]
     if p.zero == 1 and config.precision.kind == "bf16":
-        summed = [Term("gradients", "data", "all-reduce", n * FP32, 1) for n in _buckets(flat, BUCKET)]
-        return [*summed, Term("norm", _model_group(p), "all-reduce", FP32, 1), *weights]
+        # To every rank the part that it updates; their norm travels with the gate's sum.
+        summed = [Term("gradients", "data", "reduce-scatter", n * FP32, int(data > 1)) for n in flat]
+        return [*summed, *weights]
     sizes, times = [sum(group) for group in groups], steps if p.zero == 2 else 1
     if settings.get("use_multi_rank_bucket_allreduce", True):
         # Of which every rank then keeps its part.
@@ -305,17 +305,6 @@ def _checks(config: RunConfig, groups: int, norm_bytes: int) -> list[Term]:
     if config.precision.kind == "fp16" or (config.precision.kind == "bf16" and p.zero == 2):
         terms += [Term("overflow", group, "all-reduce", 1, int(needed)) for group, needed in asked]
     return terms
-
-
-def _buckets(sizes: Sequence[int], limit: int) -> list[int]:
-    """Neighbours laid together until they are more than `limit`."""
-    made, current = [], 0
-    for size in sizes:
-        current += size
-        if current > limit:
-            made.append(current)
-            current = 0
-    return [*made, current] if current else made
 
 
 def _up(number: int, multiple: int) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +98,7 @@ def kept_size(b: int, heads: int, s: int, d: int) -> int:
     return b * heads * each if each <= KEPT * s * d else 0
 
 
-Place = Callable[[tuple[int, int, int]], Tensor]
+Place = Callable[[Sequence[int]], Tensor]
 
 
 class _Kept(threading.local):
@@ -115,7 +115,7 @@ _kept = _Kept()
 def _scratch(name: str, dtype: torch.dtype) -> Place:
     """Gives the same memory to every block and every call."""
 
-    def place(shape: tuple[int, int, int]) -> Tensor:
+    def place(shape: Sequence[int]) -> Tensor:
         size, held = math.prod(shape), _kept.flat.get((name, dtype))
         if held is None or size > len(held):
             held = _kept.flat[name, dtype] = torch.empty(size, dtype=dtype)
@@ -128,7 +128,7 @@ def _shelf(flat: Tensor) -> Place:
     """Gives every block its own part of `flat`, in the order of the blocks."""
     used = 0
 
-    def place(shape: tuple[int, int, int]) -> Tensor:
+    def place(shape: Sequence[int]) -> Tensor:
         nonlocal used
         first, used = used, used + math.prod(shape)
         return flat[first:used].view(shape)
@@ -146,7 +146,11 @@ def _scores(q: Tensor, k: Tensor, scale: float, out: Tensor) -> Tensor:
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
     try:
-        return torch.baddbmm(out, q.float(), k.float().transpose(1, 2), beta=0, alpha=scale, out=out)
+        wide = (
+            _scratch("queries", torch.float32)(q.shape).copy_(q),
+            _scratch("keys", torch.float32)(k.shape).copy_(k),
+        )
+        return torch.baddbmm(out, wide[0], wide[1].transpose(1, 2), beta=0, alpha=scale, out=out)
     finally:
         matmul.fp32_precision = before
 
@@ -228,10 +232,12 @@ def _upstream(dy: Tensor, y: Tensor) -> Tensor:
     Multiplied by values with two columns of ones it gives dP - sum(dP * P): what the softmax's backward wants of dP,
     with that difference rounded and not its terms.
     """
-    d = dy.shape[-1]
-    up = dy.new_zeros(*dy.shape[:-1], d + EXTRA)
+    n, r, d = dy.shape
+    up = _scratch("upstream", dy.dtype)((n, r, d + EXTRA))
     up[..., :d] = dy
-    delta = (dy.float() * y.float()).sum(-1).neg_()
+    up[..., d:] = 0
+    wide = _scratch("queries", torch.float32)((n, r, d)).copy_(dy)
+    delta = wide.mul_(_scratch("outputs", torch.float32)((n, r, d)).copy_(y)).sum(-1).neg_()
     up[..., d] = delta
     up[..., d + 1] = delta - up[..., d]
     return up

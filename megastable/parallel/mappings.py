@@ -41,6 +41,11 @@ def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
     return part
 
 
+def sum_and_scatter(whole: Tensor, part: Tensor, group: Any) -> None:
+    """Into `part`, a rank's own of equal parts of the flat `whole` of every rank, their sum. The rest is undefined."""
+    _scatter(part, whole, group=group)
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
