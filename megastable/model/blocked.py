@@ -29,7 +29,7 @@ ROWS = 256  # queries of a block
 DOCUMENT_ROWS = 64  # the same where documents end: every block sees the document of its first query, too
 ELEMENTS = 2**20  # scores of a block, if one head has not more; in fp32 4 MiB
 ALIGN = 64  # of a block's first key: oneDNN compiles a kernel for every new shape of a product (0.5 ms)
-KEPT = 4  # the backward gets the probabilities if they are at most so many times as large as the queries
+KEPT = 16  # the backward gets the probabilities if they are at most so many times as large as the queries
 EXTRA = 8  # columns for what is subtracted; two are used, the width stays a multiple of 8
 
 

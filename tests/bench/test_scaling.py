@@ -96,7 +96,7 @@ def test_sequence_parallelism_sends_what_tensor_parallelism_sends(t: int, recomp
 @pytest.mark.parametrize(
     ("zero", "settings", "gradients", "weights"),
     [
-        (1, {}, 2, 1),
+        (1, {}, 1, 1),
         (2, {}, 2 * 4, 1),
         (2, {"use_multi_rank_bucket_allreduce": False}, 1 * 4, 1),
         (3, {}, 1 * 4, 1 * 4),
