@@ -235,7 +235,9 @@ class RunConfig(Part):
         if not isinstance(model, dict) or "attention" not in model:
             return tree
         rest = {key: value for key, value in model.items() if key != "attention"}
-        kernels = {"attention": model["attention"]} | (tree.get("kernels") or {})
+        kernels = tree.get("kernels") or {}
+        if isinstance(kernels, dict):  # else the mistake is told by the field
+            kernels = {"attention": model["attention"]} | kernels
         return tree | {"model": rest, "kernels": kernels}
 
     @model_validator(mode="after")

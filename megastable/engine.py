@@ -57,6 +57,7 @@ from megastable.parallel.pipeline import partition
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import ContextParallel, TensorParallel, Topology
 from megastable.probe import Probe, Statistics
+from megastable.ranks import shared, strangers
 
 
 @dataclass(frozen=True)
@@ -263,6 +264,13 @@ class Engine:
         self.cp = ContextParallel(topology.context_group, layout.context)
         assert config.model.vocab_size is not None
         self.kernels = choose(config, self.device)
+        if others := strangers(self.kernels):
+            raise shared(
+                ConfigError(
+                    f"kernels: ranks {others} would compute by others than rank 0, and copies of weights drift apart: "
+                    "install the same on all hosts, or name kernels that all of them have"
+                )
+            )
         self.loss = LossFunction(config.model.vocab_size, config.model.z_loss, self.tp, self.kernels.compile)
         with _silence():
             module = self._module()
@@ -403,7 +411,8 @@ class Engine:
         assert self._judge is not None
         self._wait_for_copies()
         if self._judge(self.measured):
-            self._step(lr_kwargs, grad_norm if known is None else known)
+            # One that is not finite goes on to DeepSpeed, which drops the update, whatever the judge says.
+            self._step(lr_kwargs, norm_or_inf if known is None else known)
         elif self.measured.overflow and not self._probing:
             # An overflow of fp16 is DeepSpeed's to skip: it lowers the loss scale on the way.
             self._step(lr_kwargs, known)
@@ -463,7 +472,8 @@ class Engine:
         return found
 
     def _scalar(self, value: Any) -> Tensor:
-        return torch.as_tensor(value, dtype=torch.float64, device=self.device)
+        # Without waiting: the votes are on their way to a GPU while it still computes the gradients.
+        return torch.as_tensor(value, dtype=torch.float64).to(self.device, non_blocking=True)
 
     @property
     def _lowest_scale(self) -> float:

@@ -55,9 +55,7 @@ from megastable.report.told import plural
 from megastable.rundir import RunDirectory
 from megastable.startup import StopRequest, open_data, open_run
 
-COLLECT = (
-    100  # steps between two collections of garbage, on all ranks at once: one that collects makes all wait
-)
+COLLECT = 100  # steps between two collections of garbage, by all ranks at once: one alone makes all wait
 ENTROPY_TOKENS = 50_000_000  # of the validation text: more would not change its unigram entropy
 
 
@@ -174,6 +172,9 @@ class Trainer:
         first(lambda: self.run.summary.unlink(missing_ok=True))  # of a shorter run in this directory
         peak, peak_source = (c.logging.peak_tflops, "given") if c.logging.peak_tflops else self._peak()
         self.say(self._introduction(peak, peak_source))
+        for text in self.engine.kernels.notes:
+            self.note("warning", step=s.step, text=text)
+            self.say(f"WARNING: {text}")
         if c.schedule.warmup_steps >= c.train.steps:
             self.say(
                 f"note: schedule.warmup_steps={c.schedule.warmup_steps} is not below train.steps={c.train.steps}: "
@@ -265,7 +266,7 @@ class Trainer:
 
                 # Once in a while
                 if due(COLLECT, s.step):
-                    gc.collect(1)
+                    gc.collect()  # of all generations: what lives through one of fewer would stay for good
                 if due(c.train.eval_interval, s.step) and s.step < c.train.steps and not stopping:
                     self._evaluate(observer)
                 if due(c.checkpoint.interval, s.step):

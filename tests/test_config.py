@@ -135,6 +135,16 @@ def test_values_out_of_range_are_refused(section: str, key: str, value: Any) -> 
     assert f"{section}.{key}" in refused(**{section: {key: value}})
 
 
+def test_a_recipe_of_before_there_were_kernels() -> None:
+    def read(**kernels: Any) -> RunConfig:
+        return RunConfig.model_validate({"model": {"attention": "sdpa", "hidden": 48}, "kernels": kernels})
+
+    assert read().kernels.attention == "sdpa" and read().model.hidden == 48
+    assert read(compile=False).kernels.attention == "sdpa"
+    assert read(attention="blocked").kernels.attention == "blocked"
+    assert refused(model={"attention": "sdpa"}, kernels="sdpa").startswith("kernels: ")
+
+
 def test_what_follows_from_other_sizes() -> None:
     m = ModelConfig(hidden=768, heads=12, vocab_size=50_257)
     assert (m.key_value_heads, m.head_width, m.ffn_width, m.padded_vocab) == (12, 64, 2048, 50_304)

@@ -128,6 +128,23 @@ def test_a_non_finite_step_changes_nothing(name: str, where: str, corpus: Path, 
     assert all(math.isfinite(loss) for loss in finite)
 
 
+def accept_all(config: RunConfig) -> tuple[float, bool, bool]:
+    """A NaN in a gradient, a judge that refuses nothing: norm, whether it was applied, whether masters are finite."""
+    trainer = trainer_of(config)
+    engine = trainer.engine
+    weight = next(p for n, p in engine.ds.module.named_parameters() if n.endswith("mlp.down.weight"))
+    weight.register_hook(lambda g: torch.full_like(g, math.nan))
+    with trainer._loader(trainer.corpora.train, Skips.of([]), 0) as loader:
+        measured, applied = engine.train_step(next(loader).micro_batches, 1e-3, lambda _: True)
+    return measured.grad_norm, applied, all(bool(m.isfinite().all()) for m in engine.masters)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_no_judge_can_let_a_nan_through(zero: int, corpus: Path, tmp_path: Path) -> None:
+    config = tiny(corpus, tmp_path / "run", parallel={"zero": zero})
+    assert run_ranks(1, accept_all, config) == [(math.inf, False, True)]
+
+
 def poison_weights(config: RunConfig, at_step: int) -> tuple[int, str]:
     """A NaN in a master weight before a step (1: before the first snapshot): how the run ends."""
     from megastable.errors import MegastableError

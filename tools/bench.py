@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -97,7 +98,8 @@ def train(
         Path, typer.Option("--recipe", help="Whose model, micro-batch and precision to measure with")
     ] = Path("launch/recipes/quickstart.yaml"),
     peers: Annotated[
-        list[str] | None, typer.Option(help="With whom to compare; repeatable. `--list` names them")
+        list[str] | None,
+        typer.Option(help="With whom to compare; repeatable; megastable: ours alone. `--list` names them"),
     ] = None,
     names: Annotated[bool, typer.Option("--list", help="Name the peers, and measure nothing")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU where there is one")] = None,
@@ -107,6 +109,10 @@ def train(
         typer.Option(
             "--apart/--together", help="One in memory at a time, or all. Default: what memory allows"
         ),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=1, help="About how long all may take: who is not warm in time is left out"),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="All numbers, and the machine")] = None,
     folder: Annotated[
@@ -134,6 +140,7 @@ def train(
     if folder:
         wanted = chosen_peers([*wanted, profiled], device)
     _alone()
+    begun = time.monotonic()
     # Not above, as in `stability`.
     from megastable import engine
     from megastable.bench import profiling, speed
@@ -154,6 +161,7 @@ def train(
             found = measure(
                 config, wanted, rounds, apart, lambda: progress.advance(task),
                 lambda text: progress.update(task, description=text), after,
+                seconds and seconds - (time.monotonic() - begun),
             )  # fmt: skip
     finally:
         engine.stop_distributed()

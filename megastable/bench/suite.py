@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,14 +29,17 @@ from rich.table import Table
 from megastable import durable
 from megastable.errors import ConfigError, user_errors
 
+ROOT = Path(__file__).parents[2]
 TAIL = 4000  # characters of a stage's output that are kept
-BENCH = ("tools/bench.py", "train", "--device", "cuda")
-ONE_STEP = "train.global_batch"
+LEAST = 10  # seconds, below which none is begun
+MARGIN = 20  # seconds between when a benchmark is told to be ready and its end: imports, leaving
+BENCH = ("tools/bench.py", "train", "--device", "cuda", "--seconds", "{seconds}")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """command: after the Python. seconds: at most. json: whether it takes --json FILE."""
+    """command: after the Python; {seconds} becomes what it is told that it has. seconds: at most, but that one may also
+    take what those before it have left. json: whether it takes --json FILE."""
 
     name: str
     command: tuple[str, ...]
@@ -43,29 +48,44 @@ class Stage:
 
 
 STAGES = (
-    Stage("tests", ("-m", "pytest", "tests/gpu", "-q", "-n0", "-p", "no:cacheprovider"), 150, json=False),
-    Stage("350m", (*BENCH, "--recipe", "launch/recipes/350m.yaml", "--rounds", "6"), 110),
+    # At the same time on one GPU: most of their time is compilation, on the CPU.
+    Stage("tests", ("-m", "pytest", "tests/gpu", "-q", "-n4", "--timeout=90", "-p", "no:cacheprovider"), 120, json=False),
     Stage(
-        "1.3b",
-        (*BENCH, "--recipe", "launch/recipes/1.3b.yaml", "--rounds", "5", "--peers", "bare", "--peers", "transformers"),
-        90,
+        "350m",
+        (
+            # The one that matters first: compiled whole, a model of 24 blocks takes a minute to be warm.
+            *BENCH, "--recipe", "launch/recipes/350m.yaml", "--rounds", "6", "--peers", "transformers",
+            "--peers", "bare", "--peers", "plain", "--peers", "transformers-deepspeed", "model.vocab_size=32000",
+        ),
+        130,
     ),
     Stage(
+        "1.3b",
+        (
+            *BENCH, "--recipe", "launch/recipes/1.3b.yaml", "--rounds", "4", "--peers", "transformers",
+            "--peers", "bare", "model.vocab_size=32000",
+        ),
+        110,
+    ),
+    Stage(
+        # 94 GiB of state with bf16 moments, about 17 of activations.
         "7b",
         (
-            *BENCH, "--recipe", "launch/recipes/7b.yaml", "--rounds", "3", "--peers", "none", "parallel.tensor=1",
+            *BENCH, "--recipe", "launch/recipes/7b.yaml", "--rounds", "3", "--peers", "megastable", "parallel.tensor=1",
             "parallel.sequence=false", "parallel.recompute=selective", "optimizer.moments=bf16",
+            "model.vocab_size=32000",
         ),
-        90,
+        100,
     ),
     Stage(
         "stability",
-        ("tools/bench.py", "stability", "--recipe", "launch/recipes/350m.yaml", "--rounds", "10",
-            "model.vocab_size=32000",
-         "train.global_batch=32"),
-        60,
+        (
+            "tools/bench.py", "stability", "--recipe", "launch/recipes/350m.yaml", "--rounds", "4",
+            "model.vocab_size=32000", "train.global_batch=16",
+        ),
+        55,
     ),
-    Stage("checkpoint", ("tools/bench.py", "checkpoint", "--recipe", "launch/recipes/125m.yaml", "--rounds", "2"), 40),
+    Stage("checkpoint", ("tools/bench.py", "checkpoint", "--recipe", "launch/recipes/125m.yaml", "--rounds", "2"), 25),
 )  # fmt: skip
 
 
@@ -86,30 +106,40 @@ class Done:
         return "passed" if self.returned == 0 else f"failed with {self.returned}"
 
 
+def allowed(stage: Stage, later: Sequence[Stage], left: float) -> float:
+    """Seconds that a stage gets of those that are left: its own, and what the later ones do not need."""
+    return min(left, max(stage.seconds, left - sum(s.seconds for s in later)))
+
+
 def run(stage: Stage, python: str, seconds: float) -> Done:
     """A stage in a process group of its own, ended with all of it after so many seconds."""
     with tempfile.TemporaryDirectory(prefix="megastable-bench-") as folder:
-        found = Path(folder) / "found.json"
-        command = [python, *stage.command, *(["--json", str(found)] if stage.json else [])]
+        found, output = Path(folder) / "found.json", Path(folder) / "output"
+        told = str(max(1, round(seconds - MARGIN)))
+        command = [python, *(part.replace("{seconds}", told) for part in stage.command)]
+        command += ["--json", str(found)] if stage.json else []
+        returned: int | None = None
         begin = time.perf_counter()
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            errors="replace",
-        )  # fmt: skip
-        returned: int | None
-        try:
-            said, _ = process.communicate(timeout=seconds)
-            returned = process.returncode
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            said, _ = process.communicate()
-            returned = None
+        # Into a file: a pipe stays open as long as any child that was left behind holds it.
+        with output.open("wb") as said:
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+            )
+            try:
+                returned = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         took = time.perf_counter() - begin
         try:
             result = json_.loads(found.read_text())
         except (OSError, ValueError):
             result = None
-    return Done(" ".join(command[1:]), returned, round(took, 1), result, said[-TAIL:])
+        tail = output.read_text(errors="replace")[-TAIL:]
+    return Done(" ".join(command[1:]), returned, round(took, 1), result, tail)
 
 
 def table(stages: dict[str, Done]) -> Table:
@@ -118,6 +148,13 @@ def table(stages: dict[str, Done]) -> Table:
     for name, done in stages.items():
         shown.add_row(name, f"{done.seconds:.0f}", done.outcome)
     return shown
+
+
+def write(path: Path, done: dict[str, Done]) -> None:
+    """What there is up to now. Raises DataError."""
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    found = {"date": when, "stages": {n: vars(d) | {"outcome": d.outcome} for n, d in done.items()}}
+    durable.write_output(path, json_.dumps(found, indent=1) + "\n")
 
 
 def main(
@@ -130,26 +167,23 @@ def main(
     if unknown := set(only or ()) - {stage.name for stage in STAGES}:
         raise ConfigError(f"--only {min(unknown)}: choose among {', '.join(s.name for s in STAGES)}")
     wanted = [stage for stage in STAGES if not only or stage.name in only]
-    console = Console()
     if listed:
         for stage in wanted:
-            console.print(
-                f"{stage.name:12} {stage.seconds:4} s  python {' '.join(stage.command)}", highlight=False
-            )
+            print(f"{stage.name:12} {stage.seconds:4} s  python {' '.join(stage.command)}")
         return
+    console = Console()
     end = time.monotonic() + seconds
     done: dict[str, Done] = {}
-    for stage in wanted:
+    write(json, done)  # a path that cannot be written is known now, not after minutes
+    for number, stage in enumerate(wanted):
         left = end - time.monotonic()
-        if left < 10:
+        if left < LEAST:
             console.print(f"{stage.name}: no time is left")
             continue
         console.print(f"{stage.name} ...")
-        done[stage.name] = run(stage, sys.executable, min(left, stage.seconds))
+        done[stage.name] = run(stage, sys.executable, allowed(stage, wanted[number + 1 :], left))
         console.print(done[stage.name].tail, markup=False, highlight=False)
-        when = datetime.now(UTC).isoformat(timespec="seconds")
-        found = {"date": when, "stages": {n: vars(d) | {"outcome": d.outcome} for n, d in done.items()}}
-        durable.write_output(json, json_.dumps(found, indent=1) + "\n")
+        write(json, done)
     console.print(table(done))
     console.print(f"all of it: {json}")
     if len(done) < len(wanted) or any(d.returned != 0 for d in done.values()):

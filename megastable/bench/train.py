@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import math
 import random
+import signal
 import time
 import warnings
 from collections import defaultdict
@@ -44,7 +45,9 @@ MICRO_BATCHES = 4  # of a step, at most
 SETTLING = 2  # steps after the first one, before anything is measured
 PASSES = 3  # over all contestants, when they are apart
 LEAST_SECONDS, MOST_STEPS = 0.3, 16  # that one measurement takes; steps in it
+LEAST_ROUNDS = 2  # however late it is
 ROOM = 0.8  # of the device's memory that may be planned with
+NO_TIME = "it was not warm in the time that there was: more --seconds, or fewer --peers"
 
 Say = Callable[[str], None]
 
@@ -71,6 +74,8 @@ def resolve(config: RunConfig, micro_batches: int = MICRO_BATCHES) -> tuple[RunC
     if config.kernels.compile == "auto":
         tree["kernels"]["compile"] = True
         notes.append('kernels.compile: true in place of "auto": what is measured is the steady state')
+    if config.optimizer.moments == "bf16":
+        notes.append("optimizer.moments=bf16 of ours; the others' moments are of the type of their weights")
     if config.parallel.recompute != "none":
         notes.append(
             f"parallel.recompute={config.parallel.recompute} of ours and bare: the others recompute nothing"
@@ -120,18 +125,21 @@ def measure(
     advance: Callable[[], None] = lambda: None,
     say: Say = lambda _: None,
     after: Callable[[str, Contestant, torch.device], None] = lambda *_: None,
+    seconds: float | None = None,
 ) -> Speed:
     """Speeds of `names` (of `peers.PEERS`, ours among them) on this config's model, batch and precision.
 
     The process group, of one rank, exists already. apart: None = where memory asks for it. advance: called for every
-    warm-up and measurement; after(name, contestant, device): when its last one is over. Raises ConfigError for what
-    cannot be measured; a peer that cannot run is a row.
+    warm-up and measurement; after(name, contestant, device): when its last one is over. seconds: about how long all may
+    take; a peer that is not warm in time is a row (from the main thread only). Raises ConfigError for what cannot be
+    measured; a peer that cannot run is a row.
     """
+    end = None if seconds is None else time.monotonic() + seconds
     config, notes = resolve(config)
     task = Task(config, engine.device(), random_batches(config, engine.device()))
     if apart is None:
         needed = memory_needed(config.model, config.train.micro_batch, names, task.dtype.itemsize)
-        apart = needed > ROOM * _memory(task.device)
+        apart = len(names) > 1 and needed > ROOM * _memory(task.device)
         if apart:
             notes.append(f"measured apart: together they take about {needed / 2**30:,.0f} GiB")
     about = machine(task.device), _run(config)
@@ -140,7 +148,9 @@ def measure(
             f"the machine was busy before this began (load {about[0]['load_average']} on {about[0]['cores']} cores): "
             "on a CPU such numbers say little"
         )
-    bench = Bench(task, names, advance, say, lambda name, contestant: after(name, contestant, task.device))
+    bench = Bench(
+        task, names, advance, say, lambda name, contestant: after(name, contestant, task.device), end
+    )
     size = 8192 if task.device.type == "cuda" else 1024
     tflops = [measured_tflops(task.device, task.dtype, size, 1.0)]
     if apart:
@@ -155,6 +165,8 @@ def measure(
     work = Work(tokens, tokens * flops_per_token(c, False), tokens * flops_per_token(c, True))
     about[1]["steps_in_a_measurement"] = bench.steps
     about[1]["apart"] = apart
+    if (done := len(bench.samples[OURS])) < rounds:
+        notes.append(f"{done} rounds in place of {rounds}: the time was over")
     return assess(
         names, bench.samples, bench.entries, bench.problems, work, Peak(max(tflops), known), about, notes
     )
@@ -172,6 +184,7 @@ def _run(config: RunConfig) -> dict[str, Any]:
         "precision": c.precision.kind,
         "zero": c.parallel.zero,
         "recompute": c.parallel.recompute,
+        "moments": c.optimizer.moments,
         "clip": c.optimizer.clip,
     }
 
@@ -193,9 +206,14 @@ class Bench:
         advance: Callable[[], None],
         say: Say,
         after: Callable[[str, Contestant], None] = lambda *_: None,
+        end: float | None = None,
     ) -> None:
+        """end: by time.monotonic, when all is to be over."""
         self.task, self.names, self.advance, self.say, self.after = task, list(names), advance, say, after
-        assert task.weights  # made here, so that they are nobody's memory
+        self.end = end
+        self.round_seconds = 0.0  # of one contestant's part in a round
+        if any(PEERS[name].given for name in names):
+            assert task.weights  # made here, so that they are nobody's memory
         self.device = task.device
         self.entries: dict[str, Entry] = {}
         self.problems: dict[str, str] = {}
@@ -208,9 +226,11 @@ class Bench:
         living: dict[str, Contestant] = {}
         try:
             for name in self.names:
-                if (built := self._begin(name)) is not None:
+                if (built := self._begin(name, (len(living) + 1) * rounds)) is not None:
                     living[name] = built
             for number in range(rounds):
+                if number >= LEAST_ROUNDS and self._left() < 0:
+                    break
                 self.say(f"round {number + 1} of {rounds}")
                 with _no_garbage():
                     for name in self.order.sample(list(living), len(living)):
@@ -229,7 +249,7 @@ class Bench:
             for name in self.names if number % 2 == 0 else self.names[::-1]:
                 if name in self.problems:
                     continue
-                built = self._begin(name)
+                built = self._begin(name, share)
                 if built is None:
                     continue
                 living = {name: built}
@@ -244,14 +264,20 @@ class Bench:
                 finally:
                     self._end(living)
 
-    def _begin(self, name: str) -> Contestant | None:
-        """Built and warmed up; None, and the reason is noted, if that fails."""
+    def _left(self) -> float:
+        """Seconds until all is to be over."""
+        return math.inf if self.end is None else self.end - time.monotonic()
+
+    def _begin(self, name: str, turns: int) -> Contestant | None:
+        """Built and warmed up; None, and the reason is noted, if that fails or leaves no time for so many turns."""
         self.say(f"{name}: warming up")
         before = self._held()
         built: Contestant | None = None
+        alarm = Alarm()
         try:
             begun = time.perf_counter()
-            with warnings.catch_warnings():
+            patience = math.inf if name == OURS else self._left() - turns * self.round_seconds
+            with warnings.catch_warnings(), alarm.after(patience):
                 warnings.simplefilter("ignore")
                 built = PEERS[name].build(self.task)
                 at_build = time.perf_counter() - begun
@@ -266,13 +292,14 @@ class Bench:
             if not self.entries:  # of ours: the same number for all
                 last = (time.perf_counter() - begun) / SETTLING
                 self.steps = max(1, min(MOST_STEPS, math.ceil(LEAST_SECONDS / last)))
+                self.round_seconds = self.steps * last
             if name not in self.entries:
                 self.advance()
                 memory = self._memory_of(built, before)
                 self.entries[name] = Entry(built.backends, at_build, first, loss, memory, built.same_weights)
             return built
         except Exception as error:
-            self._failed(name, error)
+            self._failed(name, Unavailable(NO_TIME) if alarm.rang else error)
         built = None
         self.samples.pop(name, None)
         self._clean()
@@ -346,6 +373,31 @@ class Bench:
             step = peak_of(contestant.step)
         mine = held - before
         return Memory(mine / 2**30, step / 2**30, (mine + step) / 2**30)
+
+
+class Alarm:
+    """Ends what the main thread does, compiling for one, after some seconds."""
+
+    rang = False  # what the exception comes out as depends on where it struck
+
+    @contextmanager
+    def after(self, seconds: float) -> Iterator[None]:
+        if not math.isfinite(seconds):
+            yield
+            return
+
+        def ring(*_: Any) -> None:
+            self.rang = True
+            raise TimeoutError
+
+        before = signal.signal(signal.SIGALRM, ring)
+        try:
+            # And again: an exception inside of a destructor is lost.
+            signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001), 5.0)
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
 
 @contextmanager

@@ -62,7 +62,9 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | BlockMas
     """By torch's fused kernels (fp32 softmax inside). documents: a mask of s x s, or on a GPU what `see` says."""
     groups, on_gpu = q.shape[1] // k.shape[1], q.device.type == "cuda"
     if isinstance(documents, BlockMask):
-        return _flex()(q, k, v, block_mask=documents, enable_gqa=groups > 1)
+        # Compiled: without that it writes out all scores. Inside of a block that is compiled it becomes a part of it.
+        flex = flex_attention if torch.compiler.is_compiling() else _flex()
+        return flex(q, k, v, block_mask=documents, enable_gqa=groups > 1)
     if groups > 1 and not on_gpu:
         # Of the fused kernels only those of GPUs know grouped queries; elsewhere torch would fall back to the unfused
         # one, and its scores [b, q, s, s].
@@ -86,7 +88,6 @@ def see(segments: Tensor) -> BlockMask:
 
 @lru_cache(maxsize=1)
 def _flex() -> Callable[..., Any]:
-    # Compiled: without that it writes out all scores. Inside a block that is compiled it becomes a part of it.
     return torch.compile(flex_attention, dynamic=False)
 
 

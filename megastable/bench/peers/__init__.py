@@ -78,6 +78,11 @@ class Peer:
     default: tuple[str, ...] = ()
     holds: int = 16  # bytes a parameter between the steps, about; for the estimate of what fits together
 
+    @property
+    def given(self) -> bool:
+        """Whether it is given `Task.weights`: our own modules draw the same by themselves."""
+        return not self.builder.startswith("own:")
+
     def build(self, task: Task) -> Contestant:
         module, _, function = self.builder.partition(":")
         built: Contestant = getattr(importlib.import_module(f"{__name__}.{module}"), function)(task)
