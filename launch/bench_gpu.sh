@@ -10,11 +10,15 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case ${1-} in -h | --help) sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' launch/bench_gpu.sh; exit 0 ;; esac
 
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+looks='import sys, torch; sys.exit(not torch.cuda.is_available())'
 for python in .venv/bin/python python3; do
-  if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-    PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m megastable.bench.suite "$@"
+  if "$python" -c "$looks" 2>/dev/null; then
+    "$python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("deepspeed"))' && exec "$python" -m megastable.bench.suite "$@"
+    echo "error: $python sees a GPU but has no deepspeed: bash launch/install.sh, or put it on PYTHONPATH" >&2
+    exit 2
   fi
 done
-case " $* " in *" --list "*) PYTHONPATH=$PWD exec .venv/bin/python -m megastable.bench.suite --list ;; esac
+case " $* " in *" --list "*) exec .venv/bin/python -m megastable.bench.suite --list ;; esac
 echo 'error: no GPU: neither .venv/bin/python nor python3 has a torch that sees one (nvidia-smi tells if it is there)' >&2
 exit 2

@@ -112,7 +112,9 @@ def start_distributed(timeout: float) -> None:
         torch.cuda.set_device(device())
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             # Evaluation and recomputation ask for other sizes than training: without it they leave holes.
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+            # The second name warns in newer torch, and older ones have no other.
+            settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+            (settings or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
     else:
         # DeepSpeed refuses fp16 on CPUs without its instructions; torch computes it on all of them, slowly.
         get_accelerator().is_fp16_supported = lambda: True

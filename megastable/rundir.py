@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 # Parts of the tree without which the weights in the directory mean something else.
 IDENTITY = ("model", "run.seed")
 # ... and parts of those that only say how it is computed or trained on.
-FREE = ("model.z_loss",)
+FREE = ("model.attention", "model.z_loss")  # the first until there was `kernels`
 
 
 class RunDirectory:

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 TAIL = 4000  # characters of a stage's output that are kept
 LEAST = 10  # seconds, below which none is begun
 MARGIN = 20  # seconds between when a benchmark is told to be ready and its end: imports, leaving
-BENCH = ("tools/bench.py", "train", "--device", "cuda", "--seconds", "{seconds}")
+VOCABULARY = "model.vocab_size=32000"
 
 
 @dataclass(frozen=True)
@@ -47,45 +47,38 @@ class Stage:
     json: bool = True
 
 
+def _train(size: str, rounds: int, peers: Sequence[str], *overrides: str) -> tuple[str, ...]:
+    options = ["--recipe", f"launch/recipes/{size}.yaml", "--rounds", str(rounds), "--seconds", "{seconds}"]
+    named = [word for peer in peers for word in ("--peers", peer)]
+    return ("tools/bench.py", "train", "--device", "cuda", *options, *named, VOCABULARY, *overrides)
+
+
 STAGES = (
-    # At the same time on one GPU: most of their time is compilation, on the CPU.
-    Stage("tests", ("-m", "pytest", "tests/gpu", "-q", "-n4", "--timeout=90", "-p", "no:cacheprovider"), 120, json=False),
     Stage(
-        "350m",
-        (
-            # The one that matters first: compiled whole, a model of 24 blocks takes a minute to be warm.
-            *BENCH, "--recipe", "launch/recipes/350m.yaml", "--rounds", "6", "--peers", "transformers",
-            "--peers", "bare", "--peers", "plain", "--peers", "transformers-deepspeed", "model.vocab_size=32000",
-        ),
-        130,
-    ),
-    Stage(
-        "1.3b",
-        (
-            *BENCH, "--recipe", "launch/recipes/1.3b.yaml", "--rounds", "4", "--peers", "transformers",
-            "--peers", "bare", "model.vocab_size=32000",
-        ),
+        "tests",
+        # Four at a time on one GPU: most of their time is compilation, on the CPU.
+        ("-m", "pytest", "tests/gpu", "-q", "-n4", "--timeout=90", "-p", "no:cacheprovider"),
         110,
+        json=False,
     ),
+    # The peers that matter first: compiled whole, a model of 24 blocks takes a minute to be warm.
+    Stage("350m", _train("350m", 6, ["bare", "transformers", "plain", "transformers-deepspeed"]), 150),
+    Stage("1.3b", _train("1.3b", 4, ["bare", "transformers"]), 80),
     Stage(
-        # 94 GiB of state with bf16 moments, about 17 of activations.
+        # 94 GiB of state with bf16 moments (14 bytes a parameter), at most 17 of activations: one GPU of 139 GiB.
         "7b",
-        (
-            *BENCH, "--recipe", "launch/recipes/7b.yaml", "--rounds", "3", "--peers", "megastable", "parallel.tensor=1",
-            "parallel.sequence=false", "parallel.recompute=selective", "optimizer.moments=bf16",
-            "model.vocab_size=32000",
+        _train(
+            "7b", 3, ["megastable"], "parallel.tensor=1", "parallel.sequence=false",
+            "parallel.recompute=selective", "optimizer.moments=bf16",
         ),
-        100,
+        120,
     ),
     Stage(
         "stability",
-        (
-            "tools/bench.py", "stability", "--recipe", "launch/recipes/350m.yaml", "--rounds", "4",
-            "model.vocab_size=32000", "train.global_batch=16",
-        ),
-        55,
+        ("tools/bench.py", "stability", "--recipe", "launch/recipes/350m.yaml", "--rounds", "4", VOCABULARY,
+         "train.global_batch=16"),
+        80,
     ),
-    Stage("checkpoint", ("tools/bench.py", "checkpoint", "--recipe", "launch/recipes/125m.yaml", "--rounds", "2"), 25),
 )  # fmt: skip
 
 

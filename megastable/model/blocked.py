@@ -118,7 +118,8 @@ def _scratch(name: str, dtype: torch.dtype) -> Place:
     def place(shape: Sequence[int]) -> Tensor:
         size, held = math.prod(shape), _kept.flat.get((name, dtype))
         if held is None or size > len(held):
-            held = _kept.flat[name, dtype] = torch.empty(size, dtype=dtype)
+            with torch.inference_mode(False):  # else it could not be written to in training any more
+                held = _kept.flat[name, dtype] = torch.empty(size, dtype=dtype)
         return held[:size].view(shape)
 
     return place

@@ -63,7 +63,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | BlockMas
     groups, on_gpu = q.shape[1] // k.shape[1], q.device.type == "cuda"
     if isinstance(documents, BlockMask):
         # Compiled: without that it writes out all scores. Inside of a block that is compiled it becomes a part of it.
-        flex = flex_attention if torch.compiler.is_compiling() else _flex()
+        flex: Any = flex_attention if torch.compiler.is_compiling() else _flex()
         return flex(q, k, v, block_mask=documents, enable_gqa=groups > 1)
     if groups > 1 and not on_gpu:
         # Of the fused kernels only those of GPUs know grouped queries; elsewhere torch would fall back to the unfused

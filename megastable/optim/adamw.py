@@ -165,4 +165,6 @@ def key_of(step: int) -> int:
 
 @functools.cache
 def _compiled() -> Any:
-    return torch.compile(chunk_update, dynamic=True)
+    # Betas and eps are constants. As symbols they are no part of what a kernel on the disk is found by, but the kernel
+    # is made for their values: a run got the moments of another one's betas (torch 2.13).
+    return torch._dynamo.config.patch(specialize_float=True)(torch.compile(chunk_update, dynamic=True))

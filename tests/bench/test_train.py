@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -162,12 +163,20 @@ def fails_later(task: Task) -> Contestant:
     return Contestant(step, "", same_weights=False)
 
 
+def never_warm(task: Task) -> Contestant:
+    try:
+        time.sleep(120)
+    except TimeoutError:  # as of a compiler
+        raise RuntimeError("the backend failed") from None
+    raise AssertionError
+
+
 def another(task: Task) -> Contestant:
     return Contestant(lambda: 1.0, "computes something else")
 
 
 STANDINS: dict[str, Callable[[Task], Contestant]] = {
-    "cannot": cannot, "fails_later": fails_later, "another": another
+    "cannot": cannot, "fails_later": fails_later, "another": another, "never_warm": never_warm
 }  # fmt: skip
 
 
@@ -194,7 +203,8 @@ def measured(config: RunConfig, rounds: int, memory: float) -> tuple[Speed, list
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_whoever_cannot_is_a_row(apart: bool) -> None:
-    found, said, advanced, last = run_ranks(1, measured, config_of("bf16"), 4, 0.0 if apart else 1e15)[0]
+    config = config_of("bf16", hidden=256, ffn=512)  # beside it the engine's scratch space, 1 MiB, is small
+    found, said, advanced, last = run_ranks(1, measured, config, 4, 0.0 if apart else 1e15)[0]
     assert found.run["apart"] is apart and found.rounds == 4
     assert any("apart" in note for note in found.notes) is apart
     problems = {row.name: row.problem for row in found.rows if row.problem is not None}
@@ -211,6 +221,25 @@ def test_whoever_cannot_is_a_row(apart: bool) -> None:
     held = {name: found.row(name).entry.memory.held * 2**30 for name in (OURS, "bare")}  # type: ignore[union-attr]
     assert held[OURS] == pytest.approx(18 * found.run["parameters"], rel=0.2)
     assert held["bare"] == pytest.approx(6 * found.run["parameters"], rel=0.2)
+
+
+def late(config: RunConfig) -> Speed:
+    from megastable.bench import train
+
+    PEERS["never_warm"] = Standin("never_warm", "")
+    return train.measure(config, [OURS, "never_warm", "bare"], 50_000, False, seconds=4.0)
+
+
+def test_who_is_not_warm_in_time_is_a_row() -> None:
+    """And what was measured until then is there, in as many rounds as there was time for, but at least in two."""
+    begun = time.monotonic()
+    found = run_ranks(1, late, config_of())[0]
+    assert time.monotonic() - begun < 60
+    problem = found.row("never_warm").problem
+    assert problem is not None and problem.startswith("it was not warm in the time that there was")
+    samples = [found.row(name).samples_ms for name in (OURS, "bare")]
+    assert any(f"{found.rounds} rounds in place of 50000" in note for note in found.notes)
+    assert len(samples[0]) == found.rounds >= 2
 
 
 def test_memory_is_counted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,7 +174,7 @@ def test_the_host_waits_for_the_gpu_only_at_the_end_of_a_step(noisy_syncs: None)
             return read(*args)
 
         engine._collect = collect
-        engine.train_step(batches(9), 1e-3, lambda m: m.finite)
+        engine.train_step(batches(9), 1e-3, lambda m: m.finite, votes=lambda: (0.0, 1.0))
         total = sum("synchroniz" in str(w.message) for w in caught)
     assert seen == [0], f"{seen[0]} synchronisations before the gate's one read"
     assert total <= 8, f"{total} synchronisations in a step"
@@ -182,11 +183,15 @@ def test_the_host_waits_for_the_gpu_only_at_the_end_of_a_step(noisy_syncs: None)
 def test_a_run_resumes_bit_for_bit(tmp_path: Path, corpus: Path) -> None:
     from megastable.train import train
 
-    ends = []
-    for name, stops in (("straight", [12]), ("resumed", [6, 12])):
-        for steps in stops:
-            lengths = {"steps": steps, "global_batch": 8, "micro_batch": 2, "eval_samples": 0}
-            config = tiny(corpus, tmp_path / name, train=lengths, logging={"layers_interval": 0})
-            assert train(config, Path("recipe.yaml")) == 0
-        ends.append((tmp_path / name / "checkpoints" / "step-12" / "rank-00000.safetensors").read_bytes())
-    assert ends[0] == ends[1]
+    def run(name: str, steps: int) -> Path:
+        lengths = {"steps": steps, "global_batch": 8, "micro_batch": 2, "eval_samples": 0}
+        config = tiny(corpus, tmp_path / name, train=lengths, logging={"layers_interval": 0})
+        assert train(config, Path("recipe.yaml")) == 0
+        return tmp_path / name / "checkpoints" / f"step-{steps}" / "rank-00000.safetensors"
+
+    straight = run("straight", 12)
+    run("stopped", 6)
+    # This process holds the lock of the run that it began: a copy is a run of its own.
+    shutil.copytree(tmp_path / "stopped", tmp_path / "resumed")
+    assert run("resumed", 12).read_bytes() == straight.read_bytes()
+    assert "resumed" in (tmp_path / "resumed" / "journal.jsonl").read_text()

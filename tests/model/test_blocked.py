@@ -236,6 +236,15 @@ def test_the_output_is_laid_out_for_what_follows() -> None:
     assert y.shape == inputs.q.shape and y.permute(2, 0, 1, 3).is_contiguous()
 
 
+def test_a_first_call_without_autograd_spoils_no_later_one() -> None:
+    blocked._kept.flat.clear()
+    inputs = case(1, 2, 2, 40, 16, torch.float32)
+    with torch.inference_mode():
+        blocked_attention(*inputs[:3])
+    q, k, v = (t.detach().requires_grad_() for t in inputs[:3])
+    assert blocked_attention(q, k, v).sum().backward() is None and q.grad is not None
+
+
 def test_not_a_number_is_passed_on() -> None:
     inputs = case(1, 1, 1, 20, 8, torch.float32)
     inputs.q[0, 0, 7, 0] = math.nan

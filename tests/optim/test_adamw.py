@@ -170,7 +170,7 @@ def test_the_ends_of_the_range() -> None:
         optimizer = optimizer_of(torch.randn(7), betas=(0.0, 0.9))
         w, m, v = step(optimizer, given)
         assert torch.equal(m[:2].float(), torch.zeros(2)) and torch.equal(v[:4].float(), torch.zeros(4))
-        assert m[2] >= 0 >= m[3] and m[2:4].abs().max() < 1e-40
+        assert m[2] >= 0 >= m[3] and m[2:4].float().abs().max() < 1e-40  # which bf16 would round down
         assert m[4] > 3.2e38 and m[5] < -3.2e38
         assert not v[4:6].isfinite().any() and w[:4].isfinite().all() and v[6] > 0
     held = torch.tensor([3.3895314e38])  # the largest bf16 has no half that could carry
@@ -227,3 +227,19 @@ def test_compiled_is_the_same_rule() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == frames + 1
     bad = bits(0x7FFFFFFF, 0x7F800001).repeat(2500)
     assert all(found.isnan().all() for found in step(compiled, bad))
+
+
+def test_betas_and_eps_are_constants_of_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As inputs they are no part of what a kernel on the disk is found by, and the kernel is made for their values."""
+    seen: list[Any] = []
+    compiler = torch.compile
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        seen.extend(inputs)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compiler(f, backend=backend, **options))
+    adamw._compiled.cache_clear()
+    step(optimizer_of(torch.randn(100), compiled=True), torch.randn(100))
+    adamw._compiled.cache_clear()
+    assert seen and not [x for x in seen if isinstance(x, Tensor) and x.dtype == torch.float64]
