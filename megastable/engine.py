@@ -51,7 +51,7 @@ from megastable.hostcopy import Filled
 from megastable.model import gpt
 from megastable.model.kernels import Kernels, choose
 from megastable.model.loss import LossFunction
-from megastable.optim.adamw import AdamW
+from megastable.optim.adamw import AdamW, decay_groups
 from megastable.parallel.mappings import sum_and_scatter
 from megastable.parallel.pipeline import partition
 from megastable.parallel.sharding import placement_of
@@ -677,11 +677,7 @@ class _Accumulate:
 
 def _adamw(module: nn.Module, config: OptimizerConfig, compiled: bool) -> torch.optim.Optimizer:
     """AdamW over two groups: matrices decay, norms do not. compiled: the one with bf16 moments."""
-    parameters = list(module.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
+    groups = decay_groups(module.parameters(), config.weight_decay)
     if config.moments == "bf16":
         return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, compiled=compiled)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

@@ -101,7 +101,7 @@ def kept_size(b: int, heads: int, s: int, d: int) -> int:
 Place = Callable[[Sequence[int]], Tensor]
 
 
-class _Kept(threading.local):
+class _Held(threading.local):
     """The scratch of a thread, kept from call to call: a system gives new memory page by page, which takes longer than
     what is computed in it."""
 
@@ -109,17 +109,17 @@ class _Kept(threading.local):
         self.flat: dict[tuple[str, torch.dtype], Tensor] = {}
 
 
-_kept = _Kept()
+_held = _Held()
 
 
 def _scratch(name: str, dtype: torch.dtype) -> Place:
     """Gives the same memory to every block and every call."""
 
     def place(shape: Sequence[int]) -> Tensor:
-        size, held = math.prod(shape), _kept.flat.get((name, dtype))
+        size, held = math.prod(shape), _held.flat.get((name, dtype))
         if held is None or size > len(held):
             with torch.inference_mode(False):  # else it could not be written to in training any more
-                held = _kept.flat[name, dtype] = torch.empty(size, dtype=dtype)
+                held = _held.flat[name, dtype] = torch.empty(size, dtype=dtype)
         return held[:size].view(shape)
 
     return place

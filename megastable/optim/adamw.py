@@ -29,6 +29,15 @@ HIGH = -0x10000  # the bits of fp32 that bf16 has, as an int32
 OF_WEIGHT, OF_GRADIENT, SPREADING = 0x6C8E9CF5, 0x3C6EF373, 0x7FEB352D
 
 
+def decay_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """For an optimizer, two groups, of which one may be empty: matrices decay, norms do not."""
+    held = list(parameters)
+    return [
+        {"params": [p for p in held if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in held if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
 class AdamW(torch.optim.Optimizer):
     """Elementwise, so ZeRO's flat partitions are as good as whole parameters.
 

@@ -237,7 +237,7 @@ def test_the_output_is_laid_out_for_what_follows() -> None:
 
 
 def test_a_first_call_without_autograd_spoils_no_later_one() -> None:
-    blocked._kept.flat.clear()
+    blocked._held.flat.clear()
     inputs = case(1, 2, 2, 40, 16, torch.float32)
     with torch.inference_mode():
         blocked_attention(*inputs[:3])

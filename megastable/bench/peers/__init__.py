@@ -20,6 +20,7 @@ from megastable.data.loader import MicroBatch
 from megastable.errors import ConfigError
 from megastable.model import gpt
 from megastable.model.kernels import DTYPES
+from megastable.optim.adamw import decay_groups
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
 
@@ -122,10 +123,7 @@ def adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
 
 
 def adamw_of(parameters: list[Any], config: OptimizerConfig) -> torch.optim.AdamW:
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
+    groups = decay_groups(parameters, config.weight_decay)
     return torch.optim.AdamW(
         [g for g in groups if g["params"]], lr=RATE, betas=config.betas, eps=config.eps, fused=True
     )
