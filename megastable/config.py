@@ -10,7 +10,7 @@ combination that DeepSpeed is known to get wrong is a `ConfigError` that names t
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -176,10 +176,43 @@ class KernelsConfig(Part):
     compile: Literal["auto", True, False] = "auto"  # every block by torch.compile
 
 
+class Fp8Config(Part):
+    """The products of the blocks' linear layers in FP8 (Micikevicius et al., arXiv:2209.05433); see fp8/.
+
+    recipe: where scales come from. current: the largest magnitude of the tensor itself; delayed: that of the last
+    `history` steps; block: that of 128 neighbours, 128 x 128 of a weight (DeepSeek-V3, arXiv:2412.19437 section 3.3).
+    backend: te is Transformer Engine, emulated quantizes and multiplies what is left; auto: te where it can be had.
+    formats: hybrid is E4M3 forward and E5M2 for gradients; auto: hybrid, but E4M3 throughout with blocks.
+    keep_first, keep_last, keep: what stays in the precision of the rest: so many blocks of either end, and layers by
+    name, such as blocks.3.mlp.down (tools/fp8_check.py recommends some).
+    margin: powers of two that delayed scales leave for magnitudes which the history has not seen. When a run leaves FP8
+    and returns to it: stability.policy.
+    """
+
+    recipe: Literal["current", "delayed", "block"] = "current"
+    backend: Literal["auto", "te", "emulated"] = "auto"
+    formats: Literal["auto", "hybrid", "e4m3"] = "auto"
+    keep_first: NonNegativeInt = 0
+    keep_last: NonNegativeInt = 0
+    keep: tuple[str, ...] = ()
+    history: int = Field(default=16, ge=1, le=1024)
+    margin: int = Field(default=0, ge=0, le=8)
+
+
 class PrecisionConfig(Part):
     kind: Literal["bf16", "fp32", "fp16"] = "bf16"
+    fp8: Fp8Config | None = None  # a recipe's name stands for that recipe: precision.fp8=delayed
     initial_scale_power: PositiveInt = 16  # fp16: the loss scale starts at 2^this
     scale_window: PositiveInt = 1000  # fp16: steps without overflow before the scale doubles
+
+    may_be_yes_or_no: ClassVar[frozenset[str]] = frozenset({"fp8"})
+
+    @field_validator("fp8", mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            return None if given in ("off", "none") else {"recipe": given}
+        return None if given is False else {} if given is True else given
 
 
 class CheckpointConfig(Part):
@@ -288,6 +321,8 @@ def _impossible(c: RunConfig) -> list[str]:
             f"parallel.zero={p.zero} with parallel.pipeline={p.pipeline}: DeepSpeed's pipeline keeps whole gradients; "
             "use parallel.zero=1 or parallel.pipeline=1"
         )
+    if c.precision.fp8 is not None:
+        bad += _impossible_fp8(c, c.precision.fp8)
     if p.zero == 0:
         bad.append(
             "parallel.zero=0: DeepSpeed's wrappers without ZeRO have no gradient norm (fp32), sum in bf16 (bf16), "
@@ -306,6 +341,30 @@ def _impossible(c: RunConfig) -> list[str]:
         )
     if c.optimizer.betas[0] >= 1 or c.optimizer.betas[1] >= 1:
         bad.append(f"optimizer.betas={list(c.optimizer.betas)}: both must be below 1")
+    return bad
+
+
+LINEARS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")  # of a block, that FP8 can compute
+
+
+def _impossible_fp8(c: RunConfig, fp8: Fp8Config) -> list[str]:
+    bad, layers = [], c.model.layers
+    if c.precision.kind == "fp16":
+        bad.append(
+            "precision.fp8 with precision.kind=fp16: sums of products of E4M3 numbers are beyond fp16's range; use "
+            "precision.kind=bf16"
+        )
+    if fp8.keep_first + fp8.keep_last >= layers:
+        bad.append(
+            f"precision.fp8: keep_first={fp8.keep_first} and keep_last={fp8.keep_last} leave none of the {layers} "
+            "blocks to FP8: lower them, or leave precision.fp8 out"
+        )
+    known = {f"blocks.{i}.{linear}" for i in range(layers) for linear in LINEARS}
+    if unknown := sorted(set(fp8.keep) - known):
+        bad.append(
+            f"precision.fp8.keep: {', '.join(unknown)}: no such linear layer; name them like blocks.0.mlp.down, with "
+            f"blocks.0 to blocks.{layers - 1} and {', '.join(LINEARS)}"
+        )
     return bad
 
 

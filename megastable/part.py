@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -17,6 +17,7 @@ class Part(BaseModel):
     """A part of the tree: frozen, finite, and without room for keys that nobody reads."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    may_be_yes_or_no: ClassVar[frozenset[str]] = frozenset()  # fields whose own validators read it
 
     @model_validator(mode="before")
     @classmethod
@@ -24,7 +25,9 @@ class Part(BaseModel):
         # pydantic would read yes as 1.
         for name, value in given.items() if isinstance(given, dict) else ():
             field = cls.model_fields.get(name)
-            if isinstance(value, bool) and field is not None and not _takes_bool(field.annotation):
+            if not isinstance(value, bool) or field is None or name in cls.may_be_yes_or_no:
+                continue
+            if not _takes_bool(field.annotation):
                 raise ValueError(
                     f"{name}={str(value).lower()}: expected another kind of value than yes or no"
                 )

@@ -46,7 +46,8 @@ from megastable.messages import attempt_of
 from megastable.model.flops import parameters
 from megastable.model.kernels import DTYPES
 from megastable.optim.schedule import rate
-from megastable.parallel.topology import Layout, Topology
+from megastable.parallel.layout import Layout
+from megastable.parallel.topology import Topology
 from megastable.ranks import agree, first, shared
 from megastable.recovery import Recovery, selection, selection_that_can_be
 from megastable.report.observer import Observer

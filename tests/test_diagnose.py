@@ -91,7 +91,8 @@ class Bench:
         from megastable.data.loader import Loader
         from megastable.data.skips import Skips
         from megastable.engine import Engine
-        from megastable.parallel.topology import Layout, Topology
+        from megastable.parallel.layout import Layout
+        from megastable.parallel.topology import Topology
         from megastable.startup import open_data
 
         torch.set_num_threads(1)  # on busy cores two wait for each other

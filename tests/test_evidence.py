@@ -14,8 +14,9 @@ from megastable.config import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.loader import documents_of
 from megastable.model.gpt import GPT
+from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
-from megastable.parallel.topology import Layout, TensorParallel
+from megastable.parallel.topology import TensorParallel
 from megastable.stability.attribution import Conclusion
 from megastable.stability.policy import Cause
 from tests import reference

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from megastable import records
 from megastable.config import RunConfig
 from megastable.model.gpt import GPT, Block
+from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
-from megastable.parallel.topology import Layout, TensorParallel
+from megastable.parallel.topology import TensorParallel
 from megastable.probe import INDICATORS, Statistics, attention_chunks
 from tests.conftest import tiny
 from tests.distributed import run_ranks

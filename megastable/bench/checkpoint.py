@@ -36,7 +36,8 @@ from megastable.data.loader import MicroBatch
 from megastable.engine import Engine, Measured
 from megastable.errors import CheckpointError
 from megastable.model.flops import parameters
-from megastable.parallel.topology import Layout, Topology
+from megastable.parallel.layout import Layout
+from megastable.parallel.topology import Topology
 
 VOCABULARY = 32_000  # where the recipe leaves it to the tokenizer
 RATE = 1e-9  # the weights stay about as they are

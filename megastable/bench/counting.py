@@ -87,7 +87,8 @@ def count(config: RunConfig, world: int, zero: dict[str, Any], warm: int = 2) ->
     from megastable import deepspeed_config
     from megastable.data.loader import MicroBatch
     from megastable.engine import Engine
-    from megastable.parallel.topology import Layout, Topology
+    from megastable.parallel.layout import Layout
+    from megastable.parallel.topology import Topology
 
     p, t, m = config.parallel, config.train, config.model
     settings = deepspeed_config.build(config, world)

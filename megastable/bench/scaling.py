@@ -427,7 +427,7 @@ def count_case(case: Case) -> Counted:
 def count_joined(case: Case) -> Counted:
     """On a rank of a process group."""
     from megastable.bench.counting import count
-    from megastable.model import chunked
+    from megastable.model import sizes
 
-    chunked.CPU_ELEMENTS = case.elements  # several chunks of a tiny model, too
+    sizes.CPU_ELEMENTS = case.elements  # several chunks of a tiny model, too
     return count(case.config, case.world, case.zero)

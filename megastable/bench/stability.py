@@ -40,7 +40,8 @@ from megastable.data.loader import Loader, Step
 from megastable.data.skips import Skips
 from megastable.engine import Engine, Measured
 from megastable.model.flops import parameters
-from megastable.parallel.topology import Layout, Topology
+from megastable.parallel.layout import Layout
+from megastable.parallel.topology import Topology
 from megastable.probe import Statistics
 from megastable.recovery import Recovery
 from megastable.report.observer import Observer

@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megastable.config import ModelConfig, ParallelConfig, RunConfig
-from megastable.model import gpt
-from megastable.model.chunked import GPU_ELEMENTS, chunk_size
+from megastable.model.sizes import GPU_ELEMENTS, chunk_size, layer_costs
 from megastable.parallel.pipeline import partition
-from megastable.parallel.topology import TensorParallel
 
 FP32, FP64, INT32 = 4, 8, 4
 
@@ -69,9 +67,9 @@ def sent(term: Term, ranks: int) -> float:
 
 def bounds(config: RunConfig) -> list[int]:
     """Where the list of layers (embedding, blocks, final norm, head) is cut into stages."""
-    layers = gpt.layers(config.model, TensorParallel(), "none", 0)
+    layers = layer_costs(config.model)
     return partition(
-        [layer.cost for layer in layers], config.parallel.pipeline, [layer.is_block for layer in layers]
+        [cost for cost, _ in layers], config.parallel.pipeline, [is_block for _, is_block in layers]
     )
 
 

@@ -21,7 +21,7 @@ from megastable.checkpoint.whole import WholeState, run_of
 from megastable.checkpoint.writing import Whole, origin_of, write_run
 from megastable.config import RunConfig
 from megastable.errors import ConfigError
-from megastable.parallel.topology import Layout
+from megastable.parallel.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,10 @@ from megastable.data.staging import staged_directory
 from megastable.errors import CheckpointError, ConfigError, DataError
 from megastable.flatstate import KINDS
 from megastable.model import gpt
+from megastable.parallel.layout import Layout
 from megastable.parallel.pipeline import partition
 from megastable.parallel.sharding import shard
-from megastable.parallel.topology import Layout, TensorParallel
+from megastable.parallel.topology import TensorParallel
 from megastable.report.told import visible
 from megastable.rundir import RunDirectory
 

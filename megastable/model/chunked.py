@@ -18,23 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megastable.model import sizes
 from megastable.parallel.topology import TensorParallel
 
-# Logits at a time. A chunk must be long enough that adding up dW [rows, h], once for each, costs little.
-CPU_ELEMENTS = 2**26
-GPU_ELEMENTS = 2**27
 # What lies between the products goes over a chunk in blocks of this many logits, so that it stays in a CPU's cache.
 BLOCK = 2**19
-
-
-def chunk_size(tokens: int, columns: int, elements: int) -> int:
-    """Tokens at a time: about `elements` logits, in equal chunks where the number of tokens has such a divisor.
-
-    Equal, because every other size is compiled once more.
-    """
-    chunks = -(-tokens // max(elements // columns, 1))
-    equal = next((n for n in range(chunks, 2 * chunks) if tokens % n == 0), chunks)
-    return -(-tokens // equal)
 
 
 def chunked_objective(
@@ -56,7 +44,7 @@ def chunked_objective(
     compiled: what lies between the products goes through torch.compile. elements: logits at a time.
     """
     if elements is None:
-        elements = CPU_ELEMENTS if x.device.type == "cpu" else GPU_ELEMENTS
+        elements = sizes.CPU_ELEMENTS if x.device.type == "cpu" else sizes.GPU_ELEMENTS
     # Asked here: inside of the function gradients are off, and under no_grad `needs_input_grad` is still true.
     grads = (
         torch.is_grad_enabled() and x.requires_grad,
@@ -88,7 +76,7 @@ class _Chunked(torch.autograd.Function):
         local = local.masked_fill((local < 0) | (local >= rows), -1)  # another rank's
         tokens = flat.shape[0]
         # By columns, not rows: all ranks of the tensor group need the same chunks.
-        size = chunk_size(tokens, columns, elements)
+        size = sizes.chunk_size(tokens, columns, elements)
         loss, lse = flat.new_empty((2, tokens), dtype=torch.float32)
         dx = torch.empty_like(flat) if grads[0] else None
         dw = _WeightGradient(real, many=size < tokens) if grads[1] else None

@@ -23,6 +23,7 @@ from megastable.model.kernels import PLAIN, Kernels
 from megastable.model.loss import Features, LossFunction, project
 from megastable.model.mlp import MLP
 from megastable.model.norm import RMSNorm
+from megastable.model.sizes import layer_costs
 from megastable.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megastable.parallel.mappings import enter
 from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
@@ -166,19 +167,18 @@ def layers(
         return build_filled
 
     c, vocabulary = config, config.padded_vocab
-    width = c.head_width * (2 * c.heads + 2 * c.key_value_heads)
-    block_cost = c.hidden * width + 3 * c.hidden * c.ffn_width + c.sequence_length * c.heads * c.head_width
+    costs = [cost for cost, _ in layer_costs(c)]
     embedding = made(lambda: Embedding(vocabulary, c.hidden, tp, "embedding"))
     return [
-        Layer(embedding, cost=1.0, tied=c.tied),
+        Layer(embedding, cost=costs[0], tied=c.tied),
         *(
-            Layer(made(partial(Block, c, tp, i, recompute, kernels, cp)), cost=block_cost, is_block=True)
+            Layer(made(partial(Block, c, tp, i, recompute, kernels, cp)), cost=costs[1 + i], is_block=True)
             for i in range(c.layers)
         ),
-        Layer(made(lambda: FinalNorm(c.hidden, c.norm_eps, tp, "final_norm", tp.sequence)), cost=1.0),
-        Layer(embedding, cost=c.hidden * vocabulary, tied=True)
+        Layer(made(lambda: FinalNorm(c.hidden, c.norm_eps, tp, "final_norm", tp.sequence)), cost=costs[-2]),
+        Layer(embedding, cost=costs[-1], tied=True)
         if c.tied
-        else Layer(made(lambda: head(c.hidden, (vocabulary,), tp, "head")), cost=c.hidden * vocabulary),
+        else Layer(made(lambda: head(c.hidden, (vocabulary,), tp, "head")), cost=costs[-1]),
     ]
 
 

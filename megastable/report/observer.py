@@ -13,7 +13,7 @@ from megastable.data.loader import Step
 from megastable.engine import Measured
 from megastable.hardware import memory_gib
 from megastable.model.flops import flops_per_token
-from megastable.parallel.topology import Layout
+from megastable.parallel.layout import Layout
 from megastable.probe import Statistics
 from megastable.records import LAYER_SCHEMA, LayerRecord, Recorder, StepRecord, worst_samples
 from megastable.report.live import Live

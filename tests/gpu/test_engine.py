@@ -15,7 +15,8 @@ import torch
 from megastable import deepspeed_config
 from megastable.config import RunConfig
 from megastable.data.loader import MicroBatch
-from megastable.parallel.topology import Layout, Topology
+from megastable.parallel.layout import Layout
+from megastable.parallel.topology import Topology
 from tests.conftest import tiny
 
 pytestmark = pytest.mark.usefixtures("world")

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megastable.model import chunked
-from megastable.model.chunked import chunk_size, chunked_objective
+from megastable.model.chunked import chunked_objective
 from megastable.model.loss import LossFunction
+from megastable.model.sizes import chunk_size
 from megastable.parallel.topology import TensorParallel
 
 ONE = TensorParallel()

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megastable.config import RunConfig
-from megastable.parallel.topology import Layout, Topology
+from megastable.parallel.layout import Layout
+from megastable.parallel.topology import Topology
 from tests.distributed import run_ranks
 from tests.parallel.test_layouts import OLMO2, batches, config, mine
 

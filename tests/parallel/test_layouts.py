@@ -12,8 +12,9 @@ from megastable.config import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.flatstate import KINDS
 from megastable.model.gpt import GPT
+from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import Placement, placement_of, unshard
-from megastable.parallel.topology import Layout, TensorParallel, Topology
+from megastable.parallel.topology import TensorParallel, Topology
 from tests import reference
 from tests.distributed import run_ranks
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.parallel.topology import Layout
+from megastable.parallel.layout import Layout
 
 LAYOUTS = st.builds(Layout, st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
 WITH_CONTEXT = st.builds(

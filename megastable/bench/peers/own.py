@@ -14,7 +14,8 @@ from megastable.engine import Engine, Measured
 from megastable.model import gpt
 from megastable.model.kernels import choose
 from megastable.model.loss import LossFunction
-from megastable.parallel.topology import Layout, TensorParallel, Topology
+from megastable.parallel.layout import Layout
+from megastable.parallel.topology import TensorParallel, Topology
 
 
 def ours(task: Task) -> Contestant:

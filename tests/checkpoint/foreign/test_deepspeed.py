@@ -21,8 +21,8 @@ from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config import RunConfig
 from megastable.errors import CheckpointError, ConfigError
 from megastable.flatstate import KINDS
+from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
-from megastable.parallel.topology import Layout
 from megastable.rundir import RunDirectory
 from tests.checkpoint.foreign.junk import spoilt
 from tests.distributed import run_ranks

@@ -1,0 +1,34 @@
+"""What follows from a model's sizes alone: the weights of its layers in a pipeline's cut, the chunks of its loss. Pure;
+without torch, for tools that only plan.
+"""
+
+from __future__ import annotations
+
+from megastable.config import ModelConfig
+
+# Logits at a time. A chunk must be long enough that adding up dW [rows, h], once for each, costs little.
+CPU_ELEMENTS = 2**26
+GPU_ELEMENTS = 2**27
+
+
+def block_cost(c: ModelConfig) -> float:
+    """Multiply-adds of a block per token, attention as a causal model needs it."""
+    width = c.head_width * (2 * c.heads + 2 * c.key_value_heads)
+    return c.hidden * width + 3 * c.hidden * c.ffn_width + c.sequence_length * c.heads * c.head_width
+
+
+def layer_costs(c: ModelConfig) -> list[tuple[float, bool]]:
+    """Of every entry of the list of layers (embedding, blocks, final norm, head): what it costs per token, in
+    multiply-adds, and whether it is a block."""
+    blocks = [(block_cost(c), True)] * c.layers
+    return [(1.0, False), *blocks, (1.0, False), (float(c.hidden * c.padded_vocab), False)]
+
+
+def chunk_size(tokens: int, columns: int, elements: int) -> int:
+    """Tokens at a time: about `elements` logits, in equal chunks where the number of tokens has such a divisor.
+
+    Equal, because every other size is compiled once more.
+    """
+    chunks = -(-tokens // max(elements // columns, 1))
+    equal = next((n for n in range(chunks, 2 * chunks) if tokens % n == 0), chunks)
+    return -(-tokens // equal)
