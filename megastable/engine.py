@@ -47,6 +47,8 @@ from megastable.config import OptimizerConfig, RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.errors import ConfigError
 from megastable.flatstate import FlatState, Fragment
+from megastable.fp8.apply import apply
+from megastable.fp8.switch import History
 from megastable.hostcopy import Filled
 from megastable.model import gpt
 from megastable.model.kernels import Kernels, choose
@@ -57,7 +59,7 @@ from megastable.parallel.pipeline import partition
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import ContextParallel, TensorParallel, Topology
 from megastable.probe import Probe, Statistics
-from megastable.ranks import shared, strangers
+from megastable.ranks import gathered, shared, strangers
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class Measured:
     losses, squares: fp64 [global batch], per-sample cross-entropy (nats) and mean logsumexp^2, in the order of
     the step's positions. grad_norm: global L2 norm before clipping, unscaled; inf when any gradient is not
     finite. votes: what the ranks said (`Engine.train_step(votes=...)`), summed. overflow: gradients beyond fp16's
-    range, which a smaller loss scale mends: part of fp16, no incident.
+    range, which a smaller loss scale mends: part of fp16, no incident. fp8: whether it was computed in FP8, None where
+    the recipe does not ask for it.
     """
 
     losses: Tensor
@@ -76,6 +79,7 @@ class Measured:
     votes: tuple[float, ...]
     loss_scale: float
     overflow: bool = False
+    fp8: bool | None = None
 
     @property
     def loss(self) -> float:
@@ -276,6 +280,10 @@ class Engine:
         self.loss = LossFunction(config.model.vocab_size, config.model.z_loss, self.tp, self.kernels.compile)
         with _silence():
             module = self._module()
+            alone = layout.pipeline == 1 or config.precision.fp8 is None
+            self.fp8 = apply(
+                module, config, self.kernels.fp8, self.tp, None if alone else topology.stage_group()
+            )
             try:
                 self.ds, self.optimizer, *_ = deepspeed.initialize(
                     model=module,
@@ -297,7 +305,7 @@ class Engine:
         self._votes: Callable[[], Sequence[float]] = tuple
         self._probing = False
         self._copies: list[Filled | torch.cuda.Event] = []
-        self.probe = Probe(self.ds.module, topology, self.tp, self.device)
+        self.probe = Probe(self.ds.module, topology, self.tp, self.device, self.fp8)
         self.measured: Measured | None = None
         self.applied = False
         self.counters_before = self.counters()
@@ -348,14 +356,17 @@ class Engine:
         self.loss.samples.clear()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        if self.topology.layout.pipeline > 1:
-            self.ds.train_batch(iter([self._inputs(m) for m in micro_batches]))
-        else:
-            self.ds.train()
-            for micro_batch in micro_batches:
-                inputs, labels = self._inputs(micro_batch)
-                self.ds.backward(self.ds(inputs, labels))
-                self.ds.step()
+        with self._computing():
+            if self.topology.layout.pipeline > 1:
+                self.ds.train_batch(iter([self._inputs(m) for m in micro_batches]))
+            else:
+                self.ds.train()
+                for micro_batch in micro_batches:
+                    inputs, labels = self._inputs(micro_batch)
+                    self.ds.backward(self.ds(inputs, labels))
+                    self.ds.step()
+        if self.fp8 is not None:
+            self.fp8.settle(self.applied)
         assert self.measured is not None, "the step ended without reaching the gate"
         return self.measured, self.applied
 
@@ -363,14 +374,18 @@ class Engine:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Per-sample cross-entropy, fp64 [ranks x micro-batches], in the loader's order; no update."""
         self.loss.samples.clear()
-        if self.topology.layout.pipeline > 1:
-            batches = iter([self._inputs(m) for m in micro_batches])
-            self.ds.eval_batch(batches, num_micro_batches=len(micro_batches))
-        else:
-            self.ds.eval()
-            for micro_batch in micro_batches:
-                self.ds(*self._inputs(micro_batch))
+        with self._computing():
+            if self.topology.layout.pipeline > 1:
+                batches = iter([self._inputs(m) for m in micro_batches])
+                self.ds.eval_batch(batches, num_micro_batches=len(micro_batches))
+            else:
+                self.ds.eval()
+                for micro_batch in micro_batches:
+                    self.ds(*self._inputs(micro_batch))
         return self._collect(len(micro_batches), self._scalar([]))[0]
+
+    def _computing(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.fp8 is None else self.fp8.computing()
 
     def _inputs(self, batch: MicroBatch) -> tuple[gpt.Stream, Tensor]:
         def move(x: Tensor) -> Tensor:
@@ -406,7 +421,8 @@ class Engine:
         overflow = bool(broken) and self.config.precision.kind == "fp16" and scale > self._lowest_scale
         overflow &= bool(torch.isfinite(losses).all())
         norm_or_inf = math.inf if broken else grad_norm
-        self.measured = Measured(losses, squares, norm_or_inf, tuple(votes), scale, overflow)
+        in_fp8 = None if self.fp8 is None else self.fp8.on
+        self.measured = Measured(losses, squares, norm_or_inf, tuple(votes), scale, overflow, in_fp8)
         if self.probe.watching:
             flat = self.flat_state()
             self.probe.gradients(flat, self._gradients(flat), scale)
@@ -545,13 +561,30 @@ class Engine:
                     state[key] = value.to(on, copy=True)
 
     def counters(self) -> dict[str, Any]:
-        """DeepSpeed's counts of steps, and fp16's loss scaler."""
-        return {"engine": {name: getattr(self.ds, name) for name in COUNTERS}, "scaler": self.scaler}
+        """DeepSpeed's counts of steps, fp16's loss scaler, and what delayed scales of FP8 remember."""
+        return {
+            "engine": {name: getattr(self.ds, name) for name in COUNTERS},
+            "scaler": self.scaler,
+            "fp8": self.fp8.state() if self.fp8 is not None else None,
+        }
 
     def restore_counters(self, saved: dict[str, Any]) -> None:
         for name, value in saved["engine"].items():
             setattr(self.ds, name, value)
         self.restore_scaler(saved["scaler"])
+        if self.fp8 is not None:
+            self.fp8.restore(saved["fp8"])
+
+    def fp8_history(self) -> dict[str, list[list[float]]]:
+        """What delayed scales of FP8 remember, of all layers of the model; collective."""
+        here = self.fp8.history() if self.fp8 is not None else {}
+        if self.topology.layout.pipeline == 1 or self.fp8 is None:
+            return here
+        return {name: told for held in gathered(here) for name, told in held.items()}
+
+    def restore_fp8_history(self, history: History) -> None:
+        if self.fp8 is not None:
+            self.fp8.read(history)
 
     @property
     def scaler(self) -> dict[str, Any]:

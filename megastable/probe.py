@@ -26,13 +26,20 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megastable.flatstate import CHUNK, FlatState
+from megastable.fp8.meters import SLOTS
+from megastable.fp8.switch import Fp8
 from megastable.model.gpt import Block
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel, Topology
 from megastable.ranks import gathered
 
-INDICATORS = ("second_moment_norm", "second_moment_max", "attention_logit", "update_ratio")
-KINDS = ("gradient", "weight", "update", "second_moment", "activation", "attention")
+INDICATORS = (
+    "second_moment_norm", "second_moment_max", "attention_logit", "update_ratio", "fp8_saturation", "fp8_underflow",
+)  # fmt: skip
+SHARES = tuple(
+    f"{slot}_{fate}" for slot in SLOTS for fate in ("saturation", "underflow")
+)  # of what FP8 quantizes
+KINDS = ("gradient", "weight", "update", "second_moment", "activation", "attention", *SHARES)
 SCORES = 1 << 24  # attention scores in memory at a time: 64 MiB in fp32, and their exponentials
 
 
@@ -43,7 +50,8 @@ class Statistics:
     overall: "parameter_norm", "second_moment_norm": global L2 norms of the fp32 masters and of Adam's second moments;
     "second_moment_max": the largest of these; "update_ratio": |w after - w before| / |w after| of the step, if its
     update was applied. Of a watched step also "attention_logit", the largest pre-softmax logit q k / sqrt(d) of any
-    block, and "attention_entropy", the mean of the block where it is lowest, nats.
+    block, and "attention_entropy", the mean of the block where it is lowest, nats; in FP8 "fp8_saturation" and
+    "fp8_underflow", the largest share of any tensor that was cut to the format's largest number, or became zero.
     layers: by parameter and block, what `records.LayerRecord` holds; empty unless the step was watched.
     """
 
@@ -106,8 +114,14 @@ class Probe:
     """The probe of this rank's part of the model. Built, and `collect`ed, on all ranks together."""
 
     def __init__(
-        self, module: nn.Module, topology: Topology, tp: TensorParallel, device: torch.device
+        self,
+        module: nn.Module,
+        topology: Topology,
+        tp: TensorParallel,
+        device: torch.device,
+        fp8: Fp8 | None = None,
     ) -> None:
+        self._fp8 = fp8
         self.blocks = [m for m in module.modules() if isinstance(m, Block)]
         # Between the blocks x is the same on all ranks of a tensor group, unless they share out the sequence.
         self._counts_activations = topology.tensor_rank == 0 or tp.sequence
@@ -127,11 +141,15 @@ class Probe:
         for block in self.blocks:
             self._hooks.append(block.register_forward_pre_hook(self._before))
             self._hooks.append(block.register_forward_hook(self._after))
+        if self._fp8 is not None:
+            self._fp8.watch(self._quantized)
 
     def _look_away(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._fp8 is not None:
+            self._fp8.watch(None)
 
     def _before(self, block: nn.Module, _: Any) -> None:
         assert isinstance(block, Block)
@@ -152,6 +170,11 @@ class Probe:
             self.tally.add(
                 name, "attention", entropy.sum(dtype=torch.float64), entropy.numel(), highest.amax()
             )
+
+    def _quantized(self, layer: str, slot: str, saturated: Tensor, lost: Tensor, count: int) -> None:
+        for fate, number in (("saturation", saturated), ("underflow", lost)):
+            nothing = torch.zeros((), device=number.device)
+            self.tally.add(f"{layer}.weight", f"{slot}_{fate}", number, count, nothing)
 
     def gradients(self, flat: FlatState, pieces: Mapping[tuple[int, int], Tensor], scale: float) -> None:
         """Count in the gradients of a watched step, before the optimizer runs. Local.
@@ -205,6 +228,10 @@ def _statistics(numbers: Tensor, rows: Sequence[str], watched: bool) -> Statisti
         overall["attention_entropy"] = min(
             r["attention_entropy"] for r in layers.values() if "attention_entropy" in r
         )
+    for fate in ("saturation", "underflow"):
+        shares = [r[kind] for r in layers.values() for kind in SHARES if kind.endswith(fate) and kind in r]
+        if shares:
+            overall[f"fp8_{fate}"] = max(shares)
     return Statistics(overall, layers)
 
 
@@ -216,6 +243,8 @@ def _row(cells: Mapping[str, Sequence[float]]) -> dict[str, float]:
             continue
         if kind == "attention":
             found |= {"attention_logit": highest, "attention_entropy": total / count}
+        elif kind in SHARES:
+            found[kind] = total / count
         elif kind == "update":
             found["update_ratio"] = _ratio(total, cells["weight"][0])
         else:

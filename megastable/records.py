@@ -66,8 +66,8 @@ class StepRecord:
     them but for `skipped`, ranges [first, end) one after the other. finite: loss and gradients were. clipped: the
     update was applied with smaller gradients. z: root of the mean squared log-partition. worst_*: see `Worst`.
     mfu_full and mfu_causal: share of the peak, with the whole attention square or its causal half counted.
-    clipped_fraction: of the steps since it was last recorded. The other values that may be None: see
-    `probe.Statistics`.
+    clipped_fraction: of the steps since it was last recorded. fp8: 1 or 0, whether the step was computed in FP8, where
+    the recipe asks for it. The other values that may be None: see `probe.Statistics`.
     """
 
     step: int
@@ -103,6 +103,9 @@ class StepRecord:
     update_ratio: float | None = None
     attention_logit: float | None = None
     attention_entropy: float | None = None
+    fp8: float | None = None
+    fp8_saturation: float | None = None
+    fp8_underflow: float | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,8 @@ class LayerRecord:
     Of parameters: root mean square and largest magnitude of gradient (before clipping, unscaled), fp32 weight
     and Adam's second moment after the step, and |update| / |weight|. Of blocks: the same two of what it
     puts out, its largest attention logit (scaled, before the softmax) and its mean attention entropy in nats, over
-    all samples, heads and queries of the step.
+    all samples, heads and queries of the step. Of weights that FP8 multiplies with: the shares of the layer's inputs,
+    weights and gradients that were cut to the format's largest number, and that became zero.
     """
 
     step: int
@@ -129,6 +133,12 @@ class LayerRecord:
     activation_max: float | None = None
     attention_logit: float | None = None
     attention_entropy: float | None = None
+    input_saturation: float | None = None
+    input_underflow: float | None = None
+    weight_saturation: float | None = None
+    weight_underflow: float | None = None
+    gradient_saturation: float | None = None
+    gradient_underflow: float | None = None
 
 
 _ARROW = {

@@ -45,6 +45,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3-dp2": (2, {"parallel": {"zero": 3}}),
     "context2": (2, {"parallel": {"context": 2}}),
     "fp16-dp2": (2, {"precision": {"kind": "fp16", "initial_scale_power": 8}, "parallel": {"zero": 2}}),
+    "fp8-current-tp2": (2, {"precision": {"fp8": "current"}, "parallel": {"tensor": 2}}),
+    "fp8-delayed-pp2": (2, {"precision": {"fp8": "delayed"}, "parallel": {"pipeline": 2}}),
+    "fp8-block-dp2": (2, {"precision": {"fp8": "block"}}),
     "fp32-pp2-tied": (2, {"precision": {"kind": "fp32"}, "parallel": {"pipeline": 2}, "tied": True}),
 }
 
@@ -67,6 +70,7 @@ def test_resume_is_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
     assert identical(straight, stopped) == 3 * world
     one, other = (json.loads((p / "state.json").read_text()) for p in (straight, stopped))
     assert one["cursor"] == other["cursor"] == 160 and one["updates"] == other["updates"]
+    assert one["fp8"] == other["fp8"] and bool(one["fp8"]) == ("delayed" in name)
     table, again = (records.read(tmp_path / r / "steps") for r in ("straight", "stopped"))
     assert table.num_rows == 20
     for column in (

@@ -37,6 +37,7 @@ def load(checkpoint: Path, state: RunState, engine: Any) -> None:
     engine.flat_state().fill(read, whole.adam_step)
     if state.layout.precision == engine.config.precision.kind:
         engine.restore_scaler(state.scaler)
+    engine.restore_fp8_history(state.fp8)
 
 
 def check_model(checkpoint: Path, model: ModelConfig) -> None:

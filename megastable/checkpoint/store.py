@@ -71,8 +71,8 @@ class RunState(BaseModel):
 
     step: steps done, discarded ones included. updates: those that were applied; the learning rate follows from
     it. cursor: the next data position. adam_step: Adam's own count, 0 where there are no moments. scaler: of fp16's
-    loss. stability: the state of detector, policy and the open incident (recovery.py). mix: the share of each corpus
-    in the last step.
+    loss. fp8: the largest magnitudes that delayed scales follow from, by layer. stability: the state of detector, policy
+    and the open incident (recovery.py). mix: the share of each corpus in the last step.
     """
 
     # A loss may be nan: the default would write null, which is no number when it is read again.
@@ -87,6 +87,7 @@ class RunState(BaseModel):
     discards_in_a_row: NonNegativeInt = 0
     adam_step: FiniteFloat = 0.0
     scaler: dict[str, bool | int | float] = {}
+    fp8: dict[str, list[list[FiniteFloat]]] = {}
     first_loss: float | None = None
     recent_losses: list[float] = []
     order_fingerprint: str

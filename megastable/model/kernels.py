@@ -20,7 +20,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Kernels:
-    """attention: of `cores.CORES`; loss: "reference" or "chunked"; compile: every block by torch.compile.
+    """attention: of `cores.CORES`; loss: "reference" or "chunked"; compile: every block by torch.compile. fp8: "off",
+    "emulated" or "te".
 
     notes: what was asked for and cannot be had, each with its reason and what is used instead.
     """
@@ -28,11 +29,13 @@ class Kernels:
     attention: str = "sdpa"
     loss: str = "reference"
     compile: bool = False
+    fp8: str = "off"
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         blocks = "compiled" if self.compile else "not compiled"
-        return f"attention {self.attention}, loss {self.loss}, blocks {blocks}"
+        fp8 = f", FP8 {self.fp8}" if self.fp8 != "off" else ""
+        return f"attention {self.attention}, loss {self.loss}, blocks {blocks}{fp8}"
 
     @property
     def whole_blocks(self) -> bool:
@@ -55,13 +58,15 @@ def choose(config: RunConfig, device: torch.device) -> Kernels:
     elif reason := _no_attention(attention, config, device, dtype):
         notes.append(f"kernels.attention={attention}: {reason}; {best} is used")
         attention = best
+    fp8, told = _fp8(config, device)
+    notes += told
     if compiled == "auto":
-        compiled = on_gpu and _no_compilation(config, on_gpu) is None
-    elif compiled and (reason := _no_compilation(config, on_gpu)):
+        compiled = on_gpu and _no_compilation(config, on_gpu, fp8) is None
+    elif compiled and (reason := _no_compilation(config, on_gpu, fp8)):
         notes.append(f"kernels.compile=true: {reason}; nothing is compiled")
         compiled = False
     loss = "chunked" if wanted.loss == "auto" else wanted.loss
-    return Kernels(attention, loss, compiled, tuple(notes))
+    return Kernels(attention, loss, compiled, fp8, tuple(notes))
 
 
 def _no_attention(attention: str, config: RunConfig, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -78,8 +83,26 @@ def _no_attention(attention: str, config: RunConfig, device: torch.device, dtype
     return None
 
 
-def _no_compilation(config: RunConfig, on_gpu: bool) -> str | None:
+def _fp8(config: RunConfig, device: torch.device) -> tuple[str, list[str]]:
+    """The backend, and why it is not the one that was asked for."""
+    wanted = config.precision.fp8
+    if wanted is None:
+        return "off", []
+    if wanted.backend == "emulated" or (wanted.backend == "auto" and device.type == "cpu"):
+        return "emulated", []
+    from megastable.fp8.te import why_not
+
+    reason = why_not(config, device)
+    if reason is None:
+        return "te", []
+    key = f"precision.fp8.backend={wanted.backend}"
+    return "emulated", [f"{key}: {reason}; FP8 is emulated, which is slower than none at all"]
+
+
+def _no_compilation(config: RunConfig, on_gpu: bool, fp8: str) -> str | None:
     """Why blocks cannot be compiled."""
+    if fp8 == "emulated":
+        return "emulated FP8 looks at numbers as it computes"
     if config.parallel.zero == 3:
         return "ZeRO 3 gathers the weights between the operations of a block"
     if on_gpu:

@@ -4,7 +4,7 @@ without torch, for tools that only plan.
 
 from __future__ import annotations
 
-from megastable.config import ModelConfig
+from megastable.config import LINEARS, ModelConfig, RunConfig
 
 # Logits at a time. A chunk must be long enough that adding up dW [rows, h], once for each, costs little.
 CPU_ELEMENTS = 2**26
@@ -32,3 +32,12 @@ def chunk_size(tokens: int, columns: int, elements: int) -> int:
     chunks = -(-tokens // max(elements // columns, 1))
     equal = next((n for n in range(chunks, 2 * chunks) if tokens % n == 0), chunks)
     return -(-tokens // equal)
+
+
+def in_fp8(config: RunConfig) -> frozenset[str]:
+    """The linear layers that `precision.fp8` computes, by name; none without it."""
+    fp8, layers = config.precision.fp8, config.model.layers
+    if fp8 is None:
+        return frozenset()
+    blocks = range(fp8.keep_first, layers - fp8.keep_last)
+    return frozenset(f"blocks.{i}.{linear}" for i in blocks for linear in LINEARS) - set(fp8.keep)

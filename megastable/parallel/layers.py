@@ -6,7 +6,7 @@ Activations are [s, b, h], sequence first; with sequence parallelism [s / tensor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from megastable.parallel.mappings import enter, leave
 from megastable.parallel.sharding import Placement, place
 from megastable.parallel.topology import TensorParallel
+
+
+Product = Callable[[Tensor, Tensor], Tensor]  # x [..., in], w [out, in] -> [..., out]; another one in FP8
 
 
 class ColumnParallelLinear(nn.Module):
@@ -26,11 +29,12 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, inputs: int, sections: Sequence[int], tp: TensorParallel, name: str) -> None:
         super().__init__()
         self.tp = tp
+        self.product: Product = F.linear
         self.weight = nn.Parameter(torch.empty(sum(sections) // tp.size, inputs))
         place(self.weight, Placement(f"{name}.weight", 0, tuple(sections)), tp.size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(enter(x, self.tp), self.weight)
+        return self.product(enter(x, self.tp), self.weight)
 
 
 class RowParallelLinear(nn.Module):
@@ -39,11 +43,12 @@ class RowParallelLinear(nn.Module):
     def __init__(self, inputs: int, outputs: int, tp: TensorParallel, name: str) -> None:
         super().__init__()
         self.tp = tp
+        self.product: Product = F.linear
         self.weight = nn.Parameter(torch.empty(outputs, inputs // tp.size))
         place(self.weight, Placement(f"{name}.weight", 1, (inputs,)), tp.size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return leave(F.linear(x, self.weight), self.tp)
+        return leave(self.product(x, self.weight), self.tp)
 
 
 class VocabParallelEmbedding(nn.Module):

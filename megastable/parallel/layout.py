@@ -32,13 +32,15 @@ class Layout:
         return (stage * self.data + data) * self.tensor + tensor
 
     def groups(self, axis: str) -> list[list[int]]:
-        """The ranks of every group along `axis` ("tensor", "data", "context" or "pipeline")."""
+        """The ranks of every group along `axis` ("tensor", "data", "stage": both of these, "context" or "pipeline")."""
         s, d, t = range(self.pipeline), range(self.data), range(self.tensor)
         match axis:
             case "tensor":
                 return [[self.rank(i, j, k) for k in t] for i in s for j in d]
             case "data":
                 return [[self.rank(i, j, k) for j in d] for i in s for k in t]
+            case "stage":
+                return [[self.rank(i, j, k) for j in d for k in t] for i in s]
             case "context":
                 c = range(self.context)
                 return [

@@ -40,6 +40,10 @@ class Topology:
                 mine = group
         return mine
 
+    def stage_group(self) -> Any:
+        """A new group of all ranks that hold parts of the layers that this one holds."""
+        return self._group("stage")
+
     @property
     def is_last_stage(self) -> bool:
         return self.stage == self.layout.pipeline - 1

@@ -85,6 +85,7 @@ class Observer:
             mfu_causal=flops * flops_per_token(c.model, causal=True),
             memory=memory_gib(self.device),
             loss_scale=measured.loss_scale,
+            fp8=None if measured.fp8 is None else float(measured.fp8),
             **occasional,
         )
         self.steps.add(record)

@@ -1,0 +1,66 @@
+"""FP8 applied from outside to a built model: which linear layers compute in it, switched on and off while it trains.
+
+    fp8 = apply(module, config, "emulated", tp, group)     # before deepspeed.initialize; None without precision.fp8
+    with fp8.computing(): ...                              # around forward and backward of a step, or an evaluation
+    fp8.settle(applied)                                    # after it
+    fp8.on = False                                         # from the next step on in the precision of the rest
+
+Parameters stay what they are, with their names: checkpoints of either backend, and of none, are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from megastable.config import Fp8Config, RunConfig
+from megastable.fp8.emulated import Blocks, Current, Delayed, Product, Quantizer, formats
+from megastable.fp8.meters import Meters
+from megastable.fp8.switch import Emulated, Fp8
+from megastable.model.gpt import Block
+from megastable.model.sizes import in_fp8
+from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megastable.parallel.sharding import placement_of
+from megastable.parallel.topology import TensorParallel
+
+Linear = ColumnParallelLinear | RowParallelLinear
+
+
+def apply(module: nn.Module, config: RunConfig, backend: str, tp: TensorParallel, group: Any) -> Fp8 | None:
+    """Make `module`, a built model or a stage of one, compute as `precision.fp8` says; None where it says nothing.
+
+    backend: "emulated" or "te", see `kernels.choose`. group: the ranks that share delayed scales, all those that hold
+    parts of the same layers; None: the world.
+    """
+    if config.precision.fp8 is None:
+        return None
+    if backend == "te":
+        from megastable.fp8 import te  # nowhere else: it needs what most machines do not have
+
+        return te.apply(module, config, tp, group)
+    return emulate(module, config.precision.fp8, in_fp8(config), group)
+
+
+def linears(module: nn.Module) -> dict[str, Linear]:
+    """The linear layers of a model's blocks by name, such as blocks.3.mlp.down."""
+    blocks = [part for part in module.modules() if isinstance(part, Block)]
+    found = [part for block in blocks for part in block.modules() if isinstance(part, Linear)]
+    return {placement_of(linear.weight).name.removesuffix(".weight"): linear for linear in found}
+
+
+def emulate(module: nn.Module, config: Fp8Config, names: frozenset[str], group: Any = None) -> Emulated:
+    """Emulated FP8 in the layers `names`, so far as they are here."""
+    here = {name: linear for name, linear in linears(module).items() if name in names}
+    to, meters = formats(config), None
+    if config.recipe == "delayed":
+        some = next(module.parameters())
+        meters = Meters(list(here), to, config.history, config.margin, some.device)
+    found = Emulated(list(here), meters, group)
+    for number, (name, linear) in enumerate(here.items()):
+        quantize: Quantizer = Blocks(to) if config.recipe == "block" else Current(to)
+        if meters is not None:
+            quantize = Delayed(to, meters, number)
+        product = linear.product = Product(name, quantize, lambda: found.on)
+        found.products.append(product)
+    return found

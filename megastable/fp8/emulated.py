@@ -1,0 +1,156 @@
+"""A linear layer's three products with FP8 operands, emulated: quantize, and multiply what is left.
+
+    y = q(x) q(w)^T        dx = q(g) q(w)        dw = q(g)^T q(x)
+
+The products of FP8 numbers are summed up in fp32, as tensor cores do: every FP8 number is a bf16 number, so the product
+is one of bf16, and what is saved for the backward pass is FP8. Scales of whole tensors are multiplied in behind the sum,
+before anything is rounded; those of blocks are powers of two, which bf16 takes exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megastable.config import Fp8Config
+from megastable.fp8.formats import E4M3, E5M2, Format
+from megastable.fp8.meters import SLOTS, Meters
+from megastable.fp8.scaling import (
+    Quantized,
+    by_columns,
+    by_rows,
+    by_tensor,
+    by_tiles,
+    magnitude,
+    scale_of,
+)
+
+INPUT, WEIGHT, GRADIENT = range(len(SLOTS))
+
+
+def formats(config: Fp8Config) -> tuple[Format, Format, Format]:
+    """Of inputs, weights and gradients."""
+    hybrid = config.formats == "hybrid" or (config.formats == "auto" and config.recipe != "block")
+    return E4M3, E4M3, E5M2 if hybrid else E4M3
+
+
+class Quantizer(Protocol):
+    """How a layer quantizes a matrix of slot INPUT, WEIGHT or GRADIENT: for the product that sums over its columns, and
+    for the one that sums over its rows; the same one where one serves both. note: it is a training step's."""
+
+    def __call__(self, x: Tensor, slot: int, note: bool) -> tuple[Quantized, Quantized]: ...
+
+
+@dataclass(frozen=True)
+class Current:
+    """By the tensor's own largest magnitude."""
+
+    formats: tuple[Format, Format, Format]
+
+    def __call__(self, x: Tensor, slot: int, note: bool) -> tuple[Quantized, Quantized]:
+        to = self.formats[slot]
+        found = by_tensor(x, scale_of(magnitude(x), to), to)
+        return found, found
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """By the largest magnitudes of the last steps."""
+
+    formats: tuple[Format, Format, Format]
+    meters: Meters
+    layer: int
+
+    def __call__(self, x: Tensor, slot: int, note: bool) -> tuple[Quantized, Quantized]:
+        to, known, largest = self.formats[slot], self.meters.scales[self.layer, slot], magnitude(x)
+        if note:
+            self.meters.see(self.layer, slot, largest)
+        found = by_tensor(x, torch.where(known > 0, known, scale_of(largest, to)), to)
+        return found, found
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """By the largest magnitude of every block."""
+
+    formats: tuple[Format, Format, Format]
+
+    def __call__(self, x: Tensor, slot: int, note: bool) -> tuple[Quantized, Quantized]:
+        to = self.formats[slot]
+        if slot == WEIGHT:
+            tiles = by_tiles(x, to)
+            return tiles, tiles
+        return by_rows(x, to), by_columns(x, to)
+
+
+class Product:
+    """x [..., in], w [out, in] -> [..., out], in place of `F.linear`. on: asked every time whether in FP8.
+
+    observe: shown the slot, the tensor and what became of it, while somebody looks.
+    """
+
+    def __init__(self, name: str, quantize: Quantizer, on: Callable[[], bool]) -> None:
+        self.name, self.quantize, self._on = name, quantize, on
+        self.observe: Callable[[int, Tensor, Quantized], None] | None = None
+
+    def __call__(self, x: Tensor, w: Tensor) -> Tensor:
+        if not self._on():
+            return F.linear(x, w)
+        # Asked here: inside of the function gradients are off.
+        y: Tensor = _Product.apply(x, w, self, torch.is_grad_enabled())
+        return y
+
+    def quantized(self, x: Tensor, slot: int, note: bool = True) -> tuple[Quantized, Quantized]:
+        """A matrix, quantized as the layer does it, and shown to who looks."""
+        both = self.quantize(x, slot, note)
+        if self.observe is not None:
+            self.observe(slot, x, both[0])
+        return both
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, product: Product, note: bool) -> Tensor:
+        rows, columns = product.quantized(x.reshape(-1, x.shape[-1]), INPUT, note)
+        weight, _ = product.quantized(w, WEIGHT, note)
+        ctx.product, ctx.dtype, ctx.shape, ctx.layout = product, x.dtype, x.shape, columns.layout
+        # The weight itself, quantized once more: every micro-batch of a pipeline would keep a copy, and ZeRO 3 one of
+        # what it takes away.
+        ctx.save_for_backward(columns.values, columns.inverse, w)
+        return multiply(rows, weight, x.dtype, transpose_b=True).view(*x.shape[:-1], w.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        values, inverse, w = ctx.saved_tensors
+        product: Product = ctx.product
+        rows, columns = product.quantized(gradient.reshape(-1, gradient.shape[-1]), GRADIENT)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = multiply(rows, product.quantize(w, WEIGHT, False)[1], ctx.dtype).view(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            dw = multiply(columns, Quantized(values, inverse, *ctx.layout), ctx.dtype, transpose_a=True)
+        return dx, dw, None, None
+
+
+def multiply(
+    a: Quantized, b: Quantized, dtype: torch.dtype, *, transpose_a: bool = False, transpose_b: bool = False
+) -> Tensor:
+    """a b, or with either transposed, in `dtype`: bf16 or fp32; summed up in fp32, rounded once."""
+    whole = not a.inverse.dim() and not b.inverse.dim()
+    left, right = (q.decoded(dtype) if whole else q.dequantized(dtype) for q in (a, b))
+    left, right = left.t() if transpose_a else left, right.t() if transpose_b else right
+    if not whole:
+        return left @ right
+    if left.device.type == "cpu":
+        factor = float(a.inverse) * float(b.inverse)
+        return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=factor)
+    if dtype is torch.float32:
+        return (left @ right).mul_(a.inverse * b.inverse)
+    return torch.mm(left, right, out_dtype=torch.float32).mul_(a.inverse * b.inverse).to(dtype)

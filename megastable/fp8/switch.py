@@ -1,0 +1,121 @@
+"""What the engine knows of FP8: on or off, what surrounds a step, and delayed scaling's state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megastable.fp8.emulated import Product
+from megastable.fp8.meters import SLOTS, Meters
+from megastable.fp8.scaling import Quantized
+
+History = Mapping[
+    str, Sequence[Sequence[float]]
+]  # by layer and slot: the largest magnitudes, the newest first
+# layer, slot, and of how many numbers how many became the format's largest, and how many zero
+Record = Callable[[str, str, Tensor, Tensor, int], None]
+
+
+class Fp8:
+    """Of the layers that a rank holds. Subclasses are the backends; this one's scales have no memory.
+
+    layers: their names. All ranks call all methods alike.
+    """
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        self.layers = list(layers)
+        self._on = True
+
+    @property
+    def on(self) -> bool:
+        """Whether the layers compute in FP8 from now on, or in the precision of the rest."""
+        return self._on
+
+    @on.setter
+    def on(self, value: bool) -> None:
+        if value and not self._on:
+            self.forget()  # magnitudes of long ago are worse than none
+        self._on = value
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Around forward and backward of a step, or around an evaluation."""
+        return contextlib.nullcontext()
+
+    def watch(self, record: Record | None) -> None:
+        """Tell `record` of every tensor that is quantized; None: no longer."""
+
+    def settle(self, applied: bool) -> None:
+        """After a step, whose update was applied or not."""
+
+    def forget(self) -> None:
+        """What scales remember."""
+
+    def state(self) -> Any:
+        """A copy of what scales remember, for `restore`: a rewind."""
+
+    def restore(self, saved: Any) -> None: ...
+
+    def history(self) -> dict[str, list[list[float]]]:
+        """What scales remember, for a checkpoint."""
+        return {}
+
+    def read(self, history: History) -> None:
+        """The opposite of `history`, of any backend and layout: what it says of other layers is left aside."""
+
+
+class Emulated(Fp8):
+    """Products that emulate FP8. group: the ranks that share delayed scales; None: all."""
+
+    def __init__(self, layers: Sequence[str], meters: Meters | None, group: Any) -> None:
+        super().__init__(layers)
+        self._meters, self._group = meters, group
+        self.products: list[Product] = []
+
+    def watch(self, record: Record | None) -> None:
+        for product in self.products:
+            product.observe = partial(_tell, record, product.name) if record is not None else None
+
+    def settle(self, applied: bool) -> None:
+        if self._meters is not None:
+            self._meters.settle(applied and self._on, self._group)
+
+    def forget(self) -> None:
+        if self._meters is not None:
+            self._meters.forget()
+
+    def state(self) -> Tensor | None:
+        return self._meters.state() if self._meters is not None else None
+
+    def restore(self, saved: Tensor | None) -> None:
+        if self._meters is not None and saved is not None:
+            self._meters.restore(saved)
+
+    def history(self) -> dict[str, list[list[float]]]:
+        return self._meters.told() if self._meters is not None else {}
+
+    def read(self, history: History) -> None:
+        if self._meters is not None:
+            self._meters.read(history)
+
+
+def _tell(record: Record, layer: str, slot: int, x: Tensor, became: Quantized) -> None:
+    record(layer, SLOTS[slot], *losses(x, became), x.numel())
+
+
+@torch.no_grad()
+def losses(x: Tensor, became: Quantized) -> tuple[Tensor, Tensor]:
+    """How many numbers of a matrix were cut to the format's largest, and how many became zero; fp64.
+
+    A magnitude that lies within half a step above the largest is rounded to it, not cut.
+    """
+    to, code = became.format, became.decoded(torch.float32)
+    step = 2.0 ** -(to.mantissa + 1)
+    beyond = became.dequantized(torch.float32).abs() * (1 + step / 2) < x.abs()
+    cut = (code.abs() == to.max) & beyond
+    return cut.sum(dtype=torch.float64), ((code == 0) & (x != 0)).sum(dtype=torch.float64)

@@ -1,0 +1,351 @@
+"""FP8 by Transformer Engine: its modules in the place of a block's norms and linear layers, around our own parameters.
+
+Written against its source, version 2.20; of what it does, this is relied on:
+- A module that is built on the meta device neither initialises its parameters nor marks them as tensor-parallel, and
+  looks them up by name whenever it computes: ours, put in the place of its own, keep their marks and placement.
+- Forward functions are hidden from torch.compile. What lies between them is compiled by itself: `Block.in_pieces`.
+- Whether, and by which recipe, is asked of one object of the process in every forward, also in one that recomputes, in
+  autograd's thread; a backward pass goes by what its forward has noted. So one autocast goes around a whole step.
+- With delayed scales its kernels read a scale and raise the largest magnitude seen, in place; all else (history, new
+  scales, sums over ranks) it does for modules that have entered themselves in a global list. Ours never do: scales and
+  magnitudes are cells of `Meters`, and no scale moves within a step. Hence many micro-batches, 1F1B and torch's own
+  recomputation need no more care: a forward that is done again reads the same scales and raises nothing.
+- Its tensor-parallel messages are those of `mappings`, but that gathered activations travel in FP8. The gradient of a
+  norm's weight under sequence parallelism it leaves to us.
+What it can and we leave out: FP8 copies of weights kept over the micro-batches of a step (they need all its modules
+told which is the first, and a byte or two a parameter), gradients added up in its products, overlapped messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megastable.config import Fp8Config, RunConfig
+from megastable.fp8.emulated import INPUT, WEIGHT, formats
+from megastable.fp8.formats import E5M2
+from megastable.fp8.meters import SLOTS, Meters
+from megastable.fp8.scaling import scale_of
+from megastable.fp8.switch import Emulated, Fp8
+from megastable.model.gpt import Block
+from megastable.model.mlp import MLP
+from megastable.model.norm import RMSNorm
+from megastable.model.sizes import in_fp8
+from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megastable.parallel.topology import TensorParallel
+
+MULTIPLE = 16  # of what its FP8 products can be in size
+# Where nothing is known yet, of inputs and gradients; of weights it is looked up. E5M2 then holds gradients from 1e-11
+# (the normal ones from 6e-11) to 0.05, E4M3 inputs from 1e-4 to 28; what is beyond is cut, for one step.
+FIRST_SCALES = (2.0**4, 2.0**10, 2.0**20)
+
+
+# Whether it can be had
+
+
+def why_not(config: RunConfig, device: torch.device) -> str | None:
+    """Why Transformer Engine cannot compute `config.precision.fp8` on this device; None if it can."""
+    if device.type != "cuda":
+        return "Transformer Engine computes on GPUs only"
+    if reason := misfit(config):
+        return reason
+    if find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed (bash launch/install.sh gpu)"
+    try:
+        import transformer_engine.pytorch as te
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return f"Transformer Engine cannot be imported: {said}"
+    if not hasattr(te, "autocast"):
+        return "this Transformer Engine is too old: 2.9 or newer is needed (bash launch/install.sh gpu)"
+    assert config.precision.fp8 is not None
+    with torch.cuda.device(device):
+        return _unsupported(te, config.precision.fp8)
+
+
+def misfit(config: RunConfig) -> str | None:
+    """Why it has no products for a model in this layout, on any GPU; None if it has."""
+    c, m, p = config, config.model, config.parallel
+    if c.precision.kind != "bf16":
+        return f"around Transformer Engine's FP8 everything is bf16, and precision.kind is {c.precision.kind}"
+    heads, kv, d = m.heads // p.tensor, m.key_value_heads // p.tensor, m.head_width
+    sizes = {
+        "model.hidden": m.hidden,
+        "queries, keys and values of a tensor rank (model.heads, kv_heads, head_dim)": (heads + 2 * kv) * d,
+        "the heads of a tensor rank (model.heads, head_dim)": heads * d,
+        "model.ffn of a tensor rank": m.ffn_width // p.tensor,
+        "tokens of a rank (train.micro_batch, model.sequence_length)": _tokens(config),
+    }
+    for name, size in sizes.items():
+        if size % MULTIPLE:
+            return f"its FP8 products want multiples of {MULTIPLE}, and of {name} there are {size:,}"
+    return None
+
+
+def _tokens(config: RunConfig) -> int:
+    p = config.parallel
+    shared = p.context * (p.tensor if p.sequence else 1)
+    return config.train.micro_batch * config.model.sequence_length // shared
+
+
+def _unsupported(te: Any, config: Fp8Config) -> str | None:
+    """Why the current GPU has no products of this recipe."""
+    if config.recipe != "block":
+        possible, reason = te.is_fp8_available(return_reason=True)
+        return None if possible else f"of this GPU it says: {reason}"
+    possible, reason = te.is_fp8_block_scaling_available(return_reason=True)
+    if possible and torch.cuda.get_device_capability() >= (10, 0):
+        # From Blackwell on it computes this recipe by blocks of 32, which newer GPUs have not for all products.
+        possible, reason = te.is_mxfp8_available(return_reason=True)
+    return None if possible else f"of blocks on this GPU it says: {reason}"
+
+
+# Its modules
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """One of its modules. layers: the linear layers that it computes, in the order of its products. weights: theirs."""
+
+    module: Any
+    layers: tuple[str, ...]
+    weights: tuple[nn.Parameter, ...]
+
+
+def fit(block: Block, linears: Collection[str]) -> list[Fitted]:
+    """Put modules of Transformer Engine in the place of those `linears` (of `config.LINEARS`) of a built block.
+
+    A norm before a layer becomes a part of its module, which quantizes what it norms while that is at hand; an MLP that
+    is in FP8 as a whole becomes one module, which keeps for the backward pass what recompute=selective would keep.
+    """
+    found, attention, mlp = [], block.attention, block.mlp
+    assert isinstance(mlp, MLP)
+
+    def take(linear: str, owner: nn.Module, norm: str) -> None:
+        before = not block.norms_after and linear in ("attention.qkv", "mlp.gate_up")
+        short = linear.rpartition(".")[2]
+        module = _linear(getattr(owner, short), getattr(block, norm) if before else None)
+        found.append(Fitted(module, (f"{block.name}.{linear}",), (module.weight,)))
+        setattr(owner, short, module)
+        if before:
+            setattr(block, norm, nn.Identity())
+
+    for linear in ("attention.qkv", "attention.out"):
+        if linear in linears:
+            take(linear, attention, "attention_norm")
+    if {"mlp.gate_up", "mlp.down"} <= set(linears) and not block.norms_after:
+        fused = _mlp(mlp, block.mlp_norm)
+        layers = f"{block.name}.mlp.gate_up", f"{block.name}.mlp.down"
+        found.append(Fitted(fused, layers, (fused.fc1_weight, fused.fc2_weight)))
+        block.mlp, block.mlp_norm = fused, nn.Identity()  # type: ignore[assignment]
+    else:
+        for linear in ("mlp.gate_up", "mlp.down"):
+            if linear in linears:
+                take(linear, mlp, "mlp_norm")
+    if found:
+        block.in_pieces()
+    return found
+
+
+def _linear(linear: ColumnParallelLinear | RowParallelLinear, norm: RMSNorm | None) -> Any:
+    """[norm,] x [s, b, in] (column: or its sequence shard) -> [s, b, out], as our own layers."""
+    import transformer_engine.pytorch as te
+
+    (outputs, inputs), tp = linear.weight.shape, linear.tp
+    column = isinstance(linear, ColumnParallelLinear)
+    told = _told(tp, linear.weight) | {
+        "parallel_mode": None if tp.size == 1 else "column" if column else "row"
+    }
+    # It is told the sizes of the whole and divides them.
+    whole = (inputs, outputs * tp.size) if column else (inputs * tp.size, outputs)
+    with _quietly():
+        if norm is None:
+            module = te.Linear(*whole, **told)
+        else:
+            module = te.LayerNormLinear(*whole, eps=norm.eps, normalization="RMSNorm", **told)
+            _give_norm(module, norm)
+    _give(module, "weight", linear.weight)
+    return module
+
+
+def _mlp(mlp: MLP, norm: RMSNorm) -> Any:
+    """norm, then the MLP: x [s, b, hidden] (or its sequence shard) -> the same shape. Its SwiGLU has the gate first."""
+    import transformer_engine.pytorch as te
+
+    tp, (hidden, width) = mlp.down.tp, mlp.down.weight.shape
+    with _quietly():
+        module = te.LayerNormMLP(
+            hidden, width * tp.size, eps=norm.eps, normalization="RMSNorm", activation="swiglu",
+            set_parallel_mode=tp.size > 1, **_told(tp, mlp.down.weight),
+        )  # fmt: skip
+    _give_norm(module, norm)
+    _give(module, "fc1_weight", mlp.gate_up.weight)
+    _give(module, "fc2_weight", mlp.down.weight)
+    return module
+
+
+def _told(tp: TensorParallel, weight: Tensor) -> dict[str, Any]:
+    return {
+        "bias": False,
+        "device": "meta",
+        "params_dtype": weight.dtype,
+        "tp_group": tp.group if tp.size > 1 else None,
+        "sequence_parallel": tp.sequence,
+    }
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # Every tensor-parallel module says that messages overlap for sure only with CUDA_DEVICE_MAX_CONNECTIONS=1.
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def _give(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    its = getattr(module, name)
+    assert its.shape == parameter.shape, f"{name}: {tuple(its.shape)} in place of {tuple(parameter.shape)}"
+    setattr(module, name, parameter)
+
+
+def _give_norm(module: nn.Module, norm: RMSNorm) -> None:
+    _give(module, "layer_norm_weight", norm.weight)
+    if norm.tp.size > 1:
+        # Every rank norms its own part of the tokens. Before the gradient is added up or anybody looks at it.
+        norm.weight.register_hook(_Sum(norm.tp))
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A gradient, summed over the tensor group as `mappings.share` does it: in fp32."""
+
+    tp: TensorParallel
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        wide = gradient.to(torch.float32, copy=True)
+        dist.all_reduce(wide, group=self.tp.group)
+        return wide.to(gradient.dtype)
+
+
+# What the engine knows of it
+
+
+def apply(module: nn.Module, config: RunConfig, tp: TensorParallel, group: Any) -> Fp8:
+    """`module`, a built model or a stage of one, with its linear layers as `config.precision.fp8` says. group: the ranks
+    that share delayed scales, those of the stage; None: the world."""
+    assert config.precision.fp8 is not None
+    names, found = in_fp8(config), []
+    for block in (part for part in module.modules() if isinstance(part, Block)):
+        prefix = f"{block.name}."
+        found += fit(block, {name.removeprefix(prefix) for name in names if name.startswith(prefix)})
+    return TransformerEngine(found, config.precision.fp8, group)
+
+
+class TransformerEngine(Emulated):
+    """Its modules, and the meters that their kernels read and write."""
+
+    def __init__(self, fitted: Sequence[Fitted], config: Fp8Config, group: Any) -> None:
+        layers = [layer for one in fitted for layer in one.layers]
+        to, meters = formats(config), None
+        if config.recipe == "delayed":
+            on = torch.device("cuda", torch.cuda.current_device())
+            meters = Meters(layers, to, config.history, config.margin, on)
+        super().__init__(layers, meters, group)
+        self._recipe = _recipe(config)
+        self._weights = [weight for one in fitted for weight in one.weights]
+        self._weight_format, self._room = to[WEIGHT], 2.0**config.margin
+        self._first: Tensor | None = None  # scales where nothing is known
+        if meters is not None:
+            self._scales = torch.ones_like(meters.scales)  # those that the kernels read: never 0
+            with self._autocast(True):
+                _connect(fitted, meters, self._scales)
+
+    @property
+    def on(self) -> bool:
+        return self._on
+
+    @on.setter
+    def on(self, value: bool) -> None:
+        # What was seen before is kept while it is off: without it the first step would guess, and scales of long ago
+        # cut rather than lose what they do not fit.
+        self._on = value
+
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        return self._stateless() if self._meters is None else self._metered(self._meters)
+
+    def _stateless(self) -> Any:
+        return self._autocast(self.on)
+
+    @contextlib.contextmanager
+    def _metered(self, meters: Meters) -> Iterator[None]:
+        if self.on:
+            if self._first is None:
+                self._first = self._guess(meters)
+            torch.where(meters.scales > 0, meters.scales, self._first, out=self._scales)
+        with self._autocast(self.on):
+            yield
+        if not torch.is_grad_enabled():
+            meters.seen.zero_()  # an evaluation raises them, too, and is no step
+
+    def _autocast(self, on: bool) -> Any:
+        import transformer_engine.pytorch as te
+
+        # The group is for sums that never take place; without one they would be over the world, of all stages.
+        return te.autocast(enabled=on, recipe=self._recipe, amax_reduction_group=self._group)
+
+    @torch.no_grad()
+    def _guess(self, meters: Meters) -> Tensor:
+        """Scales [layers, slots] for a step of which nothing is known."""
+        first = torch.tensor(FIRST_SCALES, device=meters.scales.device).expand_as(meters.scales).clone()
+        # Under ZeRO 3 the weights are elsewhere.
+        here = {row: w.detach() for row, w in enumerate(self._weights) if w.numel()}
+        if here:
+            largest = torch.stack(torch._foreach_norm(list(here.values()), torch.inf)).float()
+            first[list(here), WEIGHT] = scale_of(largest, self._weight_format)
+        return first / self._room
+
+    def forget(self) -> None:
+        super().forget()
+        self._first = None
+
+
+def _recipe(config: Fp8Config) -> Any:
+    """Its object for ours. Of delayed scaling it knows only that there is one: see `Meters`."""
+    from transformer_engine.common import recipe
+
+    to = recipe.Format.HYBRID if formats(config)[2] is E5M2 else recipe.Format.E4M3
+    if config.recipe == "delayed":
+        return recipe.DelayedScaling(fp8_format=to, amax_history_len=1, amax_compute_algo="most_recent")
+    if config.recipe == "block":
+        return recipe.Float8BlockScaling(fp8_format=to)
+    return recipe.Float8CurrentScaling(fp8_format=to)
+
+
+def _connect(fitted: Sequence[Fitted], meters: Meters, scales: Tensor) -> None:
+    """Let the kernels of delayed scaling read `scales` and raise `meters.seen`, [layers, slots] both; in an autocast.
+
+    A module has three tensors a product in its forward pass (input, weight, output) and two in its backward pass
+    (gradient of the output, of the input); outputs and gradients of inputs stay bf16.
+    """
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    rows = {layer: row for row, layer in enumerate(meters.names)}
+    for one in fitted:
+        one.module.init_fp8_metadata(num_gemms=len(one.layers))
+        # It takes this for its place in the global list, and does not enter itself.
+        one.module.fp8_meta[FP8GlobalStateManager.get_buffer_info()] = []
+        for number, layer in enumerate(one.layers):
+            forward, backward = (one.module.quantizers[key] for key in ("scaling_fwd", "scaling_bwd"))
+            cells = forward[3 * number], forward[3 * number + 1], backward[2 * number]
+            assert len(cells) == len(SLOTS) and INPUT == 0 and WEIGHT == 1
+            for slot, quantizer in enumerate(cells):
+                quantizer.scale = scales[rows[layer], slot]
+                quantizer.amax = meters.seen[rows[layer], slot].view(1)

@@ -1,0 +1,195 @@
+"""FP8 in a whole model: which layers, every layout against one process, and switched off as if it had never been."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megastable.config import RunConfig
+from megastable.fp8.apply import emulate, linears
+from megastable.fp8.switch import Emulated
+from megastable.model.gpt import GPT
+from megastable.model.loss import LossFunction
+from megastable.model.sizes import in_fp8
+from megastable.parallel.layout import Layout
+from megastable.parallel.topology import TensorParallel, Topology
+from tests.distributed import run_ranks
+from tests.parallel import test_layouts as layouts
+
+RECIPES = ("current", "delayed", "block")
+
+
+def config(fp8: Any = "current", precision: str = "fp32", **parts: Any) -> RunConfig:
+    tree = layouts.config(precision=precision, **parts).model_dump()
+    tree["precision"]["fp8"] = fp8
+    return RunConfig.model_validate(tree)
+
+
+def built(c: RunConfig, recompute: str = "none", dtype: torch.dtype = torch.bfloat16) -> GPT:
+    vocabulary = c.model.vocab_size
+    assert vocabulary is not None
+    tp = TensorParallel()
+    return GPT(c.model, tp, recompute, 1, LossFunction(vocabulary, 1e-4, tp)).to(dtype)
+
+
+def fitted(c: RunConfig, recompute: str = "none") -> tuple[GPT, Emulated]:
+    model, fp8 = built(c, recompute), c.precision.fp8
+    assert fp8 is not None
+    return model, emulate(model, fp8, in_fp8(c))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, labels, _ = layouts.batches()[0]
+    return tokens, labels
+
+
+def gradients(model: GPT) -> tuple[float, list[torch.Tensor]]:
+    model.zero_grad()
+    loss = model(*batch())
+    loss.backward()
+    return loss.item(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_what_is_kept_is_left_alone() -> None:
+    c = config({"keep_first": 1, "keep_last": 1, "keep": ["blocks.2.mlp.down"]})
+    wanted = {f"blocks.1.{n}" for n in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")}
+    wanted |= {f"blocks.2.{n}" for n in ("attention.qkv", "attention.out", "mlp.gate_up")}
+    assert in_fp8(c) == wanted
+    model, fp8 = fitted(c)
+    assert set(fp8.layers) == wanted
+    assert set(linears(model)) == {
+        f"blocks.{i}.{n}"
+        for i in range(4)
+        for n in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+    }
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_switched_off_it_is_the_same_bytes_as_without(recipe: str) -> None:
+    plain, (model, fp8) = built(config()), fitted(config(recipe))
+    without = gradients(plain)
+    within = gradients(model)
+    assert within[0] != without[0] and abs(within[0] - without[0]) < 0.05
+    fp8.on = False
+    off = gradients(model)
+    assert off[0] == without[0]
+    assert all(torch.equal(a, b) for a, b in zip(off[1], without[1], strict=True))
+    fp8.on = True
+    again = gradients(model)
+    assert again[0] == within[0]
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recomputation_changes_nothing(recipe: str, recompute: str) -> None:
+    (plain, a), (again, b) = fitted(config(recipe)), fitted(config(recipe), recompute)
+    for _ in range(2):  # delayed scales are others in the second step
+        one, other = gradients(plain), gradients(again)
+        assert one[0] == other[0]
+        assert all(torch.equal(x, y) for x, y in zip(one[1], other[1], strict=True))
+        for fp8 in (a, b):
+            fp8.settle(True)
+    assert a.history() == b.history()
+
+
+def test_gradients_are_those_of_bf16_but_for_rounding() -> None:
+    without = gradients(built(config()))
+    for recipe in RECIPES:
+        _, found = gradients(fitted(config(recipe))[0])
+        for a, b in zip(found, without[1], strict=True):
+            likeness = torch.cosine_similarity(a.float().flatten(), b.float().flatten(), 0)
+            assert 0.93 < likeness < 0.99999, recipe
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any], float]] = {
+    # ranks, parallel, how far a loss may be from one process: rounding flips where scales are those of a shard
+    "pp2": (2, {"pipeline": 2}, 1e-5),
+    "dp2-zero2": (2, {"zero": 2}, 2e-3),
+    "dp2-zero3": (2, {"zero": 3}, 2e-3),
+    "tp2": (2, {"tensor": 2}, 1e-2),
+    "tp2-sequence-full": (2, {"tensor": 2, "sequence": True, "recompute": "full"}, 1e-2),
+    "context2": (2, {"context": 2}, 1e-2),
+    "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}, 1e-2),
+}
+ONE: dict[str, Any] = {}
+
+
+def train_rank(c: RunConfig, world: int) -> dict[str, Any]:
+    """Losses and norms of ten steps, and what delayed scales remember in the end."""
+    import torch.distributed as dist
+
+    from megastable import deepspeed_config
+    from megastable.engine import Engine
+
+    p = c.parallel
+    layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(c, world), p.context)
+    topology = Topology(layout, dist.get_rank(), timeout=120)
+    engine = Engine(c, deepspeed_config.build(c, world), topology)
+    losses, norms = [], []
+    for step, (one, lr) in enumerate(zip(layouts.batches(), layouts.RATES, strict=True)):
+        micro = layouts.mine(one, topology, c.train.micro_batch)
+        if step == 3:
+            # What is only looked at leaves no trace.
+            before = engine.fp8_history()
+            engine.measure(micro)
+            engine.evaluate(micro)
+            assert engine.fp8_history() == before
+        measured, applied = engine.train_step(micro, lr, judge=lambda m: m.finite)
+        assert applied and measured.fp8
+        losses.append(measured.loss)
+        norms.append(measured.grad_norm)
+    return {"losses": losses, "norms": norms, "history": engine.fp8_history()}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_layout_trains_as_one_process_does(recipe: str) -> None:
+    if recipe not in ONE:
+        (ONE[recipe],) = run_ranks(1, train_rank, config(recipe), 1)
+    one = ONE[recipe]
+    assert one["losses"][-1] < one["losses"][0]
+    chosen = LAYOUTS if recipe == "delayed" else {n: LAYOUTS[n] for n in ("pp2", "tp2-sequence-full")}
+    for name, (world, parallel, near) in chosen.items():
+        ranks = run_ranks(world, train_rank, config(recipe, **parallel), world)
+        assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
+        assert all(rank["history"] == ranks[0]["history"] for rank in ranks), "ranks remember alike"
+        assert ranks[0]["losses"] == pytest.approx(one["losses"], rel=near), name
+        assert ranks[0]["norms"] == pytest.approx(one["norms"], rel=30 * near), name
+        assert ranks[0]["history"].keys() == one["history"].keys()
+
+
+def refusing(c: RunConfig) -> None:
+    """A refused update, a rewind and a switch, in delayed scaling's memory."""
+    from megastable import deepspeed_config
+    from megastable.engine import Engine
+
+    topology = Topology(Layout(), 0, timeout=120)
+    engine = Engine(c, deepspeed_config.build(c, 1), topology)
+    assert engine.fp8 is not None
+    steps = [layouts.mine(one, topology, 2) for one in layouts.batches()]
+    for micro in steps[:3]:
+        engine.train_step(micro, 1e-3, lambda _: True)
+    before, counters, state = engine.fp8_history(), engine.counters(), engine.optimizer_state()
+    kept = {name: tensor.clone() for name, tensor in state.items()}
+    assert {len(slot) for told in before.values() for slot in told} == {16}
+    assert all(slot[2] > 0 == slot[3] for told in before.values() for slot in told), "three steps were seen"
+    engine.train_step(steps[3], 1e-3, lambda _: False)
+    assert engine.fp8_history() == before
+    ahead = [engine.train_step(micro, 1e-3, lambda _: True)[0].loss for micro in steps[3:6]]
+    assert engine.fp8_history() != before
+    engine.restore_optimizer_state(kept)
+    engine.restore_counters(counters)
+    engine.refresh_weights()
+    assert engine.fp8_history() == before
+    assert [engine.train_step(micro, 1e-3, lambda _: True)[0].loss for micro in steps[3:6]] == ahead
+    engine.fp8.on = False
+    history = engine.fp8_history()
+    measured, _ = engine.train_step(steps[6], 1e-3, lambda _: True)
+    assert measured.fp8 is False and engine.fp8_history() == history
+    engine.fp8.on = True
+    assert not any(value for told in engine.fp8_history().values() for slot in told for value in slot)
+
+
+def test_what_is_refused_or_undone_is_not_remembered() -> None:
+    run_ranks(1, refusing, config("delayed", precision="bf16"))
