@@ -3,8 +3,8 @@
     y = q(x) q(w)^T        dx = q(g) q(w)        dw = q(g)^T q(x)
 
 The products of FP8 numbers are summed up in fp32, as tensor cores do: every FP8 number is a bf16 number, so the product
-is one of bf16, and what is saved for the backward pass is FP8. Scales of whole tensors are multiplied in behind the sum,
-before anything is rounded; those of blocks are powers of two, which bf16 takes exactly.
+is one of bf16, and what is saved for the backward pass is FP8. Scales of whole tensors are multiplied in behind the
+sum, before anything is rounded; those of blocks are powers of two, which bf16 takes exactly.
 """
 
 from __future__ import annotations

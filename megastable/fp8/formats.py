@@ -1,7 +1,7 @@
 """The two FP8 formats, as numbers are rounded to them: E4M3 and E5M2 (Micikevicius et al., arXiv:2209.05433, table 1).
 
-E4M3 has no infinities and one NaN (torch's float8_e4m3fn), E5M2 is a shorter fp16. What is too large becomes the largest
-number, an infinity too; NaN stays NaN. `tests/fp8/model.py` is the independent reference.
+E4M3 has no infinities and one NaN (torch's float8_e4m3fn), E5M2 is a shorter fp16. What is too large becomes the
+largest number, an infinity too; NaN stays NaN. `tests/fp8/model.py` is the independent reference.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Delayed scaling: the largest magnitudes of the last steps, of every tensor that a layer quantizes, and scales from them.
+"""Delayed scaling: the largest magnitudes of the last steps, of all that a layer quantizes, and scales from them.
 
 Micikevicius et al., arXiv:2209.05433 section 3; Transformer Engine's DelayedScaling. Different from it, on purpose: the
-history moves once a step, not with every micro-batch; what a refused update has shown never enters; and where nothing
-is known yet the scale is the tensor's own, in place of 1, by which the first gradients would all become zero.
+history moves once a step, not with every micro-batch; what a refused update has shown never enters, nor does what is
+not finite; and where nothing is known yet the scale is the tensor's own, in place of 1, by which the first gradients
+would all become zero.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Scales, and tensors quantized by them: one for a whole tensor, or one for every block (power of two).
 
-As Transformer Engine 2.20 defines them: a scale is the format's largest number over the largest magnitude. Blocks of 128
-neighbours along the dimension that a product sums over, 128 x 128 of a weight: DeepSeek-V3, arXiv:2412.19437 section
-3.3.2.
+As Transformer Engine 2.20 defines them: a scale is the format's largest number over the largest magnitude. Blocks of
+128 neighbours along the dimension that a product sums over, 128 x 128 of a weight: DeepSeek-V3, arXiv:2412.19437
+section 3.3.2.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Quantized:
         return decode(self.values, self.format, dtype)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """With their scales; exact where these are powers of two."""
+        """With their scales; exact where these are powers of two (but for subnormal numbers of `dtype`)."""
         numbers = self.decoded(dtype)
         if not self.inverse.dim():
             return numbers.float().mul_(self.inverse).to(dtype)
@@ -59,7 +59,10 @@ def magnitude(x: Tensor) -> Tensor:
 def scale_of(largest: Tensor, to: Format, power_of_two: bool = False) -> Tensor:
     """fp32, of the shape of `largest`: what brings these magnitudes to the format's largest number, or just below it
     with powers of two. 1 where the magnitude is 0, infinite or nan."""
-    scale = (to.max / largest).clamp_(max=LARGEST)  # of the tiniest magnitudes it would be infinite
+    # A number over a tensor would be its reciprocal times that, rounded twice.
+    scale = (
+        torch.full_like(largest, to.max).div_(largest).clamp_(max=LARGEST)
+    )  # of the tiniest it would be infinite
     if power_of_two:
         scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
     usable = torch.isfinite(largest) & (largest > 0)
@@ -98,7 +101,7 @@ def _grid(x: Tensor, height: int, width: int) -> Tensor:
     rows, columns = x.shape
     if rows % height or columns % width:
         x = F.pad(x, (0, -columns % width, 0, -rows % height))
-    return x.reshape(x.shape[0] // height, height, -1, width)
+    return x.reshape(x.shape[0] // height, height, x.shape[1] // width, width)
 
 
 def _flat(blocks: Tensor, shape: torch.Size) -> Tensor:

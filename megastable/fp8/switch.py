@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -115,7 +116,7 @@ def losses(x: Tensor, became: Quantized) -> tuple[Tensor, Tensor]:
     A magnitude that lies within half a step above the largest is rounded to it, not cut.
     """
     to, code = became.format, became.decoded(torch.float32)
-    step = 2.0 ** -(to.mantissa + 1)
-    beyond = became.dequantized(torch.float32).abs() * (1 + step / 2) < x.abs()
+    half = 2.0 ** (math.floor(math.log2(to.max)) - to.mantissa - 1)
+    beyond = became.dequantized(torch.float32).abs() * (1 + half / to.max) < x.abs()
     cut = (code.abs() == to.max) & beyond
     return cut.sum(dtype=torch.float64), ((code == 0) & (x != 0)).sum(dtype=torch.float64)

@@ -76,10 +76,18 @@ class Block(nn.Module):
         self.mlp = MLP(config, tp, f"{name}.mlp", core)
         self._split = (tp.size if tp.sequence else 1) * cp.size
         self.plain = False  # somebody looks into the block by hooks: it runs as it is written
+        self._compiled = kernels.compile
+        self._compile(whole=kernels.whole_blocks)
+
+    def _compile(self, whole: bool) -> None:
         self._fast = self._block
-        if kernels.compile:
+        if self._compiled:
             # Of all blocks the same code: it is compiled once, for training, and once for evaluation.
-            self._fast = torch.compile(self._block, fullgraph=kernels.whole_blocks, dynamic=False)
+            self._fast = torch.compile(self._block, fullgraph=whole, dynamic=False)
+
+    def in_pieces(self) -> None:
+        """Some of its parts are not for torch.compile any more: what lies between them is compiled by itself."""
+        self._compile(whole=False)
 
     def forward(self, stream: Stream) -> Stream:
         x, segments = _open(stream)

@@ -9,7 +9,9 @@ import torch
 
 from megastable.config import RunConfig
 from megastable.fp8.apply import emulate, linears
-from megastable.fp8.switch import Emulated
+from megastable.fp8.formats import E4M3
+from megastable.fp8.scaling import by_tensor, magnitude, scale_of
+from megastable.fp8.switch import Emulated, losses
 from megastable.model.gpt import GPT
 from megastable.model.loss import LossFunction
 from megastable.model.sizes import in_fp8
@@ -166,7 +168,7 @@ def refusing(c: RunConfig) -> None:
 
     topology = Topology(Layout(), 0, timeout=120)
     engine = Engine(c, deepspeed_config.build(c, 1), topology)
-    assert engine.fp8 is not None
+    assert isinstance(engine.fp8, Emulated)
     steps = [layouts.mine(one, topology, 2) for one in layouts.batches()]
     for micro in steps[:3]:
         engine.train_step(micro, 1e-3, lambda _: True)
@@ -183,6 +185,23 @@ def refusing(c: RunConfig) -> None:
     engine.refresh_weights()
     assert engine.fp8_history() == before
     assert [engine.train_step(micro, 1e-3, lambda _: True)[0].loss for micro in steps[3:6]] == ahead
+    # What is looked at: nothing is cut or lost, until scales are far too large.
+    kinds = [f"{slot}_{fate}" for slot in ("input", "weight", "gradient") for fate in ("saturation", "underflow")]
+    for seen in (1.0, 1e-4):
+        engine.restore_fp8_history(
+            {n: [[m * seen for m in slot] for slot in told] for n, told in before.items()}
+        )
+        engine.probe.watch()
+        engine.train_step(steps[6], 0.0, lambda _: False)
+        found = engine.statistics()
+        rows = {name: row for name, row in found.layers.items() if kinds[0] in row}
+        assert set(rows) == {f"{layer}.weight" for layer in engine.fp8.layers}
+        assert all(0 <= row[kind] <= 1 for row in rows.values() for kind in kinds)
+        assert found.overall["fp8_saturation"] == max(row[k] for row in rows.values() for k in kinds[::2])
+        assert found.overall["fp8_underflow"] == max(row[k] for row in rows.values() for k in kinds[1::2])
+        told = found.indicators["fp8_saturation"], found.indicators["fp8_underflow"]
+        assert max(told) < 0.2 if seen == 1.0 else min(told) > 0.7
+    assert not any(product.observe for product in engine.fp8.products)
     engine.fp8.on = False
     history = engine.fp8_history()
     measured, _ = engine.train_step(steps[6], 1e-3, lambda _: True)
@@ -193,3 +212,13 @@ def refusing(c: RunConfig) -> None:
 
 def test_what_is_refused_or_undone_is_not_remembered() -> None:
     run_ranks(1, refusing, config("delayed", precision="bf16"))
+
+
+def test_what_counts_as_cut_and_as_lost() -> None:
+    """By hand: E4M3's largest is 448, its smallest 2^-9, and half of that rounds to zero."""
+    one = torch.ones(())
+    x = torch.tensor([[448.0, 463.0, 465.0, -1e4, 1.0, 0.0, 2.0**-9, 2.0**-10, 2.0**-11, -0.0]])
+    cut, lost = losses(x, by_tensor(x, one, E4M3))
+    assert (float(cut), float(lost)) == (2, 2)
+    cut, lost = losses(x, by_tensor(x, scale_of(magnitude(x), E4M3), E4M3))
+    assert (float(cut), float(lost)) == (0, 3)
