@@ -282,7 +282,12 @@ class Engine:
             module = self._module()
             alone = layout.pipeline == 1 or config.precision.fp8 is None
             self.fp8 = apply(
-                module, config, self.kernels.fp8, self.tp, None if alone else topology.stage_group()
+                module,
+                config,
+                self.kernels.fp8,
+                self.tp,
+                None if alone else topology.stage_group(),
+                self.device,
             )
             try:
                 self.ds, self.optimizer, *_ = deepspeed.initialize(

@@ -34,7 +34,7 @@ from megastable.rng import rng_state, set_rng_state
 from megastable.rundir import RunDirectory
 from megastable.stability import attribution
 from megastable.stability.attribution import Conclusion
-from megastable.stability.detector import DetectorState
+from megastable.stability.detector import Detector, DetectorState
 from megastable.stability.guard import Guard
 from megastable.stability.policy import Action, Cause, Decision
 from megastable.stability.signals import Finding, Signals, Verdict
@@ -70,7 +70,8 @@ class Recovery:
         self._quiet_until = 0
         self._irreproducible: int | None = None  # step whose numbers were finite when it was done again
         c = self.settings
-        self.guard = Guard(c, simulated=c.dry_run)
+        self._in_fp8 = True  # as was said last; an engine begins with it
+        self.guard = Guard(c, simulated=c.dry_run, fp8=engine.fp8 is not None)
         self.casebook = Casebook(run, source, lambda: self.guard.policy.state, note, say)
         self._before = self.guard.detector.state
         self.ring = Ring(engine, 0, c.snapshots.interval)
@@ -85,7 +86,8 @@ class Recovery:
     def begin(self, state: RunState, loader: Loader) -> None:
         """When the state is loaded: what is remembered, and the first snapshot."""
         memory = self._recall(state)
-        self.guard = Guard(self.settings, memory.guard, simulated=self.settings.dry_run)
+        in_fp8 = self.engine.fp8 is not None
+        self.guard = Guard(self.settings, memory.guard, self.settings.dry_run, in_fp8)
         self.guard.policy.resumed(state.step, state.updates)
         self.casebook.restore(memory.incident, memory.incidents, state.step)
         batch = self.config.train.global_batch
@@ -145,6 +147,25 @@ class Recovery:
             return True
         found = self.decision.finding
         return found.verdict is Verdict.HEALTHY and found.on_trend and self.casebook.incident is None
+
+    # Before a step
+
+    def choose_precision(self, state: RunState) -> None:
+        """FP8, or what the rest of the run computes in, for the step after `state`; a change is journaled and said."""
+        fp8, policy = self.engine.fp8, self.guard.policy
+        if fp8 is None:
+            return
+        fp8.on = wanted = not self.acts or policy.fp8
+        if wanted == self._in_fp8:
+            return
+        self._in_fp8 = wanted
+        if not wanted:
+            fp8.forget()  # or a rewind to a step in between would bring back magnitudes of long ago
+        event, other = ("returned", "FP8") if wanted else ("fell_back", self.config.precision.kind)
+        self.note(
+            event, step=state.step, to=other, reason=policy.precision, fallbacks=len(policy.state.fallbacks)
+        )
+        self.say(f"step {state.step}: goes on in {other}: {policy.precision}")
 
     # Before the update
 
@@ -279,14 +300,21 @@ class Recovery:
         recurred = policy.recurred()
         if not damage and not self._reproduced(batch, measured, state, finding.verdict):
             damage = "the same data on the same state gave other numbers: hardware, or a race"
+        numerics = "" if damage else self._without_fp8(batch, measured)
+        if numerics and self.engine.fp8 is not None:
+            self.engine.fp8.on = False  # what has failed is no measure of samples and states
         left_out = self._selection()
-        found = self._restore(finding.onset, 1 if recurred else 0, left_out)
+        found = self._restore(finding.onset, 1 if recurred and not numerics else 0, left_out)
         if found is None:
-            raise self._end(policy.leave(decision, "no snapshot is good"), state, skip=not damage)
+            cause = Cause.NUMERICS if numerics else Cause.UNKNOWN
+            left = policy.leave(decision, f"no snapshot is good{numerics and f'; {numerics}'}", cause)
+            raise self._end(left, state, skip=not damage and not numerics)
         snapshot, harmless = found
         saved, random_states, detector = snapshot.extra
         if damage:
             conclusion = Conclusion(Cause.HARDWARE, [], [], damage)
+        elif numerics:
+            conclusion = Conclusion(Cause.NUMERICS, [], [], numerics)
         else:
             conclusion = self._examine(window, harmless, left_out, recurred)
         culprit = self._culprit(conclusion)
@@ -319,6 +347,28 @@ class Recovery:
         again = self.engine.measure(batch.micro_batches)
         same_norm = math.isclose(measured.grad_norm, again.grad_norm, rel_tol=SAME_NORM)
         return same_norm and attribution.reproduced(measured.losses.numpy(), again.losses.numpy())
+
+    def _without_fp8(self, batch: Step, measured: Measured) -> str:
+        """The very step that tripped, on the state that it was refused on, but not in FP8: a sentence if that is
+        harmless. Not asked where FP8 is off, or not to be left any more."""
+        engine, fp8 = self.engine, self.engine.fp8
+        if fp8 is None or not measured.fp8 or not self.guard.policy.may_fall_back:
+            return ""
+        counters = engine.counters()
+        fp8.on = False
+        try:
+            other = engine.measure(batch.micro_batches)
+        finally:
+            fp8.on = True
+            engine.restore_counters(counters)  # magnitudes of the last steps, which switching it on forgets
+        expected = Detector(self.settings.detector, self._before).expected()
+        with_fp8, without = ((m.loss, math.log(max(m.grad_norm, 1e-30))) for m in (measured, other))
+        if not attribution.gone(with_fp8, without, expected):
+            return ""
+        return (
+            f"the same step without FP8 is harmless: a loss of {other.loss:.4g} in place of {measured.loss:.4g}, a "
+            f"gradient norm of {other.grad_norm:.3g} in place of {measured.grad_norm:.3g}"
+        )
 
     def _culprit(self, found: Conclusion) -> str | None:
         """The corpus that most of the guilty samples come from."""
@@ -385,6 +435,7 @@ class Recovery:
         calm = last is not None and last.verdict is Verdict.HEALTHY and last.on_trend
         seen = self.guard.policy.state.good >= self.settings.policy.verify_steps // 6
         self.casebook.close(state, "healed" if calm and seen else "open")
+        state.stability = self.memory()  # the summary tells of it
 
     def _end(self, decision: Decision, state: RunState, skip: bool = True) -> MegastableError:
         """What ends this process; all that a restart needs is written down. skip: the window, as nobody was cleared."""

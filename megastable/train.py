@@ -30,7 +30,7 @@ import megastable
 from megastable import deepspeed_config, durable, errors, recipe, rundir
 from megastable.checkpoint import store
 from megastable.checkpointing import Checkpoints
-from megastable.config import RunConfig
+from megastable.config import LINEARS, RunConfig
 from megastable.data.blends import BlendEntry, moved_skips
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.loader import Loader, Step
@@ -45,6 +45,7 @@ from megastable.heartbeat import Heartbeat
 from megastable.messages import attempt_of
 from megastable.model.flops import parameters
 from megastable.model.kernels import DTYPES
+from megastable.model.sizes import in_fp8
 from megastable.optim.schedule import rate
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
@@ -210,6 +211,8 @@ class Trainer:
                 self._mix(loader, batch)
 
                 # Forward, backward, gate, update
+                if self.engine.fp8 is not None:
+                    self.recovery.choose_precision(s)
                 lr = rate(c.schedule, c.optimizer.lr, total, s.updates) * self.recovery.rate_factor(s.updates)
                 if due(c.logging.layers_interval, s.step + 1) or s.discards_in_a_row == 1:
                     self.engine.probe.watch()  # the second refused update, too: what the trouble looks like inside
@@ -453,12 +456,20 @@ class Trainer:
     def _introduction(self, peak: float, peak_source: str) -> str:
         c, layout = self.config, self.layout
         context = f" (context {layout.context})" if layout.context > 1 else ""
+        fp8 = ""
+        if c.precision.fp8 is not None:
+            count, of = len(in_fp8(c)), c.model.layers * len(LINEARS)
+            emulated = ", emulated: its rounding is real, its speed is not"
+            fp8 = (
+                f"\nFP8 with {c.precision.fp8.recipe} scales in {count} of {of} linear layers"
+                f"{emulated if self.engine.kernels.fp8 == 'emulated' else ''}"
+            )
         return (
             f"{parameters(c.model) / 1e6:,.1f}M parameters, {layout.world} ranks: tensor {layout.tensor} x pipeline "
             f"{layout.pipeline} x data {layout.data}{context}, ZeRO {c.parallel.zero}, {c.precision.kind} on "
             f"{self.engine.device.type}\n"
             f"optimizer wrapper {type(self.engine.optimizer).__name__}, kernels: {self.engine.kernels}\n"
-            f"recomputation {c.parallel.recompute}, peak {peak:.3g} TFLOP/s a device ({peak_source})\n"
+            f"recomputation {c.parallel.recompute}, peak {peak:.3g} TFLOP/s a device ({peak_source}){fp8}\n"
             f"{c.train.global_batch} samples of {c.model.sequence_length} tokens a step, run directory {self.run.root}"
         )
 

@@ -88,6 +88,7 @@ def test_only_what_is_not_innocent_is_skipped(book: Book) -> None:
     for cause, guilty, ranges in (
         (Cause.DATA, [250, 251, 260], [(250, 252), (260, 261)]),
         (Cause.STATE, [], [(248, 272)]),
+        (Cause.NUMERICS, [], []),
         (Cause.LEARNING_RATE, [], []),
         (Cause.HARDWARE, [], []),
     ):
@@ -98,7 +99,7 @@ def test_only_what_is_not_innocent_is_skipped(book: Book) -> None:
         assert book.book.incident is not None and book.book.incident.positions == ranges
         assert bool(book.book.incident.documents) == (cause is Cause.DATA)
         book.book.close(state(70), "healed")
-    assert book.shown() == [(number, "healed", "rewind") for number in (1, 2, 3, 4)]
+    assert book.shown() == [(number, "healed", "rewind") for number in (1, 2, 3, 4, 5)]
 
 
 def test_a_corpus_is_swapped_out_from_the_first_guilty_sample_on(book: Book) -> None:

@@ -214,7 +214,7 @@ def check(got: dict[str, Any], name: str, parts: dict[str, Any]) -> None:
     assert list(layers) == list(wanted.layers)
     for row, values in wanted.layers.items():
         assert layers[row] == pytest.approx(values, rel=1e-4), f"{name}: {row}"
-    assert got["statistics"].indicators == {key: overall[key] for key in INDICATORS}
+    assert got["statistics"].indicators == {key: overall[key] for key in INDICATORS if "fp8" not in key}
     # A step that was not watched has the cheap ones only.
     cheap = {k: v for k, v in overall.items() if not k.startswith("attention")}
     assert got["again"] == Statistics(cheap, {})

@@ -49,12 +49,12 @@ def backtest(
         raise ConfigError(
             f"--plot {plot}: a name ending in {', '.join(PICTURES)}, in a directory that exists"
         )
-    rows, config = _read(source), _config(source, given)
+    rows, (config, fp8) = _read(source), _config(source, given)
     if not config.enabled:
         raise ConfigError(
             f"stability.enabled=false: nothing would be decided; say stability.enabled=true to try {source}"
         )
-    judged = list(simulate(rows, config))
+    judged = list(simulate(rows, config, fp8))
     _show(source, judged)
     if json is not None:
         durable.write_output(json, as_json([asdict(step) for step in judged], indent=1) + "\n")
@@ -62,14 +62,15 @@ def backtest(
         backtest_plot(rows, judged, source.name, plot)
 
 
-def _config(source: Path, overrides: list[str]) -> StabilityConfig:
-    """The run's own thresholds, or the defaults, with the overrides."""
+def _config(source: Path, overrides: list[str]) -> tuple[StabilityConfig, bool]:
+    """The run's own thresholds, or the defaults, with the overrides; and whether it computed in FP8."""
     if source.is_dir():
-        return recipe.load(source / "recipe.yaml", overrides).stability
+        config = recipe.load(source / "recipe.yaml", overrides)
+        return config.stability, config.precision.fp8 is not None
     tree: dict[str, Any] = {}
     for assignment in overrides:
         recipe.override(tree, assignment)
-    return recipe.validate(tree, "the overrides").stability
+    return recipe.validate(tree, "the overrides").stability, False
 
 
 def _read(source: Path) -> list[Recorded]:

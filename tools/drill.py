@@ -72,7 +72,7 @@ def main(
 def run(stage: Stage, chosen: list[scenarios.Scenario], policies: list[Policy]) -> list[Score]:
     """The clean runs first, then every scenario under every policy."""
     out, scores = console(), list[Score]()
-    todo = [(s, p) for s in (scenarios.CLEAN, *chosen) for p in policies]
+    todo = [(s, p) for s in (*scenarios.references(chosen), *chosen) for p in policies]
     with out.status("preparing the corpus") as status:
         stage.prepare()
         for number, (scenario, policy) in enumerate(todo, start=1):

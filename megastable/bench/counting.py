@@ -93,11 +93,13 @@ def count(config: RunConfig, world: int, zero: dict[str, Any], warm: int = 2) ->
     p, t, m = config.parallel, config.train, config.model
     settings = deepspeed_config.build(config, world)
     settings["zero_optimization"] |= zero
-    layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(config, world))
+    layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(config, world), p.context)
     topology = Topology(layout, dist.get_rank(), timeout=120)
     engine = Engine(config, settings, topology)
     drawn = torch.Generator().manual_seed(0)
-    index = torch.arange(t.global_batch).view(-1, layout.data, t.micro_batch)[:, topology.data_rank]
+    index = torch.arange(t.global_batch).view(-1, layout.samples, t.micro_batch)[:, topology.sample_rank]
+    part = m.sequence_length // p.context
+    own = slice(topology.context_rank * part, (topology.context_rank + 1) * part)
     assert m.vocab_size is not None
     for step in range(warm + 1):
         tokens = torch.randint(0, m.vocab_size, (t.global_batch, m.sequence_length + 1), generator=drawn)
@@ -105,7 +107,9 @@ def count(config: RunConfig, world: int, zero: dict[str, Any], warm: int = 2) ->
         if config.data.keep_documents_apart:
             segments = (torch.rand(tokens[:, 1:].shape, generator=drawn) < 0.1).cumsum(1).int()
         batches = [
-            MicroBatch(tokens[i, :-1], tokens[i, 1:], i, None if segments is None else segments[i])
+            MicroBatch(
+                tokens[i, :-1][:, own], tokens[i, 1:][:, own], i, None if segments is None else segments[i]
+            )
             for i in index
         ]
         before, counter = numbers(), Count()
@@ -126,7 +130,7 @@ def count(config: RunConfig, world: int, zero: dict[str, Any], warm: int = 2) ->
 def _kinds(engine: Any) -> dict[str, str]:
     """What the groups of this rank are for, by name."""
     t = engine.topology
-    groups = {"tensor": [t.tensor_group], "data": [t.data_group]}
+    groups = {"tensor": [t.tensor_group], "data": [t.data_group], "context": [t.context_group]}
     if t.layout.pipeline > 1:
         grid = engine.ds.grid
         groups["tensor"].append(grid.get_slice_parallel_group())

@@ -10,13 +10,6 @@ counting is `counting.py`'s.
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import multiprocessing
-import os
-import queue
-import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,10 +20,9 @@ from rich.table import Table
 from megastable import deepspeed_config
 from megastable.bench import volume
 from megastable.bench.counting import Counted, Message
+from megastable.bench.ranks import launch
 from megastable.config import RunConfig
-from megastable.errors import ConfigError, MegastableError
-
-TIMEOUT = 240.0  # seconds for one layout
+from megastable.errors import ConfigError
 
 # Every size is another one, so that no two kinds of messages look alike.
 MODEL = dict(
@@ -105,6 +97,9 @@ LAYOUTS = {
     "DP4 ZeRO 1 fp32, to the owner": Case(4, precision="fp32", zero=TO_OWNER),
     "DP4 ZeRO 2, to the owner": Case(4, {"zero": 2}, micro_batch=1, zero=TO_OWNER),
     "DP4 ZeRO 3 tied": Case(4, {"zero": 3}, {"tied": True}),
+    "CP2": Case(2, {"context": 2}),
+    "CP2 full": Case(2, {"context": 2, "recompute": "full"}),
+    "CP2xTP2+SP selective": Case(4, SP2 | {"context": 2, "recompute": "selective"}),
     "TP2xDP2": Case(4, TP2),
     "TP2xDP2 ZeRO 2": Case(4, TP2 | {"zero": 2}),
     "TP2xPP2": Case(4, TP2 | PP2),
@@ -163,7 +158,7 @@ def measure(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: No
     held = []
     for name in names or LAYOUTS:
         say(name)
-        held.append(compare(name, LAYOUTS[name], _launch(LAYOUTS[name])))
+        held.append(compare(name, LAYOUTS[name], launch(LAYOUTS[name].world, count_case, LAYOUTS[name])))
     return Found(held, machine(torch.device("cpu")))
 
 
@@ -354,61 +349,6 @@ def size_in_words(size: float) -> str:
 
 
 # Starting ranks
-
-
-def _launch(case: Case) -> list[Counted]:
-    """`counting.count` on every rank of a process group; by rank."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    context = multiprocessing.get_context("forkserver")
-    # torch and DeepSpeed are imported once, not by every rank.
-    context.set_forkserver_preload(["torch", "megastable.engine", "megastable.bench.counting"])
-    results = context.Queue()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [
-        context.Process(target=_rank, args=(r, case, store.port, results), daemon=True)
-        for r in range(case.world)
-    ]
-    for process in ranks:
-        process.start()
-    counted: dict[int, Counted] = {}
-    end = time.monotonic() + TIMEOUT
-    try:
-        while len(counted) < case.world:
-            ended = [r for r, p in enumerate(ranks) if r not in counted and p.exitcode is not None]
-            try:
-                rank, found = results.get(timeout=0.5)
-            except queue.Empty:
-                if ended or time.monotonic() > end:
-                    what = f"rank {ended[0]} ended" if ended else f"not done after {TIMEOUT:.0f} s"
-                    raise MegastableError(f"counting on {case.world} ranks: {what}") from None
-                continue
-            if isinstance(found, str):
-                raise MegastableError(f"counting on {case.world} ranks: rank {rank}: {found}")
-            counted[rank] = found
-        for process in ranks:
-            process.join(timeout=30)
-    finally:
-        for process in ranks:
-            with contextlib.suppress(ValueError):
-                process.kill()
-    return [counted[r] for r in range(case.world)]
-
-
-def _rank(rank: int, case: Case, port: int, results: Any) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.world), LOCAL_WORLD_SIZE=str(case.world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1",
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is there already
-    )  # fmt: skip
-    gc.freeze()
-    try:
-        results.put((rank, count_case(case)))
-    except BaseException as error:
-        results.put((rank, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
-        results.close()
-        results.join_thread()
-        os._exit(1)
 
 
 def count_case(case: Case) -> Counted:

@@ -56,28 +56,31 @@ def _train(size: str, rounds: int, peers: Sequence[str], *overrides: str) -> tup
 STAGES = (
     Stage(
         "tests",
-        # Four at a time on one GPU: most of their time is compilation, on the CPU.
+        # Four at a time on one GPU: most of their time is compilation and setting up, on the CPU.
         ("-m", "pytest", "tests/gpu", "-q", "-n4", "--timeout=90", "-p", "no:cacheprovider"),
-        110,
+        120,
         json=False,
     ),
     # The peers that matter first: compiled whole, a model of 24 blocks takes a minute to be warm.
-    Stage("350m", _train("350m", 6, ["bare", "transformers", "plain", "transformers-deepspeed"]), 150),
-    Stage("1.3b", _train("1.3b", 4, ["bare", "transformers"]), 80),
+    Stage("350m", _train("350m", 6, ["bare", "transformers", "plain", "transformers-deepspeed"]), 115),
+    Stage("1.3b", _train("1.3b", 4, ["bare", "transformers"]), 65),
+    # FP8 over our own bf16, the ratio of the row megastable-bf16: ours is in FP8 in these.
+    Stage("1.3b-fp8", _train("1.3b", 4, ["megastable-bf16"], "precision.fp8=current"), 50),
     Stage(
-        # 94 GiB of state with bf16 moments (14 bytes a parameter), at most 17 of activations: one GPU of 139 GiB.
-        "7b",
+        # 94 GiB of state with bf16 moments (14 bytes a parameter), 14 of FP8 weights between forward and backward, at
+        # most 17 of activations: one GPU of 139 GiB, one contestant at a time, and so two rounds.
+        "7b-fp8",
         _train(
-            "7b", 3, ["megastable"], "parallel.tensor=1", "parallel.sequence=false",
-            "parallel.recompute=selective", "optimizer.moments=bf16",
+            "7b", 2, ["megastable-bf16"], "parallel.tensor=1", "parallel.sequence=false",
+            "parallel.recompute=selective", "optimizer.moments=bf16", "precision.fp8=current",
         ),
-        120,
+        140,
     ),
     Stage(
         "stability",
         ("tools/bench.py", "stability", "--recipe", "launch/recipes/350m.yaml", "--rounds", "4", VOCABULARY,
          "train.global_batch=16"),
-        80,
+        50,
     ),
 )  # fmt: skip
 

@@ -182,6 +182,7 @@ def _run(config: RunConfig) -> dict[str, Any]:
         "global_batch": c.train.global_batch,
         "tokens": c.train.global_batch * c.model.sequence_length,
         "precision": c.precision.kind,
+        "fp8": c.precision.fp8.recipe if c.precision.fp8 else None,
         "zero": c.parallel.zero,
         "recompute": c.parallel.recompute,
         "moments": c.optimizer.moments,

@@ -2,10 +2,11 @@
 
 Tensor parallelism: Megatron-LM, arXiv:1909.08053 section 3; with sequence parallelism: Korthikanti et al.,
 arXiv:2205.05198 section 4.2.2; sharded data parallelism: ZeRO, arXiv:1910.02054 section 7, as DeepSpeed 0.19.8 does it;
-rings: Patarasuk & Yuan, J. Parallel Distrib. Comput. 69 (2009).
+rings: Patarasuk & Yuan, J. Parallel Distrib. Comput. 69 (2009); context parallelism: DeepSpeed Ulysses,
+arXiv:2309.14509 section 3.1.
 
 Letters: s tokens of a sample, b samples of a micro-batch, h hidden, e bytes of an activation, A micro-batches of a
-step, T, P, D tensor, pipeline and data ranks.
+step, T, P, D tensor, pipeline and data ranks, C ranks that share a sample.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm
 from typing import Any
 
 from megastable.config import ModelConfig, ParallelConfig, RunConfig
@@ -26,8 +29,8 @@ FP32, FP64, INT32 = 4, 8, 4
 class Term:
     """`calls` of one collective in a step, each of which is given `bytes` by this rank (a receive: gets).
 
-    group: "tensor", "data", "pipeline" (all stages of one pipe), "model" (tensor x pipeline), "tied" (first and last
-    stage), "world".
+    group: "tensor", "context", "data", "pipeline" (all stages of one pipe), "model" (tensor x pipeline), "tied" (first
+    and last stage), "world".
     """
 
     what: str
@@ -44,7 +47,9 @@ class Term:
 def members(config: RunConfig, data: int) -> dict[str, int]:
     """How many ranks a group of each kind has."""
     t, p = config.parallel.tensor, config.parallel.pipeline
-    return {"tensor": t, "data": data, "pipeline": p, "model": t * p, "tied": 2, "world": t * p * data}
+    c = config.parallel.context
+    groups = {"tensor": t, "context": c, "data": data, "pipeline": p}
+    return groups | {"model": t * p, "tied": 2, "world": t * p * data}
 
 
 def sent(term: Term, ranks: int) -> float:
@@ -59,6 +64,7 @@ def sent(term: Term, ranks: int) -> float:
         "all-gather": ranks - 1,
         "broadcast": (ranks - 1) / ranks,  # all but the last one hand it on
         "reduce": (ranks - 1) / ranks,  # all but the one that it is for
+        "all-to-all": (ranks - 1) / ranks,  # all but its own part
         "send": 1.0,
         "receive": 0.0,
     }
@@ -67,10 +73,13 @@ def sent(term: Term, ranks: int) -> float:
 
 def bounds(config: RunConfig) -> list[int]:
     """Where the list of layers (embedding, blocks, final norm, head) is cut into stages."""
-    layers = layer_costs(config.model)
-    return partition(
-        [cost for cost, _ in layers], config.parallel.pipeline, [is_block for _, is_block in layers]
-    )
+    return list(_bounds(config.model, config.parallel.pipeline))
+
+
+@lru_cache(maxsize=256)  # whoever looks for a layout asks again and again
+def _bounds(model: ModelConfig, stages: int) -> tuple[int, ...]:
+    layers = layer_costs(model)
+    return tuple(partition([cost for cost, _ in layers], stages, [is_block for _, is_block in layers]))
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,8 @@ def step(
     as if ZeRO 3 prefetched everything that it keeps, and nothing otherwise: other buckets cut the same bytes otherwise.
     """
     held = stage_of(cut, stage)
-    terms = [*_activations(config, data, held, loss, elements), *_stages(config, data, held)]
+    terms = [*_activations(config, data, held, loss, elements), *_context(config, data, held)]
+    terms += _stages(config, data, held)
     terms += _zero(config, data, held, zero or {})
     # Losses and squares of all samples, the norm and its validity, votes: the gate's one sum.
     terms.append(
@@ -136,8 +146,13 @@ def step(
 
 
 def accumulation(config: RunConfig, data: int) -> int:
-    """Micro-batches of a step: A."""
-    return config.train.global_batch // (config.train.micro_batch * data)
+    """Micro-batches of a step: A. Ranks that share samples have them together."""
+    return config.train.global_batch // (config.train.micro_batch * (data // config.parallel.context))
+
+
+def tokens(config: RunConfig) -> int:
+    """Of a micro-batch on one rank: s b / C."""
+    return config.model.sequence_length * config.train.micro_batch // config.parallel.context
 
 
 def element(config: RunConfig) -> int:
@@ -151,8 +166,8 @@ def _activations(config: RunConfig, data: int, held: Stage, loss: str, elements:
     t, steps, blocks = p.tensor, accumulation(config, data), held.blocks
     if t == 1:
         return []
-    tokens = m.sequence_length * config.train.micro_batch
-    whole = tokens * m.hidden * element(config)
+    own = tokens(config)
+    whole = own * m.hidden * element(config)
     part = whole // t
     full = p.recompute == "full"
     # Recomputed is what comes before the last tensor that the backward pass needs: without a norm behind it, the
@@ -184,12 +199,27 @@ def _activations(config: RunConfig, data: int, held: Stage, loss: str, elements:
         ]
     if m.qk_norm == "full":
         # The mean squares of queries and keys, and their gradients.
-        terms.append(tensor("QK-norm", "all-reduce", tokens * FP32, (6 if full else 4) * blocks))
+        terms.append(tensor("QK-norm", "all-reduce", own * FP32, (6 if full else 4) * blocks))
     elif m.qk_norm:
         terms.append(tensor("gradients of norms", "all-reduce", m.head_width * FP32, 2 * blocks))
     if held.last:
-        terms += [tensor("loss", *parts) for parts in _loss(config, tokens, loss, elements)]
+        terms += [tensor("loss", *parts) for parts in _loss(config, own, loss, elements)]
     return terms
+
+
+def _context(config: RunConfig, data: int, held: Stage) -> list[Term]:
+    """All-to-alls around every attention, there and back: queries, keys and values to the heads, and what it made of
+    them to the tokens. A head of keys goes to as many ranks as have queries for it."""
+    m, p = config.model, config.parallel
+    if p.context == 1:
+        return []
+    q, k = m.heads // p.tensor, lcm(m.key_value_heads // p.tensor, p.context)
+    each = tokens(config) * m.head_width * element(config)
+    passes = (3 if p.recompute == "full" else 2) * held.blocks * accumulation(config, data)
+    return [
+        Term("queries, keys, values", "context", "all-to-all", each * (q + 2 * k), passes),
+        Term("attention's output", "context", "all-to-all", each * q, passes),
+    ]
 
 
 def _loss(config: RunConfig, tokens: int, loss: str, elements: int) -> list[tuple[str, int, int]]:
@@ -207,8 +237,8 @@ def _stages(config: RunConfig, data: int, held: Stage) -> list[Term]:
     m, p = config.model, config.parallel
     if p.pipeline == 1:
         return []
-    steps, tokens = accumulation(config, data), m.sequence_length * config.train.micro_batch
-    x = tokens * m.hidden * element(config) // (p.tensor if p.sequence else 1)
+    steps, whole = accumulation(config, data), m.sequence_length * config.train.micro_batch
+    x = tokens(config) * m.hidden * element(config) // (p.tensor if p.sequence else 1)
     forth, back = 0 if held.last else steps, 0 if held.first else steps  # stages behind and before this one
     apart = config.data.keep_documents_apart
     terms = [
@@ -216,8 +246,8 @@ def _stages(config: RunConfig, data: int, held: Stage) -> list[Term]:
         Term("their gradients", "pipeline", "receive", x, forth),
         Term("activations", "pipeline", "receive", x, back),
         Term("their gradients", "pipeline", "send", x, back),
-        Term("segments", "pipeline", "send", tokens * INT32, forth * apart),
-        Term("segments", "pipeline", "receive", tokens * INT32, back * apart),
+        Term("segments", "pipeline", "send", whole * INT32, forth * apart),
+        Term("segments", "pipeline", "receive", whole * INT32, back * apart),
         # DeepSpeed tells all stages the loss, of this data rank and of all: nobody asks.
         Term("DeepSpeed's loss", "data", "all-reduce", FP32, int(held.last and data > 1)),
         Term("DeepSpeed's loss", "pipeline", "broadcast", 2 * FP32, 1),

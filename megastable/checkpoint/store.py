@@ -71,8 +71,8 @@ class RunState(BaseModel):
 
     step: steps done, discarded ones included. updates: those that were applied; the learning rate follows from
     it. cursor: the next data position. adam_step: Adam's own count, 0 where there are no moments. scaler: of fp16's
-    loss. fp8: the largest magnitudes that delayed scales follow from, by layer. stability: the state of detector, policy
-    and the open incident (recovery.py). mix: the share of each corpus in the last step.
+    loss. fp8: the largest magnitudes that delayed scales follow from, by layer. stability: the state of detector,
+    policy and the open incident (recovery.py). mix: the share of each corpus in the last step.
     """
 
     # A loss may be nan: the default would write null, which is no number when it is read again.

@@ -14,10 +14,12 @@ from megastable.config import ScheduleConfig
 from megastable.drills.plan import Fault, Plan
 from megastable.engine import Engine
 from megastable.flatstate import Fragment
+from megastable.fp8 import emulated
 from megastable.model.loss import Features, LossFunction
 from megastable.optim.schedule import rate
 
 GARBAGE = 4096  # first moments that are overwritten: 16 KiB, four pages
+TILE = 16  # columns of a product that a broken kernel gets wrong
 EXPONENT = 1 << 30  # the highest bit of an fp32 (and bf16) exponent: a weight of 0.02 becomes one of 10^36
 
 
@@ -26,8 +28,8 @@ def install(plan: Plan) -> None:
     fault = plan.fault
     if fault is None:
         return
-    if fault.kind == "high_rate":
-        _mistake(fault)
+    if fault.kind in LASTING:
+        LASTING[fault.kind](fault)
         return
     real, marker = Engine.train_step, plan.run / f".drilled-{fault.kind}"
 
@@ -50,6 +52,33 @@ def _mistake(fault: Fault) -> None:
         return rate(schedule, peak, total, updates) * (fault.factor if wrong else 1.0)
 
     train.rate = mistaken  # type: ignore[attr-defined]
+
+
+def _broken_kernel(fault: Fault) -> None:
+    """Of the emulation: the scale of another tile, say."""
+    product, step, broken = emulated.multiply, Engine.train_step, False
+
+    def multiply(*args: Any, **options: Any) -> Tensor:
+        result = product(*args, **options)
+        if broken:
+            result[..., :TILE] *= fault.factor
+        return result
+
+    def train_step(self: Engine, *args: Any, **options: Any) -> Any:
+        nonlocal broken
+        # A measurement is of the step that was refused last.
+        number = self.ds.global_steps + (not self._probing)
+        broken = fault.step <= number < fault.step + fault.steps
+        try:
+            return step(self, *args, **options)
+        finally:
+            broken = False
+
+    emulated.multiply = multiply
+    Engine.train_step = train_step  # type: ignore[method-assign]
+
+
+LASTING: dict[str, Callable[[Fault], None]] = {"high_rate": _mistake, "fp8": _broken_kernel}
 
 
 # Around one step: (engine, whether it happens on this rank, seed)

@@ -31,12 +31,13 @@ class Fault(BaseModel):
     numbers. "bit_flip": before that step, the highest bit of an exponent among its master weights is another.
     Each happens once in the life of a run: it is a passing fault, not one of the step. "high_rate": a mistake in the
     schedule, which is a function of applied updates: the `steps` updates from `step` on are done at `factor` times the
-    rate, as often as they are done.
+    rate, as often as they are done. "fp8": from step `step` on, for `steps` steps, FP8 products come out with a tile
+    that is `factor` times too large, on all ranks, as often as they are computed; those of other precisions are right.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["nan_gradient", "inf_loss", "moments", "bit_flip", "high_rate"]
+    kind: Literal["nan_gradient", "inf_loss", "moments", "bit_flip", "high_rate", "fp8"]
     step: int
     rank: int = 1
     steps: int = 1

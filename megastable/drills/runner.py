@@ -45,7 +45,8 @@ def drill(stage: Stage, scenario: Scenario, policy: Policy, watch: Watch) -> Sco
     log.unlink(missing_ok=True)
     wanted = Plan(policy=policy, run=run.root, seed=stage.seed, fault=scenario.fault)
     plan.write_text(wanted.model_dump_json(indent=1))
-    overrides = [*OVERRIDES[policy], f"run.dir={run.root}", f"data.corpora=[{{path: {corpus}}}]"]
+    overrides = [*OVERRIDES[policy], *scenario.overrides]
+    overrides += [f"run.dir={run.root}", f"data.corpora=[{{path: {corpus}}}]"]
     begin = time.monotonic()
     with Family(plan, command(policy, stage.recipe, overrides), log, environment()) as family:
         struck = _attend(family, run, scenario, policy, watch)

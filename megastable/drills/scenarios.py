@@ -1,4 +1,4 @@
-"""The twelve faults, and what is right about each: which cause, which class. Written down before any run was looked at.
+"""The thirteen faults, and what is right about each: which cause, which class. Written down before any run was seen.
 
 Causes (stability/policy.py) are what a person is told to look at next. `causes`: at least one of these must be named.
 `tolerated`: may be named besides; anything else that is named makes the answer wrong, `data` above all: innocent data
@@ -29,11 +29,13 @@ STEPS, FAULT_STEP = 160, 100
 QUICK_STEPS, QUICK_FAULT_STEP = 96, 62
 SAMPLES = 40  # of a bad region: two and a half batches
 HIGH_RATE_STEPS = 50
+BROKEN_STEPS, REST = 15, 20  # of the FP8 kernel; and of FP8, so that it returns when that is mended
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A fault that begins at step `step` and lasts for `steps`. reason: why the expected answer is the right one."""
+    """A fault that begins at step `step` and lasts for `steps`. reason: why the expected answer is the right one.
+    overrides: of the recipe, under every policy. reference: the run without a fault that its loss is compared with."""
 
     name: str
     title: str
@@ -44,6 +46,8 @@ class Scenario:
     region: Region | None = None
     fault: Fault | None = None
     outside: Outside | None = None
+    overrides: tuple[str, ...] = ()
+    reference: str = "clean"
     step: int = FAULT_STEP
     steps: int = 1
 
@@ -71,6 +75,10 @@ def _outside(name: str, title: str, outside: Outside, why: str, cause: Cause = C
 CLEAN = Scenario(
     "clean", "no fault", frozenset(), "nothing happens, so nothing may be named", frozenset({None})
 )
+
+# Quantized from the first step on, so short a run ends elsewhere, for better or worse.
+FP8 = ("precision.fp8.recipe=delayed", "precision.fp8.backend=emulated")
+CLEAN_FP8 = replace(CLEAN, name="clean-fp8", title="no fault, in FP8", reference="clean-fp8", overrides=FP8)
 
 # A finite wrong number in weights or moments and a bad turn of training itself look the same from outside. STATE says
 # which part of the run is damaged, HARDWARE who did it; both send a person to the machine and leave the data alone.
@@ -122,6 +130,16 @@ SCENARIOS = (
         step=FAULT_STEP - 30,
         steps=HIGH_RATE_STEPS,
     ),
+    Scenario(
+        "fp8-kernel",
+        f"an FP8 kernel that gets a tile wrong for {BROKEN_STEPS} steps",
+        frozenset({Cause.NUMERICS}),
+        "the same samples on the same weights are harmless without FP8, and so is FP8 when the kernel is mended",
+        fault=Fault(kind="fp8", step=FAULT_STEP, steps=BROKEN_STEPS),
+        overrides=(*FP8, f"stability.policy.fp8_rest={REST}"),
+        reference=CLEAN_FP8.name,
+        steps=BROKEN_STEPS,
+    ),
     _inside(
         "corrupted-moments", "corrupted Adam moments", "moments", DAMAGED, "the state was changed in place"
     ),
@@ -153,3 +171,8 @@ def choose(names: Sequence[str]) -> list[Scenario]:
         raise ConfigError(f"{unknown[0]}: there is no such scenario: all, {', '.join(NAMES)}")
     every = not names or "all" in names
     return [scenario for scenario in SCENARIOS if every or scenario.name in names]
+
+
+def references(chosen: Sequence[Scenario]) -> list[Scenario]:
+    """The runs without a fault that those of `chosen` are compared with."""
+    return [clean for clean in (CLEAN, CLEAN_FP8) if any(s.reference == clean.name for s in chosen)]

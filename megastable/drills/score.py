@@ -27,11 +27,11 @@ class Score(BaseModel):
     """A row of the table. Losses in nats per token; None: not applicable, or not reached.
 
     ended: "finished", "dead" (its processes ended or hung before the end) or a word for another end. step: the last one
-    that was reached. excess: validation loss minus that of the clean run of the same policy. steps_lost: done again, or
-    undone. discarded: batches whose update was refused. skipped: samples left out from then on; innocent: those of
-    them that nothing was wrong with. seconds_to_recover: from the fault, or where it is inside of a process from the
-    decision to act, until the run trains on. false_alarms: batches refused and incidents opened that the fault does not
-    explain. kinds, causes: of the incidents that it does explain. wall_seconds: of the whole run.
+    that was reached. excess: validation loss minus that of `reference`, the same policy's clean run. steps_lost: done
+    again, or undone. discarded: batches whose update was refused. skipped: samples left out from then on; innocent:
+    those of them that nothing was wrong with. seconds_to_recover: from the fault, or where it is inside of a process
+    from the decision to act, until the run trains on. false_alarms: batches refused and incidents opened that the
+    fault does not explain. kinds, causes: of the incidents that it does explain. wall_seconds: of the whole run.
     """
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -42,6 +42,7 @@ class Score(BaseModel):
     ended: str
     step: int
     val_loss: float | None
+    reference: str = "clean"
     excess: float | None = None
     steps_lost: int
     discarded: int
@@ -54,6 +55,11 @@ class Score(BaseModel):
     kind_right: bool | None
     cause_right: bool | None
     wall_seconds: float
+
+    @property
+    def clean(self) -> bool:
+        """Whether it is a run that others are compared with."""
+        return self.scenario == self.reference
 
 
 def score(
@@ -83,6 +89,7 @@ def score(
         ended="finished" if summary else "dead",
         step=summary.get("steps") or reached(directory, events),
         val_loss=None if summary.get("val_loss") is None else float(summary["val_loss"]),
+        reference=scenario.reference,
         steps_lost=steps_lost(events),
         discarded=sum(event["event"] == "discarded" for event in events),
         skipped=len(skipped),
@@ -191,10 +198,10 @@ def _recovery(incidents: Sequence[Event], events: Iterable[Event], struck: float
 
 def compare(scores: Sequence[Score]) -> list[Score]:
     """With `excess` filled in, where a clean run of the same policy is among them."""
-    clean = {s.policy: s.val_loss for s in scores if s.scenario == "clean"}
+    clean = {(s.policy, s.scenario): s.val_loss for s in scores if s.clean}
 
     def excess(s: Score) -> float | None:
-        usual = clean.get(s.policy)
+        usual = clean.get((s.policy, s.reference))
         return None if usual is None or s.val_loss is None else s.val_loss - usual
 
     return [s.model_copy(update={"excess": excess(s)}) for s in scores]
@@ -207,6 +214,6 @@ def within(s: Score) -> bool:
 
 def met(scores: Sequence[Score]) -> bool:
     """Whether all of ours are within the targets: none ends worse, and of 12 causes at most one is wrong."""
-    ours = [s for s in scores if s.policy is Policy.OURS and s.scenario != "clean"]
+    ours = [s for s in scores if s.policy is Policy.OURS and not s.clean]
     wrong = sum(not s.cause_right for s in ours)
     return all(map(within, ours)) and wrong <= len(ours) // WRONG

@@ -43,9 +43,7 @@ def table(scores: Sequence[Score]) -> Table:
 
 
 def _style(s: Score, column: int) -> str:
-    bad = (column == 2 and s.scenario != "clean" and not within(s)) or (
-        column == 9 and s.cause_right is False
-    )
+    bad = (column == 2 and not s.clean and not within(s)) or (column == 9 and s.cause_right is False)
     return "bold red" if bad else "bold"
 
 
@@ -74,7 +72,7 @@ def outcome(s: Score) -> str:
 
 
 def _difference(s: Score) -> str:
-    return "" if s.scenario == "clean" or s.excess is None else f"{s.excess:+.4f}"
+    return "" if s.clean or s.excess is None else f"{s.excess:+.4f}"
 
 
 def _judged(found: Sequence[str], right: bool | None) -> str:
@@ -85,7 +83,7 @@ def _judged(found: Sequence[str], right: bool | None) -> str:
 
 def verdict(scores: Sequence[Score]) -> str:
     """What ours comes to, in a sentence."""
-    ours = [s for s in scores if s.policy is Policy.OURS and s.scenario != "clean"]
+    ours = [s for s in scores if s.policy is Policy.OURS and not s.clean]
     if not ours:
         return "ours was not among the policies: there is no target to meet"
     well, right = sum(map(within, ours)), sum(bool(s.cause_right) for s in ours)

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from megastable.config import Fp8Config, RunConfig
-from megastable.fp8.emulated import Blocks, Current, Delayed, Product, Quantizer, formats
-from megastable.fp8.meters import Meters
+from megastable.fp8.emulated import Product, metered, quantizers
 from megastable.fp8.switch import Emulated, Fp8
 from megastable.model.gpt import Block
 from megastable.model.sizes import in_fp8
@@ -27,11 +27,13 @@ from megastable.parallel.topology import TensorParallel
 Linear = ColumnParallelLinear | RowParallelLinear
 
 
-def apply(module: nn.Module, config: RunConfig, backend: str, tp: TensorParallel, group: Any) -> Fp8 | None:
+def apply(
+    module: nn.Module, config: RunConfig, backend: str, tp: TensorParallel, group: Any, device: torch.device
+) -> Fp8 | None:
     """Make `module`, a built model or a stage of one, compute as `precision.fp8` says; None where it says nothing.
 
     backend: "emulated" or "te", see `kernels.choose`. group: the ranks that share delayed scales, all those that hold
-    parts of the same layers; None: the world.
+    parts of the same layers; None: the world. device: where the module will be.
     """
     if config.precision.fp8 is None:
         return None
@@ -39,7 +41,7 @@ def apply(module: nn.Module, config: RunConfig, backend: str, tp: TensorParallel
         from megastable.fp8 import te  # nowhere else: it needs what most machines do not have
 
         return te.apply(module, config, tp, group)
-    return emulate(module, config.precision.fp8, in_fp8(config), group)
+    return emulate(module, config.precision.fp8, in_fp8(config), group, device)
 
 
 def linears(module: nn.Module) -> dict[str, Linear]:
@@ -49,18 +51,18 @@ def linears(module: nn.Module) -> dict[str, Linear]:
     return {placement_of(linear.weight).name.removesuffix(".weight"): linear for linear in found}
 
 
-def emulate(module: nn.Module, config: Fp8Config, names: frozenset[str], group: Any = None) -> Emulated:
-    """Emulated FP8 in the layers `names`, so far as they are here."""
+def emulate(
+    module: nn.Module,
+    config: Fp8Config,
+    names: frozenset[str],
+    group: Any = None,
+    device: torch.device | None = None,
+) -> Emulated:
+    """Emulated FP8 in the layers `names`, so far as they are here. device: None = where the module is."""
     here = {name: linear for name, linear in linears(module).items() if name in names}
-    to, meters = formats(config), None
-    if config.recipe == "delayed":
-        some = next(module.parameters())
-        meters = Meters(list(here), to, config.history, config.margin, some.device)
+    meters = metered(config, list(here), device or next(module.parameters()).device)
     found = Emulated(list(here), meters, group)
-    for number, (name, linear) in enumerate(here.items()):
-        quantize: Quantizer = Blocks(to) if config.recipe == "block" else Current(to)
-        if meters is not None:
-            quantize = Delayed(to, meters, number)
+    for (name, linear), quantize in zip(here.items(), quantizers(config, len(here), meters), strict=True):
         product = linear.product = Product(name, quantize, lambda: found.on)
         found.products.append(product)
     return found

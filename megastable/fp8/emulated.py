@@ -9,7 +9,7 @@ sum, before anything is rounded; those of blocks are powers of two, which bf16 t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -87,6 +87,21 @@ class Blocks:
             tiles = by_tiles(x, to)
             return tiles, tiles
         return by_rows(x, to), by_columns(x, to)
+
+
+def metered(config: Fp8Config, layers: Sequence[str], device: torch.device) -> Meters | None:
+    """For delayed scales, of these layers."""
+    if config.recipe != "delayed":
+        return None
+    return Meters(layers, formats(config), config.history, config.margin, device)
+
+
+def quantizers(config: Fp8Config, layers: int, meters: Meters | None) -> list[Quantizer]:
+    """Of so many layers, those of `meters` where scales are delayed."""
+    to = formats(config)
+    if meters is not None:
+        return [Delayed(to, meters, number) for number in range(layers)]
+    return [Blocks(to) if config.recipe == "block" else Current(to)] * layers
 
 
 class Product:

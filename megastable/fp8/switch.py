@@ -70,17 +70,12 @@ class Fp8:
         """The opposite of `history`, of any backend and layout: what it says of other layers is left aside."""
 
 
-class Emulated(Fp8):
-    """Products that emulate FP8. group: the ranks that share delayed scales; None: all."""
+class Metered(Fp8):
+    """With delayed scales, or without (meters None). group: the ranks that share them; None: all."""
 
     def __init__(self, layers: Sequence[str], meters: Meters | None, group: Any) -> None:
         super().__init__(layers)
         self._meters, self._group = meters, group
-        self.products: list[Product] = []
-
-    def watch(self, record: Record | None) -> None:
-        for product in self.products:
-            product.observe = partial(_tell, record, product.name) if record is not None else None
 
     def settle(self, applied: bool) -> None:
         if self._meters is not None:
@@ -105,7 +100,20 @@ class Emulated(Fp8):
             self._meters.read(history)
 
 
-def _tell(record: Record, layer: str, slot: int, x: Tensor, became: Quantized) -> None:
+class Emulated(Metered):
+    """Products that emulate FP8."""
+
+    def __init__(self, layers: Sequence[str], meters: Meters | None, group: Any) -> None:
+        super().__init__(layers, meters, group)
+        self.products: list[Product] = []
+
+    def watch(self, record: Record | None) -> None:
+        for product in self.products:
+            product.observe = partial(tell, record, product.name) if record is not None else None
+
+
+def tell(record: Record, layer: str, slot: int, x: Tensor, became: Quantized) -> None:
+    """What became of the numbers of a matrix, to `record`."""
     record(layer, SLOTS[slot], *losses(x, became), x.numel())
 
 

@@ -3,7 +3,8 @@
 Written against its source, version 2.20; of what it does, this is relied on:
 - A module that is built on the meta device neither initialises its parameters nor marks them as tensor-parallel, and
   looks them up by name whenever it computes: ours, put in the place of its own, keep their marks and placement.
-- Forward functions are hidden from torch.compile. What lies between them is compiled by itself: `Block.in_pieces`.
+- torch.compile cannot look into most of its modules. Into te.Linear of 2.20 it can, but not with delayed scales, and
+  anew for every switch: all are hidden from it. What lies between them is compiled by itself: `Block.in_pieces`.
 - Whether, and by which recipe, is asked of one object of the process in every forward, also in one that recomputes, in
   autograd's thread; a backward pass goes by what its forward has noted. So one autocast goes around a whole step.
 - With delayed scales its kernels read a scale and raise the largest magnitude seen, in place; all else (history, new
@@ -22,21 +23,24 @@ import contextlib
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from megastable.config import Fp8Config, RunConfig
-from megastable.fp8.emulated import INPUT, WEIGHT, formats
+from megastable.config import LINEARS, Fp8Config, RunConfig
+from megastable.fp8.emulated import INPUT, WEIGHT, formats, metered, quantizers
 from megastable.fp8.formats import E5M2
+from megastable.fp8.gauges import Watched, watch
 from megastable.fp8.meters import SLOTS, Meters
-from megastable.fp8.scaling import scale_of
-from megastable.fp8.switch import Emulated, Fp8
+from megastable.fp8.scaling import Quantized, scale_of
+from megastable.fp8.switch import Fp8, Metered, Record, tell
 from megastable.model.gpt import Block
-from megastable.model.mlp import MLP
+from megastable.model.mlp import MLP, swiglu
 from megastable.model.norm import RMSNorm
 from megastable.model.sizes import in_fp8
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -120,6 +124,12 @@ class Fitted:
     weights: tuple[nn.Parameter, ...]
 
 
+def linears_of(block: Block, config: RunConfig) -> set[str]:
+    """Which of `config.LINEARS` are in FP8 in this block."""
+    names = in_fp8(config)
+    return {linear for linear in LINEARS if f"{block.name}.{linear}" in names}
+
+
 def fit(block: Block, linears: Collection[str]) -> list[Fitted]:
     """Put modules of Transformer Engine in the place of those `linears` (of `config.LINEARS`) of a built block.
 
@@ -150,6 +160,8 @@ def fit(block: Block, linears: Collection[str]) -> list[Fitted]:
         for linear in ("mlp.gate_up", "mlp.down"):
             if linear in linears:
                 take(linear, mlp, "mlp_norm")
+    for one in found:
+        one.module.forward = torch.compiler.disable(one.module.forward)
     if found:
         block.in_pieces()
     return found
@@ -239,29 +251,28 @@ class _Sum:
 
 
 def apply(module: nn.Module, config: RunConfig, tp: TensorParallel, group: Any) -> Fp8:
-    """`module`, a built model or a stage of one, with its linear layers as `config.precision.fp8` says. group: the ranks
-    that share delayed scales, those of the stage; None: the world."""
+    """`module`, a built model or a stage of one, with its linear layers as `config.precision.fp8` says.
+
+    group: the ranks that share delayed scales, those of the stage; None: the world.
+    """
     assert config.precision.fp8 is not None
-    names, found = in_fp8(config), []
-    for block in (part for part in module.modules() if isinstance(part, Block)):
-        prefix = f"{block.name}."
-        found += fit(block, {name.removeprefix(prefix) for name in names if name.startswith(prefix)})
-    return TransformerEngine(found, config.precision.fp8, group)
+    blocks = [part for part in module.modules() if isinstance(part, Block)]
+    found = [one for block in blocks for one in fit(block, linears_of(block, config))]
+    device = torch.device("cuda", torch.cuda.current_device())  # where the module is about to be
+    return TransformerEngine(found, config.precision.fp8, group, device)
 
 
-class TransformerEngine(Emulated):
+class TransformerEngine(Metered):
     """Its modules, and the meters that their kernels read and write."""
 
-    def __init__(self, fitted: Sequence[Fitted], config: Fp8Config, group: Any) -> None:
+    def __init__(self, fitted: Sequence[Fitted], config: Fp8Config, group: Any, device: torch.device) -> None:
         layers = [layer for one in fitted for layer in one.layers]
-        to, meters = formats(config), None
-        if config.recipe == "delayed":
-            on = torch.device("cuda", torch.cuda.current_device())
-            meters = Meters(layers, to, config.history, config.margin, on)
+        meters = metered(config, layers, device)
         super().__init__(layers, meters, group)
-        self._recipe = _recipe(config)
+        self._config, self._fitted, self._recipe = config, fitted, _recipe(config)
+        self._hooks: list[RemovableHandle] = []
         self._weights = [weight for one in fitted for weight in one.weights]
-        self._weight_format, self._room = to[WEIGHT], 2.0**config.margin
+        self._weight_format, self._room = formats(config)[WEIGHT], 2.0**config.margin
         self._first: Tensor | None = None  # scales where nothing is known
         if meters is not None:
             self._scales = torch.ones_like(meters.scales)  # those that the kernels read: never 0
@@ -278,11 +289,21 @@ class TransformerEngine(Emulated):
         # cut rather than lose what they do not fit.
         self._on = value
 
-    def computing(self) -> contextlib.AbstractContextManager[Any]:
-        return self._stateless() if self._meters is None else self._metered(self._meters)
+    def watch(self, record: Record | None) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if record is None or not self.on:
+            return
+        how = iter(quantizers(self._config, len(self.layers), self._meters))
+        for one in self._fitted:
+            inputs = partial(_normed, one.module) if hasattr(one.module, "layer_norm_weight") else _as_it_is
+            watched = Watched(one.module, one.layers, one.weights, inputs, swiglu)
+            show = partial(_show, record, one.layers)
+            self._hooks.append(watch(watched, [next(how) for _ in one.layers], show))
 
-    def _stateless(self) -> Any:
-        return self._autocast(self.on)
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        return self._autocast(self.on) if self._meters is None else self._metered(self._meters)
 
     @contextlib.contextmanager
     def _metered(self, meters: Meters) -> Iterator[None]:
@@ -295,11 +316,14 @@ class TransformerEngine(Emulated):
         if not torch.is_grad_enabled():
             meters.seen.zero_()  # an evaluation raises them, too, and is no step
 
-    def _autocast(self, on: bool) -> Any:
+    def _autocast(self, on: bool) -> contextlib.AbstractContextManager[Any]:
         import transformer_engine.pytorch as te
 
         # The group is for sums that never take place; without one they would be over the world, of all stages.
-        return te.autocast(enabled=on, recipe=self._recipe, amax_reduction_group=self._group)
+        found: contextlib.AbstractContextManager[Any] = te.autocast(
+            enabled=on, recipe=self._recipe, amax_reduction_group=self._group
+        )
+        return found
 
     @torch.no_grad()
     def _guess(self, meters: Meters) -> Tensor:
@@ -315,6 +339,23 @@ class TransformerEngine(Emulated):
     def forget(self) -> None:
         super().forget()
         self._first = None
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _normed(module: Any, x: Tensor) -> Tensor:
+    """What a module with an RMSNorm in it multiplies with."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.eps)
+    return (wide * module.layer_norm_weight.float()).to(x.dtype)
+
+
+def _show(
+    record: Record, layers: Sequence[str], number: int, slot: int, x: Tensor, became: Quantized
+) -> None:
+    tell(record, layers[number], slot, x, became)
 
 
 def _recipe(config: Fp8Config) -> Any:

@@ -84,6 +84,8 @@ class Attention(nn.Module):
         self.core = CORES[kernels.attention]
         # Shown q [b, q, s, d], k [b, k, s, d] and segments of a step that is looked at; see probe.py.
         self.observe: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
+        # `between`, compiled by itself, where the layers around it cannot be compiled with it; see `Block.in_pieces`.
+        self.piece: Callable[[Tensor, Places], Tensor] | None = None
         kv = config.key_value_heads * d
         self.qkv = ColumnParallelLinear(config.hidden, (config.heads * d, kv, kv), tp, f"{name}.qkv")
         self.q_norm = _head_norm(config, config.heads, tp, f"{name}.q_norm")
@@ -92,7 +94,9 @@ class Attention(nn.Module):
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, q, d], keys and values [s, b, k, d], normed, not yet rotated."""
-        qkv = self.qkv(x)
+        return self._split(self.qkv(x))
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         s, b, _ = qkv.shape
         q, k, v = qkv.view(s, b, -1, self.width).split((self.q_heads, self.k_heads, self.k_heads), dim=2)
         return _normed(q, self.q_norm), _normed(k, self.k_norm), v
@@ -105,7 +109,12 @@ class Attention(nn.Module):
         return Places(cos[:, None, None], sin[:, None, None])
 
     def forward(self, x: Tensor, at: Places) -> Tensor:
-        q, k, v = to_heads(*self.heads(x), self.cp)
+        run = self.between if self.piece is None or self.observe is not None else self.piece
+        return self.out(run(self.qkv(x), at))
+
+    def between(self, qkv: Tensor, at: Places) -> Tensor:
+        """From queries, keys and values [s, b, (q + 2 k) d] to what the heads saw [s, b, q d]."""
+        q, k, v = to_heads(*self._split(qkv), self.cp)
         rotated = rotate(q, at.cos, at.sin), rotate(k, at.cos, at.sin), v
         q, k, v = (t.permute(1, 2, 0, 3) for t in rotated)
         if self.observe is not None:
@@ -117,4 +126,4 @@ class Attention(nn.Module):
             )
         else:
             y = self.core.run(q, k, v, at.documents)
-        return self.out(to_tokens(y.permute(2, 0, 1, 3), self.cp).flatten(2))
+        return to_tokens(y.permute(2, 0, 1, 3), self.cp).flatten(2)

@@ -21,7 +21,7 @@ from megastable.model.attention import Attention, Places
 from megastable.model.init import initialise
 from megastable.model.kernels import PLAIN, Kernels
 from megastable.model.loss import Features, LossFunction, project
-from megastable.model.mlp import MLP
+from megastable.model.mlp import MLP, swiglu
 from megastable.model.norm import RMSNorm
 from megastable.model.sizes import layer_costs
 from megastable.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
@@ -76,18 +76,19 @@ class Block(nn.Module):
         self.mlp = MLP(config, tp, f"{name}.mlp", core)
         self._split = (tp.size if tp.sequence else 1) * cp.size
         self.plain = False  # somebody looks into the block by hooks: it runs as it is written
-        self._compiled = kernels.compile
-        self._compile(whole=kernels.whole_blocks)
-
-    def _compile(self, whole: bool) -> None:
-        self._fast = self._block
-        if self._compiled:
+        self._fast, self._kernels = self._block, kernels
+        if kernels.compile:
             # Of all blocks the same code: it is compiled once, for training, and once for evaluation.
-            self._fast = torch.compile(self._block, fullgraph=whole, dynamic=False)
+            self._fast = torch.compile(self._block, fullgraph=kernels.whole_blocks, dynamic=False)
 
     def in_pieces(self) -> None:
-        """Some of its parts are not for torch.compile any more: what lies between them is compiled by itself."""
-        self._compile(whole=False)
+        """Its linear layers are not for torch.compile any more: what lies between them is compiled by itself."""
+        self._fast, whole = self._block, self._kernels.whole_blocks
+        if not self._kernels.compile:
+            return
+        self.attention.piece = torch.compile(self.attention.between, fullgraph=whole, dynamic=False)
+        if isinstance(self.mlp, MLP):
+            self.mlp.activation = torch.compile(swiglu, fullgraph=whole, dynamic=False)
 
     def forward(self, stream: Stream) -> Stream:
         x, segments = _open(stream)

@@ -25,6 +25,7 @@ class MLP(nn.Module):
         super().__init__()
         f = config.ffn_width
         self.recompute_core = recompute_core
+        self.activation = swiglu  # or the same, compiled by itself; see `Block.in_pieces`
         self.gate_up = ColumnParallelLinear(config.hidden, (f, f), tp, f"{name}.gate_up")
         self.down = RowParallelLinear(f, config.hidden, tp, f"{name}.down")
 
@@ -32,5 +33,7 @@ class MLP(nn.Module):
         gate_up = self.gate_up(x)
         if self.recompute_core and torch.is_grad_enabled():
             # No dropout anywhere: there is no random state to save and bring back.
-            return self.down(checkpoint(swiglu, gate_up, use_reentrant=False, preserve_rng_state=False))
-        return self.down(swiglu(gate_up))
+            return self.down(
+                checkpoint(self.activation, gate_up, use_reentrant=False, preserve_rng_state=False)
+            )
+        return self.down(self.activation(gate_up))

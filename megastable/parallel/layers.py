@@ -16,7 +16,6 @@ from megastable.parallel.mappings import enter, leave
 from megastable.parallel.sharding import Placement, place
 from megastable.parallel.topology import TensorParallel
 
-
 Product = Callable[[Tensor, Tensor], Tensor]  # x [..., in], w [out, in] -> [..., out]; another one in FP8
 
 

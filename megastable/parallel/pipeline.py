@@ -27,13 +27,16 @@ def partition(costs: Sequence[float], stages: int, required: Sequence[bool]) -> 
     for _ in range(stages):
         row: dict[int, tuple[float, int]] = {}
         for end in range(1, layers + 1):
-            choices = [
-                (max(worst, total[end] - total[begin]), begin)
-                for begin, (worst, _) in best[-1].items()
-                if begin < end and blocks[end] > blocks[begin]
-            ]
-            if choices:
-                row[end] = min(choices)
+            found = None
+            for begin in range(end - 1, -1, -1):
+                last = total[end] - total[begin]
+                if found is not None and last > found[0]:
+                    break  # longer last ranges are dearer still
+                if begin in best[-1] and blocks[end] > blocks[begin]:
+                    choice = max(best[-1][begin][0], last), begin
+                    found = choice if found is None else min(found, choice)
+            if found is not None:
+                row[end] = found
         best.append(row)
     bounds = [layers]
     for k in range(stages, 0, -1):

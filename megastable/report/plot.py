@@ -14,8 +14,8 @@ from megastable.stability.policy import Action
 from megastable.stability.signals import Verdict
 
 COLOURS = {
-    Action.DISCARD: "tab:orange", Action.REWIND: "tab:red", Action.CUT_LR: "tab:purple",
-    Action.SWAP_CORPUS: "tab:brown", Action.HANDOVER: "black", Action.STOP: "black",
+    Action.DISCARD: "tab:orange", Action.REWIND: "tab:red", Action.FALL_BACK: "tab:blue",
+    Action.CUT_LR: "tab:purple", Action.SWAP_CORPUS: "tab:brown", Action.HANDOVER: "black", Action.STOP: "black",
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from megastable.data.plant import read_planted
 from megastable.model.flops import parameters
 from megastable.recipe import find
 from megastable.rundir import RunDirectory
+from megastable.stability.policy import PolicyState
 
 if TYPE_CHECKING:  # it needs torch
     from megastable.checkpoint.store import RunState
@@ -42,6 +43,15 @@ def _shown(summary: dict[str, Any], planted: list[dict[str, Any]]) -> dict[str, 
     return {**rest, "class": summary.get("kind"), "action": actions[-1], "planted_documents": planted}
 
 
+def _fp8(config: RunConfig, state: RunState) -> dict[str, Any] | None:
+    """fallbacks: how often FP8 was left. steps_without: that were done without it because of that, of new ground."""
+    if config.precision.fp8 is None:
+        return None
+    memory = PolicyState.model_validate(state.stability.get("guard", {}).get("policy", {}))
+    recipe = config.precision.fp8.recipe
+    return {"recipe": recipe, "fallbacks": len(memory.fallbacks), "steps_without": memory.rested}
+
+
 def summarise(
     config: RunConfig, state: RunState, validation: float | None, entropy: float | None,
     incidents: list[dict[str, Any]],
@@ -49,6 +59,7 @@ def summarise(
     """Losses in nats per token; final_loss: mean of the last steps (up to 20); None = not measured.
 
     val_unigram_entropy: the loss of the best model that knows only how frequent each token of the validation text is.
+    fp8: what became of it in a run that wants it.
     """
     recent, layout = state.recent_losses, state.layout
     return {
@@ -69,6 +80,7 @@ def summarise(
         "context": layout.context,
         "zero_stage": layout.zero,
         "precision": layout.precision,
+        "fp8": _fp8(config, state),
         "cursor": state.cursor,
         "incidents": incidents,
     }

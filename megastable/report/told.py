@@ -217,6 +217,8 @@ TOLD: dict[str, Callable[[Event], str]] = {
     "no_snapshots": lambda e: f"no room for a rewind point: one takes {size(e.get('bytes'))}",
     "snapshot_rejected": lambda e: f"rewind point passed over: it {e.get('reason')}",
     "stability_state_dropped": lambda e: f"what was remembered of stability is lost{_because(e, 'problem')}",
+    "fell_back": lambda e: f"goes on without FP8, in {e.get('to')}{_because(e)}",
+    "returned": lambda e: f"computes in FP8 again{_because(e)}",
     "discarded": _discarded,
     "located": lambda e: str(e.get("sentence")),
     "warning": lambda e: f"warning: {e.get('text')}",

@@ -2,8 +2,9 @@
 
 Pure: `train` side code (recovery.py) measures, these functions conclude. The experiments they read:
 1. the step that tripped, again, on the very state it was refused on: another result means hardware;
-2. every sample since the onset on the state before it: one that is bad there is bad data;
-3. where no loss is bad there: a batch with an ordinary loss and an extraordinary gradient, halved down to its cause.
+2. the same in FP8 runs, but without it: where the trouble is gone, it is one of numerics;
+3. every sample since the onset on the state before it: one that is bad there is bad data;
+4. where no loss is bad there: a batch with an ordinary loss and an extraordinary gradient, halved down to its cause.
 Nobody guilty: the same data is harmless on the good state, so it was the state; if it comes back with other data,
 the learning rate.
 
@@ -17,13 +18,14 @@ some are called guilty in at most `FALSE` of the cases, whatever the distributio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from megastable.stability.policy import Cause
+from megastable.stability.robust import Trend
 
 Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
@@ -43,6 +45,8 @@ TAIL = 3.0  # beyond the worst harmless sample, chances fall with this power: St
 TAIL_KNOWN = 100  # harmless samples from which on the worst of them says where that tail begins
 SAME = 1e-3  # relative: the same kernels on the same numbers agree far better, also where a GPU's sums are not ordered
 GRADIENT_RATIO = 4.0  # a gradient norm over that of as many ordinary samples; twice occurs in clean text
+EXCESS = 3.0  # sigma above its trend, from which on a loss or gradient norm is trouble that can be gone
+REMAINS = 0.5  # of it without FP8, above which FP8 is not to blame
 BATCH_RATIO = 1.5  # the same of a batch that is looked into: means scatter little
 
 
@@ -169,6 +173,28 @@ def reproduced(recorded: Floats, again: Floats) -> bool:
     """Whether a replay gave the same per-sample losses."""
     same = np.isclose(recorded, again, rtol=SAME, atol=0.0, equal_nan=True)
     return bool(np.all(same | (~np.isfinite(recorded) & ~np.isfinite(again))))
+
+
+def gone(with_fp8: Sequence[float], without: Sequence[float], expected: Sequence[Trend | None]) -> bool:
+    """Whether the trouble with a step is gone where it is computed without FP8.
+
+    Each: loss (nats) and log gradient norm. What is not finite must become finite; of what lies above its trend more
+    than half must vanish, of loss and norm alike where both do, and what does not lie above it must not then.
+    """
+    if not all(map(math.isfinite, without)):
+        return False
+    if not all(map(math.isfinite, with_fp8)):
+        return True
+    trouble = False
+    for now, then, usual in zip(with_fp8, without, expected, strict=True):
+        if usual is None:
+            continue
+        level, bound = max(usual.level, usual.late), EXCESS * usual.scale
+        out = now - level > bound
+        if then - level > (REMAINS * (now - level) if out else bound):
+            return False
+        trouble |= out
+    return trouble
 
 
 def is_worse(now: Floats, recorded: Floats) -> bool:

@@ -41,9 +41,10 @@ class Judged:
     reason: str
 
 
-def simulate(rows: Iterable[Recorded], config: StabilityConfig) -> Iterator[Judged]:
-    """The guard's answer to every step, in order."""
-    guard = Guard(config, simulated=True)
+def simulate(rows: Iterable[Recorded], config: StabilityConfig, fp8: bool = False) -> Iterator[Judged]:
+    """The guard's answer to every step, in order. fp8: whether the run computed in FP8; as nobody is measured again,
+    that FP8 is the cause is not known, and it is left only where a rate would be cut."""
+    guard = Guard(config, simulated=True, fp8=fp8)
     points: list[int] = []
     c = config.snapshots
     for row in rows:

@@ -133,6 +133,11 @@ class Detector:
         """A copy: later observations do not change it."""
         return self._state.model_copy(deep=True)
 
+    def expected(self) -> tuple[Trend | None, Trend | None]:
+        """What loss (nats) and log gradient norm of the next step are compared with; None: too little is known."""
+        s, c = self._state, self.config
+        return self._trend(s.loss, c.loss_floor), self._trend(s.norm, c.norm_floor)
+
     def observe(self, signals: Signals) -> Finding:
         """Judge one step against those before it, and remember it. Never raises, whatever the numbers.
 

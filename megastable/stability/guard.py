@@ -34,17 +34,22 @@ class Guard:
 
     simulated: nothing that is decided is carried out, as in a dry run or a recorded run: what belongs to an excursion
     on which an action was taken already would not have happened, and is not acted on again. Its budgets are its own.
+    fp8: whether the run computes in FP8.
     """
 
     def __init__(
-        self, config: StabilityConfig, state: GuardState | None = None, simulated: bool = False
+        self,
+        config: StabilityConfig,
+        state: GuardState | None = None,
+        simulated: bool = False,
+        fp8: bool = False,
     ) -> None:
         state = state or GuardState(simulated=simulated)
         if state.simulated != simulated:
             state = GuardState(detector=state.detector, simulated=simulated)
         self.config = config
         self.detector = Detector(config.detector, state.detector)
-        self.policy = Policy(config.policy, state.policy)
+        self.policy = Policy(config.policy, state.policy, fp8)
         self.simulated = simulated
         self._acted, self._broken = state.acted, state.broken
 
@@ -73,7 +78,8 @@ class Guard:
             if action is not Action.REWIND:
                 decision = replace(decision, action=action, reason=f"{decision.reason}; {remedy}")
         if decision.action is Action.STOP:
-            self.policy = Policy(self.config.policy)  # as if a person had started it again
+            # As if a person had started it again.
+            self.policy = Policy(self.config.policy, has_fp8=self.policy.has_fp8)
         return decision
 
     def _acted_on(self, finding: Finding) -> bool:

@@ -1,10 +1,10 @@
 """Verdicts, history and budgets in; what to do out. Pure: the training process, a dry run, the backtest and the
 supervisor decide by the same code.
 
-The ladder: apply < discard < rewind (and skip) < cut the learning rate < swap the corpus out < hand over to a
-restart from a checkpoint < stop. Each rung above discard has a budget per window of steps; a rung that is spent or did
-not help leads to the next. `decide` is asked before every update; after a rewind `remedy` is told the cause; when
-processes end that should have gone on, the supervisor asks `after_failure`.
+The ladder: apply < discard < rewind (and skip) < fall back from FP8 < cut the learning rate < swap the corpus out <
+hand over to a restart from a checkpoint < stop. Each rung above discard has a budget; a rung that is spent or did not
+help leads to the next. `decide` is asked before every update; after a rewind `remedy` is told the cause; when processes
+end that should have gone on, the supervisor asks `after_failure`. `fp8` says what the coming step computes in.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Action(StrEnum):
     APPLY = "apply"
     DISCARD = "discard"  # this update is refused; the data moves on
     REWIND = "rewind"  # back to a snapshot before the onset, skip, go on
+    FALL_BACK = "fall_back"  # rewind, and go on without FP8
     CUT_LR = "cut_lr"  # rewind, and go on with a smaller rate
     SWAP_CORPUS = "swap_corpus"  # rewind, and go on without a corpus
     HANDOVER = "handover"  # end the process: restart from a checkpoint before the onset
@@ -36,11 +37,12 @@ class Action(StrEnum):
 
     @property
     def rewinds(self) -> bool:
-        return self in (Action.REWIND, Action.CUT_LR, Action.SWAP_CORPUS)
+        return self in (Action.REWIND, Action.FALL_BACK, Action.CUT_LR, Action.SWAP_CORPUS)
 
 
 class Cause(StrEnum):
     DATA = "data"  # samples that are bad on the good state, too
+    NUMERICS = "numerics"  # the same step without FP8 is harmless
     STATE = "state"  # the same data is harmless on the good state
     LEARNING_RATE = "learning_rate"  # it recurs with other data
     HARDWARE = "hardware"  # the same data on the same state gave something else
@@ -82,7 +84,8 @@ class PolicyState(BaseModel):
 
     clock: the farthest step so far. refused: steps of the discards that belong to no incident yet. watching: an action
     was taken at step `tripped` and is being verified until `watch_until`; good: steps on the trend since. recurrences:
-    how often the present incident came back. cuts: updates at which the learning rate was cut.
+    how often the present incident came back. cuts: updates at which the learning rate was cut. fallbacks, returns:
+    clocks at which FP8 was left and gone back to, in turns.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -96,17 +99,31 @@ class PolicyState(BaseModel):
     recurrences: int = 0
     taken: list[Taken] = []
     cuts: list[int] = []
+    fallbacks: list[int] = []
+    returns: list[int] = []
+
+    @property
+    def resting(self) -> bool:
+        """Whether FP8 was left, and not gone back to."""
+        return len(self.fallbacks) > len(self.returns)
+
+    @property
+    def rested(self) -> int:
+        """Steps of new ground without FP8 because it was left."""
+        ends = [*self.returns, self.clock]
+        return sum(end - begin for begin, end in zip(self.fallbacks, ends, strict=False))
 
 
 SUSPICION = 16  # steps after which a refused update is forgotten: bad regions are a few batches long
 
 
 class Policy:
-    """Decides for one run. `state` is its memory."""
+    """Decides for one run. `state` is its memory. has_fp8: whether the recipe wants FP8."""
 
-    def __init__(self, config: PolicyConfig, state: PolicyState | None = None) -> None:
+    def __init__(self, config: PolicyConfig, state: PolicyState | None = None, has_fp8: bool = False) -> None:
         self.config = config
         self.state = state or PolicyState()
+        self.has_fp8 = has_fp8
 
     # Before an update
 
@@ -121,6 +138,8 @@ class Policy:
                 since = replace(finding, onset=min(finding.onset, s.tripped))
                 reason = f"not back on the trend {c.verify_steps} steps after the last action"
                 return self._climb(since, reason, oldest)
+            if finding.on_trend and self._rest_is_over():
+                s.returns.append(s.clock)
             return Decision(Action.APPLY, finding, "", healed=healed)
         if finding.verdict is Verdict.OUTLIER and finding.severity < 1:
             return Decision(Action.APPLY, finding, finding.reason)
@@ -147,9 +166,9 @@ class Policy:
         """A discarded update that turned out to be worse: the state itself is damaged, and no rate is to blame."""
         return self._climb(finding, reason, oldest, cut=False)
 
-    def leave(self, decision: Decision, reason: str) -> Decision:
-        """A rewind that cannot be carried out after all."""
-        action, more = self._last_resort(decision.finding.step)
+    def leave(self, decision: Decision, reason: str, cause: Cause = Cause.UNKNOWN) -> Decision:
+        """A rewind that cannot be carried out after all. cause: as far as it is known."""
+        action, more = self._last_resort(decision.finding.step, cause=cause)
         return replace(decision, action=action, reason=f"{decision.reason}; {reason}{more}")
 
     def _climb(self, finding: Finding, reason: str, oldest: int | None, cut: bool = True) -> Decision:
@@ -180,23 +199,31 @@ class Policy:
         s.taken.append(Taken(clock=s.clock, step=step, action=action, cause=cause, corpus=corpus))
         s.taken = [t for t in s.taken if s.clock - t.clock < self.config.budget_window]
 
-    def _last_resort(self, step: int, cut: bool = True) -> tuple[Action, str]:
-        """Hand over or stop, and what is to be said about it. cut: the rate, too, where a hand-over did not help."""
+    def _last_resort(self, step: int, cut: bool = True, cause: Cause = Cause.UNKNOWN) -> tuple[Action, str]:
+        """Hand over or stop, and what is to be said about it. cut: where a hand-over did not help FP8 is left, too, or
+        where that was done already the rate is cut."""
         s, c = self.state, self.config
         if self._spent(Action.HANDOVER):
             self._take(Action.STOP, step)
             return Action.STOP, f"; {self._budget(Action.HANDOVER)} are spent"
-        again = cut and self._count(Action.HANDOVER) > 0 and len(s.cuts) < c.cuts
-        if again:
+        again, more = cut and self._count(Action.HANDOVER) > 0, ""
+        if self.may_fall_back and (again or cause is Cause.NUMERICS):
+            s.fallbacks.append(s.clock)
+            more = f"; without FP8 from there on, {self._rest_in_words()}"
+        elif again and len(s.cuts) < c.cuts:
             s.cuts.append(s.clock)  # `resumed` learns of which update
+            more = f"; the learning rate is multiplied by {c.cut_factor}, too"
         self._take(Action.HANDOVER, step)
-        return Action.HANDOVER, f"; the learning rate is multiplied by {c.cut_factor}, too" if again else ""
+        return Action.HANDOVER, more
 
     def cannot_hand_over(self) -> None:
         """There is no checkpoint to go back to: what a hand-over would have changed stays as it was."""
         s = self.state
         s.taken[-1].action = Action.STOP
         s.cuts = [cut for cut in s.cuts if cut != s.clock]
+        by_itself = any(t.action is Action.FALL_BACK and t.clock == s.clock for t in s.taken)
+        if s.resting and s.fallbacks[-1] == s.clock and not by_itself:
+            s.fallbacks.pop()
 
     def _count(self, action: Action, *causes: Cause, within: int | None = None) -> int:
         """How often `action` was taken, for one of `causes` if given, in the window of new ground."""
@@ -246,6 +273,14 @@ class Policy:
                 action, more = self._last_resort(s.tripped, cut=False)
                 return action, reason + more
             return Action.REWIND, "the data is innocent: nothing is skipped"
+        if cause is Cause.NUMERICS and not self.may_fall_back:
+            action, more = self._last_resort(s.tripped, cut=False)
+            return action, f"FP8 is not to be left any more (stability.policy.fallbacks={c.fallbacks}){more}"
+        if cause in (Cause.NUMERICS, Cause.LEARNING_RATE) and self.may_fall_back:
+            s.fallbacks.append(s.clock)
+            self._take(Action.FALL_BACK, s.tripped, cause)
+            first = "" if cause is Cause.NUMERICS else "before the learning rate is cut: "
+            return Action.FALL_BACK, f"{first}without FP8 from here on, {self._rest_in_words()}"
         if cause is Cause.LEARNING_RATE:
             if len(s.cuts) >= c.cuts:
                 reason = f"the {c.cuts} cuts of a run (stability.policy.cuts) are spent"
@@ -268,6 +303,49 @@ class Policy:
         s = self.state
         s.cuts = [min(cut, updates) for cut in s.cuts]
         s.refused = [refused for refused in s.refused if refused <= step]
+
+    # FP8
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the coming step computes in FP8."""
+        return self.has_fp8 and not self.state.resting
+
+    @property
+    def may_fall_back(self) -> bool:
+        """Whether FP8 is on, and may be left."""
+        return self.fp8 and len(self.state.fallbacks) < self.config.fallbacks
+
+    @property
+    def rest(self) -> int | None:
+        """Steps of new ground that the last fall-back lasts at least; None = for good."""
+        c, count = self.config, len(self.state.fallbacks)
+        return None if count >= c.fallbacks or not c.fp8_rest else c.fp8_rest * 2 ** max(0, count - 1)
+
+    def _rest_is_over(self) -> bool:
+        """Asked at a step on the trend: whether FP8 may be tried again."""
+        s, rest = self.state, self.rest
+        calm = s.resting and not s.watching and not s.refused
+        return calm and rest is not None and s.clock - s.fallbacks[-1] >= rest
+
+    @property
+    def precision(self) -> str:
+        """Why the coming step computes in FP8, or not: a sentence, once FP8 was left."""
+        s, c = self.state, self.config
+        if s.resting:
+            return f"fall-back {len(s.fallbacks)} of {c.fallbacks}: without FP8 {self._rest_in_words()}"
+        rest = s.returns[-1] - s.fallbacks[-1] if s.returns else 0
+        return (
+            f"{rest} steps of new ground without FP8, nothing is being watched, no update was refused lately"
+        )
+
+    def _rest_in_words(self) -> str:
+        rest = self.rest
+        if rest is not None:
+            return f"for {rest} steps of new ground at least"
+        return (
+            f"for good (stability.policy.fallbacks={self.config.fallbacks}, fp8_rest={self.config.fp8_rest})"
+        )
 
     # The learning rate
 

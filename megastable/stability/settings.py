@@ -95,7 +95,9 @@ class PolicyConfig(Part):
     discards: whole batches refused in one incident before the ladder is climbed; the fifth would cost more data than
     a rewind costs steps. rewinds, swaps, handovers per `budget_window` steps of new ground: what PaLM needed in a whole
     run (arXiv:2204.02311 section 5.1, about 20 times) is far below; more means that the cause is not the data. cuts: of
-    the whole run, an eighth of the rate is no training any more. recur_steps: an incident with nobody guilty so soon
+    the whole run, an eighth of the rate is no training any more. fallbacks: from FP8, of the whole run; the last one
+    is for good: what was tried so often is no bad luck. fp8_rest: steps of new ground without it after the first, twice
+    as many after each further one; an incident is over long before. recur_steps: an incident with nobody guilty so soon
     after another is one of the learning rate. verify_steps: after an action the loss must be back on its trend within
     so many steps. Spikes that heal do so in 10 to 30 steps on the public traces (docs/stability.md).
     """
@@ -105,6 +107,8 @@ class PolicyConfig(Part):
     budget_window: PositiveInt = 2000
     rewinds: NonNegativeInt = 8
     cuts: NonNegativeInt = 3
+    fallbacks: NonNegativeInt = 3  # 0 = FP8 is never left
+    fp8_rest: NonNegativeInt = 200  # 0 = for good
     swaps: NonNegativeInt = 2
     handovers: NonNegativeInt = 2
     recur_steps: PositiveInt = 200

@@ -40,7 +40,7 @@ PRESENT = (State.RUNNING, State.STARTING, State.HUNG, State.WAITING, State.UNKNO
 EVENT_COLOURS = {
     "incident": "yellow", "discarded": "yellow", "hang": "yellow", "restart": "yellow", "warning": "yellow",
     "ended": "red", "unstable": "red", "checkpoint_failed": "red", "checkpoint_rejected": "red", "hook_failed": "red",
-    "finished": "green", "handover": "yellow",
+    "finished": "green", "handover": "yellow", "fell_back": "yellow",
 }  # fmt: skip
 
 

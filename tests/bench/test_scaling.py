@@ -16,12 +16,13 @@ from rich.console import Console
 
 from megastable.bench import volume
 from megastable.bench.counting import Count, Counted, numbers
+from megastable.bench.ranks import launch
 from megastable.bench.scaling import (
     LAYOUTS,
     Case,
     Found,
-    _launch,
     compare,
+    count_case,
     count_joined,
     expected,
     forecast_table,
@@ -142,6 +143,22 @@ def test_what_a_stage_sends_the_next_one_receives(stages: int, apart: bool, sequ
     assert volume.accumulation(c, 2) == 16
 
 
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("selective", 2), ("full", 3)])
+@pytest.mark.parametrize(("kv_heads", "sent"), [(8, 8), (4, 4), (2, 4)])  # of two, each goes to two ranks
+def test_context_parallelism_exchanges_tokens_for_heads(
+    recompute: str, passes: int, kv_heads: int, sent: int
+) -> None:
+    """DeepSpeed Ulysses, arXiv:2309.14509 section 3.1: q, k, v one way and the result back, of a rank's own tokens."""
+    c = config(context=4, recompute=recompute, model={"kv_heads": kv_heads})
+    assert volume.accumulation(c, 8) == 16  # two groups of four ranks, micro-batches of two: 64 samples
+    tokens, numbers = 2 * 32 // 4, (8 + 2 * sent + 8) * 8
+    found = [t for t in terms(c, data=8) if t.group == "context"]
+    assert sum(t.total for t in found) == tokens * numbers * 2 * passes * 8 * 16
+    assert volume.members(c, 8)["context"] == 4
+    assert ring(found, 4, "context") == sum(t.total for t in found) * 3 / 4
+    assert not [t for t in terms(config(), data=8) if t.group == "context"]
+
+
 def test_a_loss_in_chunks_gathers_two_numbers_a_token() -> None:
     c = config(tensor=2)  # 64 tokens in at least five chunks: in eight
     found = volume.step(c, 1, 0, volume.bounds(c), "chunked", elements=256 * 15)
@@ -206,7 +223,7 @@ def test_ranks_are_started_and_counted() -> None:
 
 def test_a_rank_that_fails_is_told() -> None:
     with pytest.raises(MegastableError, match=r"rank \d: ConfigError: 3 ranks cannot be laid out"):
-        _launch(Case(3, {"tensor": 2}))
+        launch(3, count_case, Case(3, {"tensor": 2}))
 
 
 # Telling

@@ -16,6 +16,7 @@ from megastable import deepspeed_config, recipe
 from megastable.bench import suite
 from megastable.bench.peers import OURS, chosen_peers
 from megastable.bench.suite import STAGES, Stage, allowed, run
+from megastable.fp8.te import misfit
 
 ROOT = Path(__file__).parents[2]
 WRITES = "import sys; open(sys.argv[sys.argv.index('--json') + 1], 'w').write({!r}); print('said')"
@@ -89,6 +90,9 @@ def test_the_recipes_and_peers_are_there(stage: Stage) -> None:
     assert deepspeed_config.build(config, 1)["train_batch_size"] == config.train.global_batch
     peers = [words[i + 1] for i, word in enumerate(words) if word == "--peers"]
     assert chosen_peers(peers, "cuda")[0] == OURS
+    # FP8 is compared with bf16 in the same run, and only there; and the model has the sizes that it takes.
+    assert ("megastable-bf16" in peers) == stage.name.endswith("-fp8") == (config.precision.fp8 is not None)
+    assert config.precision.fp8 is None or misfit(config) is None
 
 
 def started(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -122,8 +126,8 @@ def test_all_of_it(
 
 
 def test_the_list_and_bad_input(tmp_path: Path) -> None:
-    done = started("--list", "--only", "7b")
-    assert done.returncode == 0 and done.stdout.count("\n") == 1 and "--peers megastable" in done.stdout
+    done = started("--list", "--only", "7b-fp8")
+    assert done.returncode == 0 and done.stdout.count("\n") == 1 and "--peers megastable-bf16" in done.stdout
     done = started("--only", "8b")
     assert done.returncode == 2 and done.stderr.startswith("error: --only 8b: choose among tests, 350m")
     done = started("--only", "tests", "--json", tmp_path / "no" / "such" / "file")

@@ -114,6 +114,47 @@ def test_a_state_that_is_changed_in_place(corpus: Path, tmp_path: Path, kind: st
         assert (hit["loss"] == again["loss"]) == (kind == "moments")  # moments tell in the next step
 
 
+def through_a_broken_kernel(config: RunConfig) -> dict[str, Any]:
+    """Losses of the same batch in steps 3 to 6, of which 4 and 5 are hit, none of them applied; in FP8 and without."""
+    from megastable import train
+    from megastable.drills import faults
+    from megastable.engine import Engine
+    from megastable.fp8 import emulated
+    from tests.test_gate import trainer_of
+
+    assert config.run.dir is not None
+    before = Engine.train_step, emulated.multiply
+    fault = Fault(kind="fp8", step=STEP, steps=2, factor=5.0)
+    trainer = trainer_of(config)
+    faults.install(Plan(policy=Policy.OURS, run=config.run.dir, fault=fault))
+    engine = trainer.engine
+    batch = next(trainer._loader(trainer.corpora.train, train.Skips.of([]), 0)).micro_batches  # type: ignore[attr-defined]
+    try:
+        for _ in range(STEP - 2):
+            engine.train_step(batch, 1e-3, lambda m: False)
+        found: dict[str, Any] = {"steps": [], "again": [], "without": []}
+        for _ in range(4):
+            found["steps"].append(engine.train_step(batch, 1e-3, lambda m: False)[0].loss)
+            found["again"].append(engine.measure(batch).loss)
+            engine.fp8.on = False
+            found["without"].append(engine.measure(batch).loss)
+            engine.fp8.on = True
+        found["evaluated"] = float(engine.evaluate(batch).mean())
+    finally:
+        Engine.train_step, emulated.multiply = before  # type: ignore[method-assign]
+    return found
+
+
+def test_fp8_products_that_are_wrong_for_some_steps(corpus: Path, tmp_path: Path) -> None:
+    """As often as such a step is done, and nothing else is."""
+    precision = {"fp8": {"backend": "emulated"}}
+    for found in run_ranks(2, through_a_broken_kernel, tiny(corpus, tmp_path / "run", precision=precision)):
+        right, *wrong, last = found["steps"]
+        assert right == last == found["evaluated"] and wrong[0] == wrong[1] != right
+        assert found["again"] == found["steps"]
+        assert len(set(found["without"])) == 1 and found["without"][0] == pytest.approx(right, rel=1e-3)
+
+
 def test_a_rate_that_is_too_high_for_some_updates(corpus: Path, tmp_path: Path) -> None:
     for found in run(corpus, tmp_path, "high_rate"):
         assert found["rates"] == pytest.approx(RATES)

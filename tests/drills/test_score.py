@@ -11,7 +11,7 @@ import pytest
 
 from megastable.data.skips import SkipEntry, append
 from megastable.drills.plan import Policy
-from megastable.drills.scenarios import CLEAN, SCENARIOS, Scenario
+from megastable.drills.scenarios import CLEAN, CLEAN_FP8, SCENARIOS, Scenario, choose
 from megastable.drills.score import Score, causes_of, compare, is_right, met, score, steps_lost, within
 from megastable.rundir import RunDirectory
 
@@ -164,6 +164,15 @@ def test_every_policy_is_compared_with_its_own_clean_run(tmp_path: Path) -> None
     assert excess[:4] == pytest.approx([0, 0, 0.015, 0.3])
     assert excess[4] is not None and math.isnan(excess[4]) and excess[5] is None
     assert [within(s) for s in scores] == [True, True, True, False, False, False]
+    assert [s.clean for s in scores] == [True, True, False, False, False, False]
+
+
+def test_a_run_in_fp8_is_compared_with_one_in_fp8(tmp_path: Path) -> None:
+    (kernel,) = choose(["fp8-kernel"])
+    losses = {CLEAN: 3.5, CLEAN_FP8: 3.45, kernel: 3.46}
+    scores = [judged(told(tmp_path, [START], loss, s.name), s) for s, loss in losses.items()]
+    assert [s.excess for s in compare(scores)] == pytest.approx([0, 0, 0.01])
+    assert compare([scores[0], scores[2]])[-1].excess is None
 
 
 def test_the_targets(tmp_path: Path) -> None:

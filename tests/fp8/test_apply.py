@@ -106,8 +106,9 @@ def test_gradients_are_those_of_bf16_but_for_rounding() -> None:
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], float]] = {
-    # ranks, parallel, how far a loss may be from one process: rounding flips where scales are those of a shard
-    "pp2": (2, {"pipeline": 2}, 1e-5),
+    # ranks, parallel, how far a loss may be from one process: a last bit that differs flips roundings of FP8 in time,
+    # and scales of a shard are others than those of the whole
+    "pp2": (2, {"pipeline": 2}, 2e-3),
     "dp2-zero2": (2, {"zero": 2}, 2e-3),
     "dp2-zero3": (2, {"zero": 3}, 2e-3),
     "tp2": (2, {"tensor": 2}, 1e-2),
@@ -157,6 +158,8 @@ def test_every_layout_trains_as_one_process_does(recipe: str) -> None:
         assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
         assert all(rank["history"] == ranks[0]["history"] for rank in ranks), "ranks remember alike"
         assert ranks[0]["losses"] == pytest.approx(one["losses"], rel=near), name
+        if "tp2" not in name and "context2" not in name:
+            assert ranks[0]["losses"][:3] == pytest.approx(one["losses"][:3], rel=2e-5), name
         assert ranks[0]["norms"] == pytest.approx(one["norms"], rel=30 * near), name
         assert ranks[0]["history"].keys() == one["history"].keys()
 
@@ -186,7 +189,9 @@ def refusing(c: RunConfig) -> None:
     assert engine.fp8_history() == before
     assert [engine.train_step(micro, 1e-3, lambda _: True)[0].loss for micro in steps[3:6]] == ahead
     # What is looked at: nothing is cut or lost, until scales are far too large.
-    kinds = [f"{slot}_{fate}" for slot in ("input", "weight", "gradient") for fate in ("saturation", "underflow")]
+    kinds = [
+        f"{slot}_{fate}" for slot in ("input", "weight", "gradient") for fate in ("saturation", "underflow")
+    ]
     for seen in (1.0, 1e-4):
         engine.restore_fp8_history(
             {n: [[m * seen for m in slot] for slot in told] for n, told in before.items()}

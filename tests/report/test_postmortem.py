@@ -361,6 +361,9 @@ def test_of_a_crash_failure_log_and_stacks_are_shown(make: Make) -> None:
         ({"verdict": "hang", "failure": ""}, "After step 45 the run hung."),
         ({"verdict": "damaged_checkpoint", "cause": "storage", "failure": ""}, "was damaged, and passed over."),
         (SPIKE | {"cause": "learning_rate", "actions": ["rewind", "cut_lr"]}, "the learning rate was. The run"),
+        (SPIKE | {"cause": "numerics", "actions": ["fall_back"]}, "step is harmless. The run went back in memory to "),
+        (SPIKE | {"cause": "numerics", "actions": ["fall_back"]}, "and went on without FP8."),
+        (SPIKE | {"cause": "learning_rate", "actions": ["rewind", "fall_back"]}, "the learning rate was, or FP8. The"),
         (SPIKE | {"cause": "hardware", "actions": ["rewind"]}, "something else: hardware."),
         (SPIKE | {"cause": "state", "actions": ["rewind"], "positions": [(232, 248)]}, "skipped the window"),
         (SPIKE | {"verdict": "drift", "actions": []}, "the loss drifted away, from 4.00 to 9.00. It is still open"),
@@ -400,6 +403,22 @@ def test_the_rate_after_two_cuts_is_told_of_a_run_that_goes_on(
     cuts = {"cause": "learning_rate", "actions": ["cut_lr", "cut_lr"], "outcome": outcome, "failure": ""}
     (evidence,) = incidents_of(make(breakdown(**SPIKE | cuts)))
     assert any(f"(optimizer.lr, now 0.003{goes_on})" in todo.text for todo in words.follow_ups(evidence))
+
+
+@pytest.mark.parametrize(
+    ("cause", "actions", "fp8", "rate"),
+    [("numerics", ["fall_back"], True, False), ("learning_rate", ["rewind", "fall_back"], True, True),
+     ("learning_rate", ["fall_back", "cut_lr"], False, True), ("state", ["rewind"], False, False)],
+)  # fmt: skip
+def test_where_fp8_was_left_its_layers_are_looked_at(
+    make: Make, cause: str, actions: list[str], fp8: bool, rate: bool
+) -> None:
+    change = {"cause": cause, "actions": actions, "failure": "", "outcome": "healed"}
+    (evidence,) = incidents_of(make(breakdown(**SPIKE | change)))
+    todo = " ".join(t.text + t.command for t in words.follow_ups(evidence))
+    assert ("precision.fp8.keep" in todo and "fp8_check.py" in todo) is fp8 and (
+        "optimizer.lr" in todo
+    ) is rate
 
 
 def test_ten_thousand_guilty_samples_stay_readable(make: Make, hostile_corpus: Path) -> None:

@@ -20,7 +20,7 @@ JUNK = (
     | st.just({"a": 1})
 )
 KEYS = """what step to_step loss grad_norm attempt code signal failure number summary bytes name world seconds delay
-reason waited limit phase changes action remedy cause before text problem cursor sentence steps val_loss""".split()
+reason waited limit phase changes action remedy cause before text problem cursor sentence steps val_loss to""".split()
 
 
 @given(st.sampled_from(sorted(TOLD)), st.dictionaries(st.sampled_from(KEYS), JUNK))
@@ -45,6 +45,10 @@ def test_every_event_has_a_sentence_whatever_it_lacks(kind: str, fields: dict[st
          "incident 3: cause: code: b"),
         ({"event": "incident", "what": "closed", "step": 5, "number": 3, "summary": {"outcome": "healed"}},
          "step 5: incident 3: closed: healed"),
+        ({"event": "fell_back", "step": 46, "to": "bf16", "reason": "fall-back 1 of 3"},
+         "step 46: goes on without FP8, in bf16: fall-back 1 of 3"),
+        ({"event": "returned", "step": 300, "to": "FP8", "reason": "it is calm"},
+         "step 300: computes in FP8 again: it is calm"),
         ({"event": "config_changed", "changes": ["a: 1 -> 2", "b: 3 -> 4"]}, "recipe changed: a: 1 -> 2; b: 3 -> 4"),
         ({"event": "finished", "steps": 220, "val_loss": None}, "finished after 220 steps"),
         ({"event": "warning", "step": 5, "text": "a\x1b[31m\nb"}, "step 5: warning: a\\x1b[31m\\nb"),

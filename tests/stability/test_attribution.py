@@ -21,6 +21,7 @@ from megastable.stability.attribution import (
     Suspect,
     compare,
     conclude,
+    gone,
     guilty_by_loss,
     is_worse,
     narrow,
@@ -29,6 +30,7 @@ from megastable.stability.attribution import (
     usual_norm,
 )
 from megastable.stability.policy import Cause
+from megastable.stability.robust import Trend
 
 NAN, INF = math.nan, math.inf
 THRESHOLD = 6.0
@@ -50,6 +52,49 @@ def judge(losses: np.ndarray, harmless: np.ndarray) -> np.ndarray:
     """Who is guilty, all being of one corpus."""
     z, p = compare(losses, zeros(losses.size), harmless, zeros(harmless.size))
     return guilty_by_loss(z, p, THRESHOLD)
+
+
+# With and without FP8
+
+USUAL = (Trend(level=3.0, low=2.9, scale=0.1, noise=0.1, late=3.0), Trend(-1.0, -1.0, 0.2, 0.2, -0.9))
+
+
+@pytest.mark.parametrize(
+    ("with_fp8", "without", "expected"),
+    [
+        ((9.0, 2.0), (3.1, -0.9), True),
+        ((9.0, 2.0), (9.0, 2.0), False),  # data, or the state
+        ((9.0, 2.0), (8.0, 1.9), False),
+        ((9.0, 2.0), (3.1, 1.9), False),  # the loss alone is not all of it
+        ((3.1, 4.0), (3.1, -0.8), True),  # what does not stand out need not shrink
+        ((9.0, -1.0), (3.0, -0.5), True),
+        ((9.0, -1.0), (3.0, 0.0), False),  # it is not harmless without FP8: only in another way
+        ((3.05, -0.9), (3.0, -1.0), False),  # nothing was to be seen
+        ((3.29, -0.9), (2.0, -1.0), False),
+        ((3.4, -0.9), (3.19, -0.9), True),
+        ((3.4, -0.9), (3.21, -0.9), False),
+        ((NAN, INF), (3.0, 2.0), True),
+        ((3.0, INF), (3.0, -1.0), True),
+        ((3.0, INF), (3.0, INF), False),
+        ((9.0, 2.0), (3.0, NAN), False),
+        ((INF, -1.0), (NAN, -1.0), False),
+    ],
+)
+def test_trouble_that_is_gone_without_fp8(
+    with_fp8: tuple[float, float], without: tuple[float, float], expected: bool
+) -> None:
+    assert gone(with_fp8, without, USUAL) is expected
+    # Where nothing is known yet only what is not finite can be gone.
+    assert gone(with_fp8, without, (None, None)) is (expected and not all(map(math.isfinite, with_fp8)))
+
+
+@given(*(st.tuples(st.floats(), st.floats()) for _ in range(2)))
+def test_no_numbers_break_the_comparison_and_equal_ones_are_not_gone(
+    one: tuple[float, float], other: tuple[float, float]
+) -> None:
+    assert gone(one, one, USUAL) is False
+    if gone(one, other, USUAL):
+        assert all(map(math.isfinite, other)) and not gone(other, one, USUAL)
 
 
 # How far out a loss is

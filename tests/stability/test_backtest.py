@@ -103,6 +103,14 @@ def test_what_is_spent_leads_further_and_the_recording_goes_on(
         assert ("are spent" in j.reason) == (j.action in ENDS)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_run_in_fp8_would_leave_it_before_a_rate_is_cut(fp8: bool, two: list[Recorded]) -> None:
+    config = StabilityConfig.model_validate({"policy": {"recur_steps": 300}})
+    found = acted(list(simulate(two, config, fp8)), Action.DISCARD)
+    assert [j.action for j in found] == [Action.REWIND, Action.FALL_BACK if fp8 else Action.CUT_LR]
+    assert ("without FP8 from here on, for 200 steps" in found[1].reason) is fp8
+
+
 def test_a_run_that_stays_broken_climbs_the_whole_ladder() -> None:
     rows = [
         r._replace(loss=math.nan) if r.step >= FIRST else r for r in recorded(healthy(FIRST + 24, seed=1))

@@ -94,6 +94,7 @@ BOTH = ("cpu", "cuda")
 PEERS = {
     "megastable": Peer("own:ours", "Engine under DeepSpeed with its gate, as a run trains", BOTH, 18),
     "megastable-eager": Peer("own:ours_eager", "the same without torch.compile", (), 18),
+    "megastable-bf16": Peer("own:ours_bf16", "the same without FP8, where the recipe asks for it", (), 18),
     "bare": Peer("own:bare", "the same modules without DeepSpeed; AdamW on the 16-bit weights", BOTH, 6),
     "bare-masters": Peer("own:bare_masters", "bare, with fp32 masters and gradients as DeepSpeed keeps", (), 18),
     "plain": Peer("plain:build", "the model in plain torch, compiled whole", BOTH, 6),

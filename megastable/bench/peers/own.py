@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megastable import deepspeed_config
-from megastable.bench.peers import RATE, Contestant, Task, adamw_of, trained
+from megastable.bench.peers import RATE, Contestant, Task, Unavailable, adamw_of, trained
 from megastable.config import RunConfig
 from megastable.engine import Engine, Measured
 from megastable.model import gpt
@@ -27,6 +27,15 @@ def ours_eager(task: Task) -> Contestant:
     """The same, kernels.compile=false."""
     tree = task.config.model_dump()
     tree["kernels"]["compile"] = False
+    return _engine(task, RunConfig.model_validate(tree))
+
+
+def ours_bf16(task: Task) -> Contestant:
+    """The same without precision.fp8: whatever FP8 is compared with, it is this."""
+    if task.config.precision.fp8 is None:
+        raise Unavailable("the recipe asks for no FP8 (precision.fp8=current): it would be ours once more")
+    tree = task.config.model_dump()
+    tree["precision"]["fp8"] = None
     return _engine(task, RunConfig.model_validate(tree))
 
 

@@ -18,6 +18,7 @@ TYPES = {
 }
 CAUSES = {
     "data": "data: samples that are bad on the good state, too",
+    "numerics": "numerics: the same step without FP8 is harmless",
     "state": "state: the weights or the optimizer's state: the same data is harmless on the good state",
     "learning_rate": "learning rate: it came back with other data, and nobody was guilty",
     "hardware": "hardware: the same data on the same state gave something else",
@@ -33,6 +34,7 @@ BREAKDOWNS = {
 ACTIONS = {
     "discard": "the updates were refused; the weights never saw them",
     "rewind": "went back in memory to before the onset and went on, without a restart",
+    "fall_back": "went back in memory to before the onset and went on without FP8",
     "cut_lr": "went back in memory to before the onset and went on with a smaller learning rate",
     "swap_corpus": "went back in memory to before the onset and went on without the corpus",
     "handover": "ended the processes, to be started again from a checkpoint of before the onset",
@@ -132,18 +134,27 @@ def _found_and_done(e: Evidence) -> str:
     found = {
         "data": f"{guilty} {'was' if count(i.guilty) == 1 else 'were'} guilty.",
         "state": "No sample was guilty: the state was.",
-        "learning_rate": "No sample was guilty: the learning rate was.",
+        "numerics": "No sample was guilty: without FP8 the same step is harmless.",
+        "learning_rate": "No sample was guilty: the learning rate was, or FP8."
+        if _left_first(i)
+        else "No sample was guilty: the learning rate was.",
         "hardware": "The same data on the same state gave something else: hardware.",
     }.get(i.cause, "")
     skipped = {"data": ", skipped them", "state": ", skipped the window"}.get(i.cause, "")
     went = f"The run went back in memory to {back}{skipped} and went on"
     done = {
         "rewind": f"{went}.",
+        "fall_back": f"{went} without FP8.",
         "cut_lr": f"{went} with a smaller learning rate.",
         "swap_corpus": f"{went} without their corpus.",
         "handover": f"A new process went on from {back}." if e.back_to else "",
     }.get(i.actions[-1] if i.actions else "", "")
     return f"{found} {done}".strip()
+
+
+def _left_first(i: IncidentFacts) -> bool:
+    """Whether FP8 was left in place of a cut of the rate, which cannot be taken back: which of both it was is open."""
+    return i.cause == "learning_rate" and i.actions[-1:] == ["fall_back"]
 
 
 def outcome(e: Evidence) -> str:
@@ -272,6 +283,19 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
         if "swap_corpus" in i.actions:
             yield FollowUp(
                 text="A corpus is left out from here on: clean it, or raise the weights of the others knowingly."
+            )
+    elif i.cause == "numerics" or _left_first(i):
+        yield FollowUp(
+            text="Find the layers that FP8 does not suit: precision.fp8.keep keeps them in the precision of the rest.",
+            command=f"python tools/fp8_check.py {shlex.quote(r.directory)}",
+        )
+        yield FollowUp(
+            text="If it comes back: another precision.fp8.recipe, precision.fp8.backend=emulated to tell whether it is "
+            "the kernels, or precision.fp8=off."
+        )
+        if i.cause != "numerics":
+            yield FollowUp(
+                text="If it comes back without FP8, the rate is cut next: optimizer.lr was too high."
             )
     elif i.cause == "learning_rate":
         lower = ""

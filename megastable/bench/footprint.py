@@ -1,0 +1,401 @@
+"""Memory that a training step takes, measured on every rank of real engines and held against plan/memory.py.
+
+    python -m megastable.bench.footprint --layout "TP2" --layout "PP2" --json footprint.json
+
+Every layout trains a small model on processes of this machine (gloo): what is there between two steps, by kind, and the
+most that a step allocates beside it (`bench/train.py`: torch.profiler on a CPU, without scratch space of oneDNN). On a
+GPU (one process) both are those of torch's allocator.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from megastable import deepspeed_config
+from megastable.bench.ranks import launch
+from megastable.bench.volume import bounds
+from megastable.config import RunConfig
+from megastable.errors import ConfigError, user_errors
+from megastable.parallel.layout import Layout
+from megastable.plan import memory
+
+WARM = 2  # steps before the measured one: moments, tables and scratch are there, ZeRO 3 knows its order
+MIB = 2**20
+STEP = "a step whose memory counts"
+PROFILED = 2
+
+MODEL = dict(
+    layers=4, hidden=256, heads=8, kv_heads=4, ffn=640, sequence_length=256, vocab_size=2000, vocab_multiple=128,
+)  # fmt: skip
+# DeepSpeed takes the memory of a whole bucket: of the usual size it would hide all that a small model has.
+SMALL_BUCKETS = {
+    "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000, "stage3_prefetch_bucket_size": 1_000_000,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout of so many ranks, and what else it trains with; a section over that of `MODEL` and the defaults here."""
+
+    world: int = 1
+    parallel: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    precision: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    kernels: dict[str, Any] = field(default_factory=dict)
+    micro_batch: int = 2
+    accumulation: int = 2
+    apart: bool = False
+    elements: int = 200_000  # logits of a chunk
+
+    @property
+    def config(self) -> RunConfig:
+        p = self.parallel
+        samples = self.world // (p.get("tensor", 1) * p.get("pipeline", 1) * p.get("context", 1))
+        batch = self.micro_batch * self.accumulation * samples
+        return RunConfig.model_validate(
+            {
+                "model": MODEL | self.model,
+                "parallel": self.parallel,
+                "train": {"global_batch": batch, "micro_batch": self.micro_batch},
+                "precision": self.precision,
+                "optimizer": self.optimizer,
+                "kernels": {"attention": "sdpa", "loss": "chunked", "compile": False} | self.kernels,
+                "data": {"keep_documents_apart": self.apart},
+            }
+        )
+
+    @property
+    def layout(self) -> Layout:
+        p = self.config.parallel
+        return Layout(p.tensor, p.pipeline, self.world // (p.tensor * p.pipeline), p.context)
+
+    @property
+    def zero(self) -> dict[str, Any]:
+        return deepspeed_config.build(self.config, self.world)["zero_optimization"] | SMALL_BUCKETS
+
+
+TP2, PP2 = {"tensor": 2}, {"pipeline": 2}
+SP2 = TP2 | {"sequence": True}
+LAYOUTS = {
+    "one": Case(),
+    "one, blocked attention": Case(kernels={"attention": "blocked"}),
+    "one, reference attention": Case(kernels={"attention": "reference"}),
+    "one, reference loss": Case(kernels={"loss": "reference"}),
+    "one, micro-batch 4": Case(micro_batch=4),
+    "one, fp32": Case(precision={"kind": "fp32"}),
+    "one, fp16": Case(precision={"kind": "fp16"}),
+    "one, bf16 moments": Case(optimizer={"moments": "bf16"}),
+    "one, tied": Case(model={"tied": True}),
+    "one, all heads": Case(model={"kv_heads": None}),
+    "one, no QK-norm": Case(model={"qk_norm": False}),
+    "one, OLMo 2": Case(model={"qk_norm": "full", "norms": "after"}),
+    "one, documents apart": Case(apart=True),
+    "one, selective": Case(parallel={"recompute": "selective"}),
+    "one, full": Case(parallel={"recompute": "full"}),
+    "one, compiled": Case(kernels={"compile": True}),
+    "one, FP8 current": Case(precision={"fp8": "current"}),
+    "one, FP8 blocks": Case(precision={"fp8": "block"}),
+    "TP2": Case(2, TP2),
+    "TP2 OLMo 2": Case(2, TP2, {"qk_norm": "full", "norms": "after"}),
+    "TP2+SP": Case(2, SP2),
+    "TP2+SP full": Case(2, SP2 | {"recompute": "full"}),
+    "PP2": Case(2, PP2),
+    "PP2 accumulation 4": Case(2, PP2, accumulation=4),
+    "PP2 tied": Case(2, PP2, {"tied": True}),
+    "PP2 full": Case(2, PP2 | {"recompute": "full"}, accumulation=4),
+    "DP2 ZeRO 1": Case(2),
+    "DP2 ZeRO 1 fp32": Case(2, precision={"kind": "fp32"}),
+    "DP2 ZeRO 2": Case(2, {"zero": 2}),
+    "DP2 ZeRO 2 fp32": Case(2, {"zero": 2}, precision={"kind": "fp32"}),
+    "DP2 ZeRO 3": Case(2, {"zero": 3}),
+    "DP2 ZeRO 3 full": Case(2, {"zero": 3, "recompute": "full"}),
+    "context 2": Case(2, {"context": 2}),
+    "TP2xPP2": Case(4, TP2 | PP2),
+    "TP2+SPxPP2 selective": Case(4, SP2 | PP2 | {"recompute": "selective"}, accumulation=4),
+    "TP2xDP2 ZeRO 2": Case(4, TP2 | {"zero": 2}),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank, in bytes. held: between two steps, by kind ("other" is the rest); step: the most beside it."""
+
+    stage: int
+    held: dict[str, int]
+    step: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.held.values()) + self.step
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rank's, measured and by the formulas, in bytes. held: weights, gradients, master weights and moments."""
+
+    layout: str
+    stage: int
+    rank: int
+    held: int
+    held_expected: int
+    total: int
+    total_expected: int
+    peak: str
+    kinds: dict[str, int]
+
+    @property
+    def difference(self) -> float:
+        """Of the formula from what was measured, as a share."""
+        return self.total_expected / self.total - 1
+
+
+def measure(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: None) -> list[Row]:
+    """Measure the layouts of these names (of `LAYOUTS`; none: all) in processes of their own; a row for every rank.
+
+    Raises ConfigError on an unknown name, MegastableError when a rank fails.
+    """
+    for name in names:
+        if name not in LAYOUTS:
+            raise ConfigError(f"--layout {name!r}: choose among {', '.join(map(repr, LAYOUTS))}")
+    rows = []
+    for name in names or LAYOUTS:
+        say(name)
+        rows += compare(name, LAYOUTS[name], launch(LAYOUTS[name].world, measure_rank, LAYOUTS[name]))
+    return rows
+
+
+STATE = ("weights", "gradients", "master", "moments")
+
+
+def compare(name: str, case: Case, ranks: Sequence[Measured]) -> list[Row]:
+    """What every rank measured, beside the formulas."""
+    cut = bounds(case.config)
+    rows = []
+    for rank, measured in enumerate(ranks):
+        expected = memory.footprint(
+            case.config,
+            case.layout,
+            measured.stage,
+            cut,
+            device="cpu",
+            zero=case.zero,
+            elements=case.elements,
+        )
+        held = sum(measured.held[kind] for kind in STATE)
+        state = sum(size for kind, size in expected.at("between").items() if kind in STATE)
+        rows.append(
+            Row(
+                name,
+                measured.stage,
+                rank,
+                held,
+                state,
+                measured.total,
+                expected.total,
+                expected.peak,
+                {str(kind): size for kind, size in expected.kinds.items()},
+            )
+        )
+    return rows
+
+
+def table(rows: Iterable[Row]) -> Table:
+    """One row for every rank that differs from its neighbours of the same stage, otherwise one for a stage."""
+    made = Table("layout", "stage", title="Memory of one rank in a training step, MiB")
+    for name in ("state", "by the formulas", "peak", "by the formulas", "difference", "most of it"):
+        made.add_column(name, justify="right")
+    seen = set()
+    for row in rows:
+        key = row.layout, row.stage, row.held, row.total
+        if key in seen:
+            continue
+        seen.add(key)
+        made.add_row(
+            row.layout, str(row.stage), f"{row.held / MIB:.2f}", f"{row.held_expected / MIB:.2f}",
+            f"{row.total / MIB:.1f}", f"{row.total_expected / MIB:.1f}", f"{row.difference:+.1%}",
+            max(row.kinds, key=lambda kind: row.kinds[kind]),
+        )  # fmt: skip
+    return made
+
+
+# On a rank
+
+
+def measure_rank(case: Case) -> Measured:
+    """One step of `case` on this rank, which is not yet in a process group."""
+    import torch
+
+    from megastable import engine
+
+    torch.set_num_threads(1)
+    engine.start_distributed(timeout=120)
+    found = measure_joined(case)
+    engine.stop_distributed()
+    return found
+
+
+def measure_joined(case: Case) -> Measured:
+    """On a rank of a process group."""
+    import torch
+    import torch.distributed as dist
+
+    from megastable.bench.train import living_bytes
+    from megastable.engine import Engine, device
+    from megastable.model import sizes
+    from megastable.parallel.topology import Topology
+
+    sizes.CPU_ELEMENTS = sizes.GPU_ELEMENTS = case.elements  # several chunks of a small model, too
+    config = case.config
+    on_gpu = device().type == "cuda"
+    gc.collect()
+    before = torch.cuda.memory_allocated() if on_gpu else living_bytes()
+    settings = deepspeed_config.build(config, case.world)
+    settings["zero_optimization"] = case.zero
+    topology = Topology(case.layout, dist.get_rank(), timeout=120)
+    engine = Engine(config, settings, topology)
+    batches = _batches(case, topology.sample_rank)
+
+    def step() -> None:
+        engine.train_step(batches, 1e-4, lambda measured: measured.finite)
+
+    for _ in range(WARM):
+        step()
+    gc.collect()
+    gc.disable()
+    if on_gpu:
+        torch.cuda.synchronize()
+        all_held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        most = torch.cuda.max_memory_allocated() - all_held
+    else:
+        all_held = living_bytes()
+        most = _peak_of(step)
+    held = _kinds(engine)
+    held["other"] = all_held - before - sum(held.values())
+    return Measured(topology.stage, held, most)
+
+
+def _peak_of(step: Callable[[], None]) -> int:
+    """The most bytes that a step has allocated on a CPU beside what was there before it.
+
+    Of later ones than the first: torch.profiler knows no memory that was there before it, and pipelines give the
+    buffers of the last step back. And the least of some: gloo's threads let go of what they have sent when they come to
+    it.
+    """
+    import torch
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step()
+        for _ in range(PROFILED):
+            with torch.profiler.record_function(STEP):
+                step()
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = profile.profiler.kineto_results.events()
+    begun = [e.start_ns() for e in events if e.name() == STEP]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    peaks, starts = [], sorted(begun)
+    for begin, end in zip(starts, [*starts[1:], math.inf], strict=True):
+        before = now = most = sum(size for at, size in changes if at < begin)
+        for at, size in changes:
+            if begin <= at < end:
+                now += size
+                most = max(most, now)
+        peaks.append(most - before)
+    return min(peaks)
+
+
+def _batches(case: Case, sample_rank: int) -> list[Any]:
+    """The same random micro-batches in every step."""
+    import torch
+
+    from megastable.data.loader import MicroBatch
+
+    m, t = case.config.model, case.config.train
+    drawn = torch.Generator().manual_seed(sample_rank)
+    assert m.vocab_size is not None
+    found = []
+    for number in range(case.accumulation):
+        # A rank of a context has a part of the tokens.
+        length = m.sequence_length // case.config.parallel.context
+        tokens = torch.randint(0, m.vocab_size, (t.micro_batch, length + 1), generator=drawn)
+        segments = None
+        if case.apart:
+            segments = (torch.rand(tokens[:, 1:].shape, generator=drawn) < 0.02).cumsum(1).int()
+        index = torch.arange(t.micro_batch) + number * t.micro_batch
+        found.append(MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), index, segments))
+    return found
+
+
+def _kinds(engine: Any) -> dict[str, int]:
+    """Bytes of what an engine holds between two steps, by kind; every storage once."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    o = engine.optimizer
+    stage3 = isinstance(o, DeepSpeedZeroOptimizer_Stage3)
+    parameters = list(engine.ds.module.parameters())
+    weights = [p.ds_tensor for p in parameters] if stage3 else parameters
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if isinstance(o, BF16_Optimizer):
+        gradients += o.fp32_groups_gradients_flat
+    elif stage3:
+        gradients.append(o.grad_partitions_flat_buffer)
+    moments = [t for master in engine.masters for t in o.optimizer.state[master].values() if t.dim()]
+    found = {"weights": weights, "gradients": gradients, "master": engine.masters, "moments": moments}
+    seen: set[int] = set()
+    sizes = {}
+    for kind, tensors in found.items():
+        sizes[kind] = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                sizes[kind] += storage.nbytes()
+    return sizes
+
+
+# Starting ranks
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    layout: Annotated[list[str] | None, typer.Option(help="One of the layouts; all when left out.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Also write the rows there.")] = None,
+) -> None:
+    """Measure the memory of training steps and hold it against the formulas of the planner.
+
+    Examples:
+
+        python -m megastable.bench.footprint
+
+        python -m megastable.bench.footprint --layout TP2 --layout "DP2 ZeRO 3" --json footprint.json
+    """
+    with user_errors():
+        console = Console()
+        if output is not None and not output.absolute().parent.is_dir():
+            raise ConfigError(f"--json {output}: there is no such folder; make it, or name another one")
+        rows = measure(layout or (), lambda name: Console(stderr=True).print(name, style="dim"))
+        console.print(table(rows))
+        if output is not None:
+            output.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,265 @@
+"""What a rank keeps for the backward pass of one micro-batch, tensor by tensor. Pure; without torch.
+
+    made = block(config, kernels)
+    kept(made), extra(made)        # bytes that wait; bytes that the backward pass takes beside them
+
+Derived from model/*.py by what autograd keeps of every operation (torch's derivatives.yaml): a product of two keeps the
+factor that the other's gradient needs, a linear layer its input, a power its base, silu its input, a root and a softmax
+their result; sums, casts, permutations and rotations by a table keep nothing. Views keep all that they look into. Of a
+compiled block: what torch 2.13's partitioner was seen to keep, which makes again all that is cheap. Counted before by
+Korthikanti et al., arXiv:2205.05198 section 4, for other layers.
+
+Letters: N tokens of a micro-batch on this rank, n those of its part of the residual stream (N, or N / tensor with
+sequence parallelism), h hidden, q and k widths of all queries and keys of this tensor rank, f of its SwiGLU, e bytes of
+an activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from megastable.bench.volume import element
+from megastable.config import RunConfig
+
+FP32 = 4
+ROWS, KEPT = 256, 16  # of model/blocked.py, which needs torch
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """As model/kernels.py's, which needs torch; `memory.kernels_on` makes them. gpu: the kernels are a GPU's."""
+
+    attention: str = "sdpa"
+    loss: str = "chunked"
+    compile: bool = True
+    gpu: bool = True
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor that waits for the backward pass. width: bytes of an element."""
+
+    name: str
+    elements: int
+    width: int
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.width
+
+
+@dataclass(frozen=True)
+class Operation:
+    """saved: given back when its backward is over. backward: bytes of its gradients, in and out, and of what it makes
+    on the way."""
+
+    saved: tuple[Saved, ...]
+    backward: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The letters, of a config on one rank."""
+
+    N: int
+    n: int
+    h: int
+    q: int
+    k: int
+    f: int
+    e: int
+    heads: int  # of queries at the attention's core
+    samples: int
+    length: int
+
+    @property
+    def stream(self) -> int:
+        """Elements of this rank's part of the residual stream."""
+        return self.n * self.h
+
+
+# What the linear layers keep, by the name of the saved tensor; see config.LINEARS.
+INPUTS = {
+    "attention input": "attention.qkv", "attention output": "attention.out", "MLP input": "mlp.gate_up",
+    "SwiGLU output": "mlp.down",
+}  # fmt: skip
+
+
+def in_fp8(config: RunConfig, saved: Saved) -> int:
+    """Bytes that a linear layer's input takes more (or less) where it is kept in FP8: a byte an element, and with
+    blocks an fp32 scale for 128. The attention keeps its output for itself."""
+    fp8 = config.precision.fp8
+    if fp8 is None or config.parallel.recompute == "full":
+        return 0
+    bits = saved.elements + (saved.elements // 128 * FP32 if fp8.recipe == "block" else 0)
+    return bits if saved.name == "attention output" else bits - saved.bytes
+
+
+def sizes(config: RunConfig) -> Sizes:
+    m, p, b = config.model, config.parallel, config.train.micro_batch
+    t, d = p.tensor, m.head_width
+    tokens = b * m.sequence_length // p.context
+    return Sizes(
+        N=tokens, n=tokens // t if p.sequence else tokens, h=m.hidden, q=m.heads * d // t,
+        k=m.key_value_heads * d // t, f=m.ffn_width // t, e=element(config), heads=m.heads // t // p.context,
+        samples=b, length=m.sequence_length,
+    )  # fmt: skip
+
+
+def kept(operations: Sequence[Operation]) -> int:
+    """Bytes that wait for the backward pass."""
+    return sum(saved.bytes for operation in operations for saved in operation.saved)
+
+
+def extra(operations: Sequence[Operation]) -> int:
+    """The most bytes beside those that waited, while the backward pass goes through them from the end."""
+    there = most = 0
+    for operation in reversed(operations):
+        most = max(most, there + operation.backward)
+        there -= sum(saved.bytes for saved in operation.saved)
+    return most
+
+
+def block(config: RunConfig, kernels: Kernels) -> list[Operation]:
+    """Of one block, under the recomputation of `config`."""
+    z = sizes(config)
+    if config.parallel.recompute == "full":
+        # Made again in the backward pass, and then all of it is there.
+        whole = operations(config, kernels, "none")
+        return [Operation((Saved("stream", z.stream, z.e),), kept(whole) + extra(whole))]
+    return operations(config, kernels, config.parallel.recompute)
+
+
+def operations(config: RunConfig, kernels: Kernels, recompute: str) -> list[Operation]:
+    """Of one block that is not recomputed as a whole."""
+    z, m = sizes(config), config.model
+    fused, selective = kernels.compile, recompute == "selective"
+    qkv = z.q + 2 * z.k
+    attention = [
+        _linear("attention input", z, z.N * z.h, z.N * qkv, z.h * qkv),
+        *_heads(config, z, kernels, selective),
+        *_core(config, z, kernels, selective),
+        _out(z, config, kernels, selective),
+    ]
+    if fused:
+        # The norms are made again of what went into them.
+        swiglu = Operation((Saved("gate and up", z.N * 2 * z.f, z.e),), 3 * z.e * z.N * z.f)
+    else:
+        swiglu = Operation((Saved("gate and up", z.N * 2 * z.f, z.e),), 4 * z.e * z.N * z.f)
+    mlp = [_linear("MLP input", z, z.N * z.h, z.N * 2 * z.f, z.h * 2 * z.f), swiglu]
+    if not fused and not selective:
+        mlp.append(Operation((Saved("silu", z.N * z.f, z.e),), 3 * z.e * z.N * z.f))
+    elif selective:
+        mlp.append(Operation((), (4 if not fused else 3) * z.e * z.N * z.f))
+    if fused and selective:
+        mlp.append(Operation((), z.e * (2 * z.N * z.f + z.n * z.h)))  # the product, made again
+    else:
+        mlp.append(_linear("SwiGLU output", z, z.N * z.f, z.n * z.h, z.f * z.h))
+    first, second = (
+        _norm("attention norm", z, z.stream, z.n, fused),
+        _norm("MLP norm", z, z.stream, z.n, fused),
+    )
+    if m.norms == "after":
+        return [*attention, *first, *mlp, *second]
+    return [*first, *attention, *second, *mlp]
+
+
+def _norm(name: str, z: Sizes, elements: int, rows: int, fused: bool, own: bool = True) -> list[Operation]:
+    """own: its input is nobody else's; in fp32 it is kept as it is."""
+    if fused:
+        return [Operation((Saved(f"{name}, input", elements, z.e),), 3 * z.e * elements)]
+    wide = elements * FP32
+    given = (Saved(f"{name}, in fp32", elements, FP32),) if z.e < FP32 or own else ()
+    return [
+        # The gradients by way of the mean: of the product, of the mean, of the square; and their sum.
+        Operation((*given, Saved(f"{name}, reciprocals", rows, FP32)), 5 * wide),
+        Operation((Saved(f"{name}, normed", elements, FP32),), 3 * wide),
+    ]
+
+
+def _linear(name: str, z: Sizes, inputs: int, outputs: int, weight: int) -> Operation:
+    """backward: the gradients of output, input and weight."""
+    return Operation((Saved(name, inputs, z.e),), z.e * (outputs + inputs + weight))
+
+
+def _heads(config: RunConfig, z: Sizes, kernels: Kernels, selective: bool) -> list[Operation]:
+    """From queries, keys and values as they are projected to those that the core sees, but for what it keeps itself."""
+    m, made = config.model, []
+    rows = z.N * z.q // m.head_width, z.N * z.k // m.head_width
+    repeated = _repeats(config, kernels) and not selective
+    normed = bool(m.qk_norm)
+    # Kept whole if the core looks into it: by the values; in fp32 by what the norms keep; compiled by the norms.
+    if (normed and (z.e == FP32 or kernels.compile)) or not (repeated or config.parallel.context > 1):
+        made.append(Operation((Saved("queries, keys, values", z.N * (z.q + 2 * z.k), z.e),), 0))
+    if normed and not kernels.compile:
+        made += _norm("query norm", z, z.N * z.q, rows[0], False, own=False)
+        made += _norm("key norm", z, z.N * z.k, rows[1], False, own=False)
+    if config.parallel.context > 1 and not repeated:
+        made.append(Operation((Saved("exchanged", z.N * (z.q + 2 * _keys(config, z)), z.e),), 0))
+    return made
+
+
+def _keys(config: RunConfig, z: Sizes) -> int:
+    """k at the core: context parallelism may need every head several times."""
+    kv = config.model.key_value_heads // config.parallel.tensor
+    return z.k * lcm(kv, config.parallel.context) // kv
+
+
+def _repeats(config: RunConfig, kernels: Kernels) -> bool:
+    """Whether keys and values are written out once for every query: cores.py."""
+    m, p = config.model, config.parallel
+    kv = lcm(m.key_value_heads // p.tensor, p.context)
+    grouped = kv < m.heads // p.tensor
+    return kernels.attention == "reference" or (kernels.attention == "sdpa" and grouped and not kernels.gpu)
+
+
+def _core(config: RunConfig, z: Sizes, kernels: Kernels, selective: bool) -> list[Operation]:
+    keys = _keys(config, z)
+    queries = Saved("rotated queries", z.N * z.q, z.e)
+    scores = z.samples * z.heads * z.length**2
+    plain = kernels.attention == "reference"
+    if selective:
+        # Inputs only: the rest is made again.
+        again = 6 * z.e * z.N * z.q
+        if plain:
+            again += 4 * scores * FP32
+        elif kernels.attention == "blocked":
+            again += probabilities(z) * z.e
+        return [Operation((queries, Saved("rotated keys", z.N * keys, z.e)), again)]
+    if plain:
+        wide = [Saved(f"{what} in fp32", z.N * z.q, FP32) for what in ("queries", "keys", "values")]
+        mask = Saved("mask", z.length**2, 1)
+        return [Operation((*wide, mask, Saved("attention weights", scores, FP32)), 3 * scores * FP32)]
+    if _repeats(config, kernels):
+        given = [queries, Saved("keys, repeated", z.N * z.q, z.e), Saved("values, repeated", z.N * z.q, z.e)]
+    else:
+        given = [queries, Saved("rotated keys", z.N * keys, z.e)]
+    if kernels.attention == "blocked":
+        given.append(Saved("attention weights", probabilities(z), z.e))
+    else:
+        given.append(Saved("logsumexp", z.samples * z.heads * z.length, FP32))
+    if config.parallel.context > 1:
+        given.append(Saved("attention output, by heads", z.N * z.q, z.e))
+    return [Operation(tuple(given), z.e * z.N * (2 * z.q + 2 * keys))]
+
+
+def _out(z: Sizes, config: RunConfig, kernels: Kernels, selective: bool) -> Operation:
+    if selective and kernels.compile:
+        return Operation((), z.e * (z.N * z.q + z.n * z.h))
+    return _linear("attention output", z, z.N * z.q, z.n * z.h, z.q * z.h)
+
+
+def probabilities(z: Sizes) -> int:
+    """How many model/blocked.py's forward keeps: `kept_size` there."""
+    whole, rest = z.length // ROWS, z.length % ROWS
+    each = ROWS * ROWS * whole * (whole + 1) // 2 + rest * z.length
+    width = z.q * z.N // (z.samples * z.length * z.heads)
+    return z.samples * z.heads * each if each <= KEPT * z.length * width else 0
+
+
+def final_norm(config: RunConfig) -> list[Operation]:
+    """Of the last norm, which is never compiled."""
+    z = sizes(config)
+    return _norm("final norm", z, z.stream, z.n, False)

@@ -1,0 +1,402 @@
+"""Device and host memory that one rank of a run takes, by kind and by the moment of a step. Pure; without torch.
+
+    for footprint in footprints(config, layout):            # of every pipeline stage
+        print(footprint.stage, footprint.total, footprint.peak, footprint.kinds)
+
+What is held between steps is as DeepSpeed 0.19.8 lays it out (ZeRO, arXiv:1910.02054 section 5); what waits for the
+backward pass is counted in activations.py, of as many micro-batches as 1F1B has on their way (Narayanan et al.,
+arXiv:2006.09503 section 3.2). `bench/footprint.py` holds both against real steps. Not in it: what a GPU's allocator
+wastes, the CUDA context, NCCL's buffers and scratch space of cuBLAS and cuDNN (`planning.md` says how much to leave).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from megastable import deepspeed_config
+from megastable.bench.volume import Stage, bounds, element, parameters, stage_of
+from megastable.config import RunConfig
+from megastable.model.sizes import CPU_ELEMENTS, GPU_ELEMENTS, chunk_size
+from megastable.parallel.layout import Layout
+from megastable.plan import activations
+from megastable.plan.activations import FP32, Kernels
+
+Kind = Literal["weights", "gradients", "master", "moments", "activations", "logits", "buffers"]
+# Of a step: the loss of a micro-batch; in its backward pass loss and head, the last blocks, the first block and
+# embedding; the update. And between two steps.
+Phase = Literal["loss", "head", "backward", "end", "update", "between"]
+Device = Literal["cuda", "cpu"]
+KINDS: tuple[Kind, ...] = ("weights", "gradients", "master", "moments", "activations", "logits", "buffers")
+PHASES: tuple[Phase, ...] = ("loss", "head", "backward", "end", "update", "between")
+WAITING: tuple[Phase, ...] = ("loss", "head", "backward")  # all that waits for the backward pass does so
+PASSES: tuple[Phase, ...] = (*WAITING, "end")
+BACK: tuple[Phase, ...] = ("head", "backward", "end")
+
+# On a CPU only, of model/ and optim/, which need torch.
+LOSS_BLOCK, SUM_CHUNK, UPDATE_CHUNK, SCORES = 2**19, 2**18, {"cpu": 2**17, "cuda": 2**24}, 2**20
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes of one kind on a rank. phases: when they are there."""
+
+    kind: Kind
+    name: str
+    bytes: int
+    phases: tuple[Phase, ...] = PHASES
+
+
+@dataclass(frozen=True)
+class Host:
+    """In host memory of one rank. snapshot: one rewind point; points: as many as the recipe keeps; checkpoint: the
+    copy that is written behind the steps."""
+
+    snapshot: int
+    points: int
+    checkpoint: int
+
+    @property
+    def total(self) -> int:
+        return self.snapshot * self.points + self.checkpoint
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a rank of pipeline stage `stage` takes; items: all of it, with names."""
+
+    stage: int
+    items: tuple[Item, ...]
+    host: Host
+
+    def at(self, phase: Phase) -> dict[Kind, int]:
+        """Bytes by kind at a moment of a step."""
+        found: Counter[Kind] = Counter()
+        for item in self.items:
+            if phase in item.phases:
+                found[item.kind] += item.bytes
+        return {kind: found[kind] for kind in KINDS}
+
+    @property
+    def peak(self) -> Phase:
+        """The moment of a step at which most is there."""
+        return max(PHASES, key=lambda phase: sum(self.at(phase).values()))
+
+    @property
+    def kinds(self) -> dict[Kind, int]:
+        """Bytes by kind at the peak; they add up to `total`."""
+        return self.at(self.peak)
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device at the peak of a step."""
+        return sum(self.kinds.values())
+
+    @property
+    def held(self) -> int:
+        """Bytes on the device between two steps."""
+        return sum(self.at("between").values())
+
+    def largest(self, number: int = 5) -> list[Item]:
+        """What most of the peak is."""
+        there = [item for item in self.items if self.peak in item.phases]
+        return sorted(there, key=lambda item: -item.bytes)[:number]
+
+
+def footprints(
+    config: RunConfig,
+    layout: Layout,
+    *,
+    device: Device = "cuda",
+    kernels: Kernels | None = None,
+    zero: Mapping[str, Any] | None = None,
+    elements: int | None = None,
+    cut: Sequence[int] | None = None,
+) -> list[Footprint]:
+    """Of every pipeline stage; the arguments are those of `footprint`, cut: None = `volume.bounds`."""
+    cut = bounds(config) if cut is None else cut
+    return [
+        footprint(config, layout, stage, cut, device=device, kernels=kernels, zero=zero, elements=elements)
+        for stage in range(config.parallel.pipeline)
+    ]
+
+
+def footprint(
+    config: RunConfig,
+    layout: Layout,
+    stage: int,
+    cut: Sequence[int],
+    *,
+    device: Device = "cuda",
+    kernels: Kernels | None = None,
+    zero: Mapping[str, Any] | None = None,
+    elements: int | None = None,
+) -> Footprint:
+    """Memory of a rank of pipeline stage `stage` in steps after the first one.
+
+    config: model.vocab_size must be known; layout: that of config.parallel on so many ranks. cut: as `volume.bounds`
+    gives it. kernels: None = those that the config means on such a device (`kernels_on`). zero: the section
+    zero_optimization of DeepSpeed's configuration; None = that of the file that the config names. elements: logits of a
+    chunk; None = the device's.
+
+    Raises ConfigError when the batch cannot be shared out over the layout, or the DeepSpeed file is not there.
+    """
+    kernels = kernels or kernels_on(config, device)
+    held = stage_of(cut, stage)
+    zero = _zero_section(config.deepspeed, config.parallel.zero) if zero is None else zero
+    elements = elements or (GPU_ELEMENTS if device == "cuda" else CPU_ELEMENTS)
+    steps = deepspeed_config.accumulation(config, layout.world)
+    groups, first = _flat(config, layout, held), max(cut[stage] - 1, 0)  # the first block
+    items = [
+        *_state(config, layout, held, groups),
+        *_exchanged(config, layout, held, groups, steps, zero),
+        *_activations(config, held, first, kernels, min(layout.pipeline - stage, steps)),
+        *_ends(config, held),
+        *_stages(config, layout, stage, held, steps),
+        *_scratch(config, held, groups, kernels, device),
+    ]
+    if held.last:
+        items += _logits(config, kernels, elements, device)
+    found = tuple(item for item in items if item.bytes)
+    return Footprint(stage, found, _host(config, groups, layout, device))
+
+
+def kernels_on(config: RunConfig, device: Device) -> Kernels:
+    """What `kernels.choose` takes on such a device, if everything is installed there."""
+    wanted, gpu = config.kernels, device == "cuda"
+    best = "sdpa" if gpu or config.precision.kind == "fp16" else "blocked"
+    attention: str = wanted.attention
+    te = gpu and config.precision.kind != "fp32" and not config.data.keep_documents_apart
+    if (
+        attention == "auto"
+        or (attention == "blocked" and best != "blocked")
+        or (attention == "te" and not te)
+    ):
+        attention = best
+    compiled = gpu if wanted.compile == "auto" else wanted.compile
+    loss = "chunked" if wanted.loss == "auto" else wanted.loss
+    return Kernels(attention, loss, compiled and config.parallel.zero != 3, gpu)
+
+
+@lru_cache(maxsize=8)
+def _zero_section(name: str, stage: int) -> dict[str, Any]:
+    config = RunConfig.model_validate({"deepspeed": name, "parallel": {"zero": stage}})
+    return deepspeed_config.build(config, 1)["zero_optimization"]
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _flat(config: RunConfig, layout: Layout, held: Stage) -> list[int]:
+    """Elements of the optimizer's groups (matrices, norms) on a rank before ZeRO shares them out, padded for that."""
+    groups = [group for group in parameters(config.model, held, config.parallel.tensor) if group]
+    if config.parallel.zero == 3:
+        return [sum(_up(n, layout.data) for n in group) for group in groups]
+    return [_up(sum(group), 2 * layout.data) for group in groups]  # to 4 bytes of bf16 on every rank
+
+
+def _sums(config: RunConfig) -> bool:
+    """Whether BF16_Optimizer has it: fp32 sums of all gradients, for good."""
+    return config.parallel.zero == 1 and config.precision.kind == "bf16"
+
+
+def _state(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int]) -> Iterable[Item]:
+    """What lives from step to step."""
+    e, whole = element(config), sum(groups)
+    own = whole // layout.data
+    moment = 2 if config.optimizer.moments == "bf16" else FP32
+    yield Item("weights", "weights that compute", (own if config.parallel.zero == 3 else whole) * e)
+    yield Item("master", "fp32 master weights", own * FP32)
+    yield Item("moments", "Adam's moments", 2 * own * moment)
+    if _sums(config):
+        yield Item("gradients", "fp32 sums of gradients", whole * FP32)
+    elif config.parallel.zero == 3:
+        yield Item("gradients", "fp32 sums of gradients, this rank's part", own * FP32)
+
+
+def _exchanged(
+    config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int], steps: int, zero: Mapping[str, Any]
+) -> Iterable[Item]:
+    """What DeepSpeed takes for gradients and weights on their way between the data ranks."""
+    e, whole = element(config), sum(groups)
+    own, stage = whole // layout.data, config.parallel.zero
+    bucket = int(zero.get("reduce_bucket_size", 5e8))
+    full = _fill(config, held, bucket)
+    earlier: tuple[Phase, ...] = PASSES if steps > 1 else ("end",)  # from the first micro-batch on
+    if _sums(config):
+        return
+    copy = Item(
+        "gradients", "the update's copy of this rank's part", max(groups) // layout.data * FP32, ("update",)
+    )
+    if stage == 1:
+        yield Item("gradients", "fp32 sums of gradients", whole * FP32, (*earlier, "update"))
+        yield Item("buffers", "bucket of gradients", bucket * FP32, BACK)
+        yield copy
+    elif stage == 2:
+        yield Item("gradients", "fp32 sums of gradients, this rank's part", own * FP32, (*earlier, "update"))
+        buffers = 2 if zero.get("overlap_comm") else 1
+        yield Item("buffers", "buckets of gradients", buffers * bucket * e, ("backward", "end"))
+        yield Item("buffers", "a bucket in fp32, to be summed", full * FP32 * (e < FP32), ("end",))
+        yield copy
+    else:
+        yield Item("buffers", "bucket of gradients", bucket * FP32)
+        yield Item("gradients", "gradients of a bucket", full * e, ("end",))
+        yield Item("buffers", "a bucket in fp32, twice, to be summed", 2 * full * FP32, ("end",))
+        live = int(zero.get("stage3_max_live_parameters", 1e9)) + int(
+            zero.get("stage3_prefetch_bucket_size", 5e7)
+        )
+        yield Item("weights", "gathered weights", min(whole, live) * e, WAITING)
+        # Those that nobody asks for any more were given back.
+        first = _flat(config, layout, Stage(1, held.first, last=False))
+        yield Item("weights", "gathered weights of the first block", min(sum(first), live) * e, ("end",))
+        yield copy
+
+
+def _fill(config: RunConfig, held: Stage, bucket: int) -> int:
+    """The most gradients that a bucket has before the next one does not fit in: from the head to the embedding."""
+    matrices, _ = parameters(config.model, held, config.parallel.tensor)
+    if sum(matrices) <= bucket:
+        return sum(matrices)
+    blocks, ends = matrices[: 4 * held.blocks], matrices[4 * held.blocks :]
+    order = [*ends[held.first :], *reversed(blocks), *ends[: held.first]]
+    most = now = 0
+    for size in order:
+        now = now + size if now + size <= bucket else size
+        most = max(most, now)
+    return most
+
+
+def _activations(config: RunConfig, held: Stage, first: int, kernels: Kernels, flying: int) -> Iterable[Item]:
+    """What waits for the backward pass, of `flying` micro-batches; and what that takes beside it."""
+    z = activations.sizes(config)
+    block = activations.block(config, kernels)
+    for saved in (saved for operation in block for saved in operation.saved):
+        quantized = fp8_blocks(config, first, held.blocks, saved.name)
+        each = saved.bytes * held.blocks + activations.in_fp8(config, saved) * quantized
+        yield Item("activations", saved.name, each * flying, WAITING)
+        # At the end of a backward pass the first block is left of it.
+        yield Item("activations", saved.name, each * (flying - 1) + each // held.blocks, ("end",))
+    stream = z.stream * z.e
+    beside = activations.extra(block) + stream
+    if held.last:
+        final = activations.final_norm(config)
+        # On the last stage one micro-batch is on its way.
+        yield Item("activations", "final norm", activations.kept(final), WAITING)
+        beside = max(activations.extra(final) + stream, beside - activations.kept(final))
+        yield Item("activations", "features", z.N * z.h * z.e, ("loss",))
+    yield Item("activations", "gradients on their way back", beside, ("backward",))
+    yield Item("activations", "gradients on their way back", activations.extra(block) + stream, ("end",))
+    if config.data.keep_documents_apart:
+        width = config.model.head_width
+        places = z.samples * z.length * width * FP32
+        # On a GPU FlexAttention has a mask of blocks.
+        mask = z.samples * z.length**2 if not kernels.gpu and kernels.attention != "blocked" else 0
+        yield Item("buffers", "places of tokens in documents", places + mask, PASSES)
+
+
+def fp8_blocks(config: RunConfig, first: int, blocks: int, name: str) -> int:
+    """Of so many blocks from `first` on: those in which the linear layer with this saved tensor computes in FP8."""
+    fp8, linear = config.precision.fp8, activations.INPUTS.get(name)
+    if fp8 is None or linear is None:
+        return 0
+    last = config.model.layers - fp8.keep_last
+    return sum(
+        fp8.keep_first <= i < last and f"blocks.{i}.{linear}" not in fp8.keep
+        for i in range(first, first + blocks)
+    )
+
+
+def _ends(config: RunConfig, held: Stage) -> Iterable[Item]:
+    """The embedding's gradient. Of a tied one on one stage the head's waits for it."""
+    m = config.model
+    size = m.padded_vocab * m.hidden // config.parallel.tensor * element(config)
+    if held.first:
+        both = m.tied and held.last
+        yield Item("gradients", "gradient of the embedding", size * (1 + both), ("end",))
+        if both:
+            yield Item("gradients", "gradient of the head", size, ("backward",))
+
+
+def _logits(config: RunConfig, kernels: Kernels, elements: int, device: Device) -> Iterable[Item]:
+    """The head's projection and the loss: model/loss.py, model/chunked.py."""
+    z, m = activations.sizes(config), config.model
+    columns = m.padded_vocab // config.parallel.tensor
+    weight, features = columns * z.h * z.e, z.N * z.h * z.e
+    if kernels.loss == "reference":
+        logits = z.N * columns
+        yield Item("activations", "features, for the head", features, ("head",))
+        yield Item("logits", "logits", logits * z.e, ("loss",))
+        yield Item("logits", "softmax in fp32", logits * FP32, ("loss", "head"))
+        yield Item("logits", "gradient of the logits", logits * (FP32 + z.e * (z.e < FP32)), ("head",))
+        return
+    size = chunk_size(z.N, columns, elements)
+    many = size < z.N
+    real = min(m.vocab_size or columns, columns) * z.h
+    # In fp32 where several chunks are added up; fp16 on a CPU in any case.
+    narrow = config.precision.kind == "fp16" and device == "cpu"
+    wide = FP32 if many or narrow else z.e
+    part = real * z.e if many and device == "cpu" and config.precision.kind == "bf16" else 0
+    rows = (
+        size if device == "cuda" or config.parallel.tensor > 1 else min(size, max(LOSS_BLOCK // columns, 1))
+    )
+    scratch = 0 if kernels.compile else rows * columns * FP32
+    yield Item("logits", "logits of a chunk", size * columns * z.e + scratch, ("loss",))
+    yield Item("logits", "gradient of the head, summed", real * wide + part, ("loss",))
+    yield Item("logits", "gradient of the features", features, ("loss",))
+    product = min(real, LOSS_BLOCK) * FP32 if device == "cpu" else 0
+    # Unscaled and scaled.
+    yield Item("logits", "gradients of the head", real * wide + product + weight, ("head",))
+    yield Item("logits", "gradients of the features", 2 * features, ("head",))
+
+
+def _stages(config: RunConfig, layout: Layout, stage: int, held: Stage, steps: int) -> Iterable[Item]:
+    """What DeepSpeed's pipeline keeps of every micro-batch on its way, and what it receives into."""
+    if layout.pipeline == 1:
+        return
+    z = activations.sizes(config)
+    x, flying = z.stream * z.e, min(layout.pipeline - stage, steps)
+    buffers = max(2, flying)
+    yield Item("buffers", "received into", x * (2 - held.first - held.last))
+    if not held.first:
+        yield Item("buffers", "a stage's inputs and their gradients", 2 * buffers * x)
+    if held.last:
+        yield Item("buffers", "a stage's outputs", buffers * z.N * z.h * z.e)
+    else:
+        yield Item("buffers", "a stage's outputs", flying * x, PASSES)
+
+
+def _scratch(
+    config: RunConfig, held: Stage, groups: Sequence[int], kernels: Kernels, device: Device
+) -> Iterable[Item]:
+    """Tables, and memory for intermediate results."""
+    m, z = config.model, activations.sizes(config)
+    yield Item("buffers", "table of rotations", m.sequence_length * m.head_width * FP32)
+    if _sums(config) and device == "cpu":
+        yield Item("buffers", "gradients in fp32, a chunk", SUM_CHUNK * FP32)
+    if config.optimizer.moments == "bf16" and not kernels.compile:
+        size = min(UPDATE_CHUNK[device], max(groups))
+        yield Item("buffers", "the update's intermediate results", 5 * size * FP32, ("update",))
+    if kernels.attention == "blocked":
+        rows = min(activations.ROWS, z.length)
+        fit = z.heads * z.samples * rows * z.length
+        scores = min(SCORES, fit) if fit > SCORES else fit
+        # Scores and their gradients; and once more probabilities, where none are kept.
+        unkept = config.parallel.recompute != "none" or not activations.probabilities(z)
+        yield Item("buffers", "scores of a block", scores * (FP32 + z.e * (1 + unkept)))
+
+
+def taken(size: int, pinned: bool) -> int:
+    """What a tensor of `size` bytes takes in host memory: torch rounds pinned memory up to a power of two."""
+    return 1 << (size - 1).bit_length() if pinned and size else size
+
+
+def _host(config: RunConfig, groups: Sequence[int], layout: Layout, device: Device) -> Host:
+    moment = 2 if config.optimizer.moments == "bf16" else FP32
+    sizes = [n // layout.data * width for n in groups for width in (FP32, moment, moment)]
+    state = sum(taken(size, device == "cuda") for size in sizes)
+    kept = config.stability.snapshots
+    return Host(state, kept.keep if kept.interval else 0, state if config.checkpoint.asynchronous else 0)

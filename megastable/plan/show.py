@@ -1,0 +1,272 @@
+"""A plan for people and for programs: tables, a bar of the GPU's memory, all numbers as a tree for JSON, a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megastable.config import RunConfig
+from megastable.errors import DataError
+from megastable.plan.memory import KINDS, Device, Kind, footprints
+from megastable.plan.search import GIB, Choice, Plan, overrides, room
+from megastable.report.told import plural
+from megastable.stability.spacing import capacity
+
+WIDTH = 72  # characters of a bar
+# The bar must do without colours, too.
+LETTERS: dict[Kind, str] = dict(zip(KINDS, "WGMOALB", strict=True))
+COLOURS: dict[Kind, str] = dict(
+    zip(KINDS, ("blue", "cyan", "magenta", "green", "yellow", "red", "bright_black"), strict=True)
+)
+PAINT = {kind: f"tab:{colour}" for kind, colour in zip(
+    KINDS, ("blue", "cyan", "purple", "green", "orange", "red", "gray"), strict=True
+)}  # fmt: skip
+SHARE = 1 / 4  # of the host's memory that rewind points may take (room.py, which needs torch)
+
+
+def layout_in_words(found: Plan) -> str:
+    """All that makes a layout, on one line."""
+    p, lay = found.config.parallel, found.layout
+    axes = [("tensor", lay.tensor), ("pipeline", lay.pipeline), ("data", lay.data)]
+    split = " x ".join(f"{name} {size}" for name, size in axes if size > 1) or "one rank"
+    split += f" (context {lay.context})" if lay.context > 1 else ""
+    split += ", sequence parallelism" if p.sequence else ""
+    fp8, again = found.config.precision.fp8, "no" if p.recompute == "none" else p.recompute
+    return (
+        f"{split}, ZeRO {p.zero}, {again} recomputation, micro-batches of {found.config.train.micro_batch}, "
+        f"{found.accumulation} a step" + (f", FP8 {fp8.recipe}" if fp8 else "")
+    )
+
+
+# Memory
+
+
+def bar(found: Plan) -> Text:
+    """The tightest GPU's memory at the peak of a step: a letter for every kind, r the cluster's reserve, | its end."""
+    whole = found.cluster.memory_gib * GIB
+    parts: list[tuple[str, str, float]]
+    parts = [(LETTERS[kind], COLOURS[kind], size) for kind, size in found.tightest.kinds.items()]
+    parts.append(("r", "bright_black", found.cluster.reserve_gib * GIB))
+    used = sum(size for *_, size in parts)
+    unit, shown, passed, at = max(whole, used) / WIDTH, Text(), 0.0, 0
+    for letter, colour, size in [*parts, (".", "bright_black", max(whole - used, 0.0))]:
+        passed += size
+        shown.append(letter * (round(passed / unit) - at), style=colour)
+        at = round(passed / unit)
+    end = round(whole / unit)
+    if used > whole:
+        shown = Text.assemble(shown[:end], "|", shown[end:])
+    return Text.assemble("[", shown, "]")
+
+
+def memory(found: Plan) -> RenderableType:
+    """Bytes by kind on the tightest rank, and what is in each."""
+    tight = found.tightest
+    table = Table("", "kind", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("GiB", justify="right")
+    table.add_column("of it", overflow="fold")
+    for kind, size in tight.kinds.items():
+        if size:
+            items = [(i.bytes, i.name) for i in tight.items if i.kind == kind and tight.peak in i.phases]
+            most = sorted(items, reverse=True)[:3]
+            inside = (
+                ", ".join(f"{name} {bytes / GIB:.2f}" for bytes, name in most)
+                if len(items) > 1
+                else most[0][1]
+            )
+            inside += f", {len(items) - 3} more" if len(items) > 3 else ""
+            table.add_row(LETTERS[kind], kind, f"{size / GIB:.2f}", inside)
+    table.add_row(
+        "", "in all", f"{tight.total / GIB:.2f}", f"of {room(found.cluster) / GIB:.2f} that training can have"
+    )
+    stage = (
+        f"stage {tight.stage}, the tightest of {found.layout.pipeline}"
+        if found.layout.pipeline > 1
+        else "every rank"
+    )
+    title = Text(f"memory of a GPU at its peak ({tight.peak}; {stage})")
+    return Group(title, bar(found), table)
+
+
+def verdict(found: Plan) -> str:
+    """Whether it fits, and what is too much if it does not."""
+    if found.fits:
+        return f"fits: {found.left / GIB:.2f} GiB are left"
+    kinds = found.tightest.kinds
+    fixed = sum(size for kind, size in kinds.items() if kind not in ("activations", "logits"))
+    worst = max(kinds, key=lambda kind: kinds[kind])
+    lacks = f"does not fit: {-found.left / GIB:.2f} GiB too much"
+    if fixed > room(found.cluster):
+        return f"{lacks}. Weights, gradients and Adam's state alone take {fixed / GIB:.2f}: split the model further"
+    return f"{lacks}; most of it {worst}, {kinds[worst] / GIB:.2f}"
+
+
+def host(found: Plan) -> tuple[str, dict[str, Any]]:
+    """Host memory for rewind points and for the checkpoint that is written behind the steps: in words, in numbers."""
+    h, snapshots = found.tightest.host, found.config.stability.snapshots
+    ranks, memory = min(found.cluster.gpus_per_host, found.layout.world), found.cluster.host_memory_gib * GIB
+    budget = snapshots.memory_gib * GIB if snapshots.memory_gib else SHARE * memory / ranks
+    points = capacity(h.points, h.snapshot, budget)
+    used = ranks * (points * h.snapshot + h.checkpoint)
+    numbers = {
+        "snapshot_bytes": h.snapshot, "wanted": h.points, "kept": points, "checkpoint_bytes": h.checkpoint,
+        "host_bytes": used, "host_memory_bytes": int(memory), "fits": used <= memory,
+    }  # fmt: skip
+    text = f"host memory: {points} rewind points of {h.snapshot / GIB:.2f} GiB and a checkpoint's copy of "
+    text += f"{h.checkpoint / GIB:.2f} a rank, {used / GIB:,.0f} GiB of {memory / GIB:,.0f} for {plural(ranks, 'rank')}"
+    if points < h.points:
+        text += f"; the recipe wants {h.points} points, for which there is no room"
+    if used > memory:
+        text += ": TOO MUCH; lower stability.snapshots.keep, or checkpoint.asynchronous=false"
+    return text, numbers
+
+
+# Time
+
+
+def timing(found: Plan) -> RenderableType:
+    """Seconds of a step by what they are spent on, and why; what travels over which link."""
+    time = found.time
+    parts = Table("what", box=box.SIMPLE_HEAD, pad_edge=False, title="time of a step", title_justify="left")
+    parts.add_column("s", justify="right")
+    parts.add_column("%", justify="right")
+    parts.add_column("because", overflow="fold")
+    for line in sorted(time.lines, key=lambda line: -line.seconds):
+        what = line.what if line.what in line.kind or line.kind in line.what else f"{line.what} ({line.kind})"
+        parts.add_row(what, f"{line.seconds:.3f}", f"{100 * line.seconds / time.seconds:.1f}", line.because)
+    if not time.traffic:
+        return parts
+    links = Table("group", "link", box=box.SIMPLE_HEAD, pad_edge=False)
+    links.title, links.title_justify = "what a rank sends in a step", "left"
+    for name in ("ranks", "GB", "s"):
+        links.add_column(name, justify="right")
+    for t in sorted(time.traffic, key=lambda traffic: -traffic.seconds):
+        links.add_row(t.group, t.link, str(t.ranks), f"{t.bytes / 1e9:,.3f}", f"{t.seconds:.3f}")
+    return Group(parts, links)
+
+
+def summary(found: Plan, tokens: float) -> str:
+    """Speed, and what it comes to for so many tokens."""
+    time = found.time
+    bubble = time.parts["bubble"] / time.seconds
+    return (
+        f"step {time.seconds:.3g} s, {time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%} ({time.mfu_causal:.1%} "
+        f"counting half of attention), bubble {bubble:.1%}\n"
+        f"{_tokens(tokens)} tokens: {time.days(tokens):,.1f} days, ${time.dollars(tokens):,.0f} at "
+        f"${time.price:g} per GPU and hour (without failures, evaluation and restarts)"
+    )
+
+
+def _tokens(number: float) -> str:
+    return f"{number / 1e12:.3g}T" if number >= 1e12 else f"{number / 1e9:.3g}B"
+
+
+# Suggestions
+
+
+def suggestions(plans: Sequence[Plan], own: Plan | None) -> Table:
+    """One row a plan; the commands are `commands`."""
+    table = Table("#", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    numbers = ("TP", "PP", "DP", "CP", "ZeRO", "mb x n")
+    for name in numbers:
+        table.add_column(name, justify="right")
+    table.add_column("recompute", no_wrap=True)
+    eight = any(plan.config.precision.fp8 for plan in plans)
+    if eight:
+        table.add_column("FP8")
+    for name in ("GiB left", "step s", "MFU", "bubble"):
+        table.add_column(name, justify="right")
+    if own is not None:
+        table.add_column("speed", justify="right")
+    for number, found in enumerate(plans, 1):
+        c, lay, time = Choice.of(found.config), found.layout, found.time
+        row = [str(number), *map(str, (lay.tensor, lay.pipeline, lay.data, lay.context, c.zero))]
+        row += [f"{c.micro_batch}x{found.accumulation}", c.recompute]
+        row += [c.fp8.recipe if c.fp8 else "-"] if eight else []
+        row += [f"{found.left / GIB:.1f}", f"{time.seconds:.3g}", f"{time.mfu:.1%}"]
+        row += [f"{time.parts['bubble'] / time.seconds:.1%}"]
+        row += [f"x{own.time.seconds / time.seconds:.2f}"] if own is not None else []
+        table.add_row(*row)
+    return table
+
+
+def commands(plans: Sequence[Plan], base: RunConfig) -> Iterator[str]:
+    """Numbered, what to say after the recipe for each of `suggestions`. base: the recipe's RunConfig."""
+    for number, found in enumerate(plans, 1):
+        yield f"{number}: {' '.join(overrides(found.config, base)) or 'the recipe as it is'}"
+
+
+# For programs
+
+
+def tree(found: Plan, base: RunConfig, tokens: float) -> dict[str, Any]:
+    """All numbers of a plan; bytes, seconds, dollars. base: the RunConfig that `overrides` start from."""
+    c, lay, tight, time = found.config, found.layout, found.tightest, found.time
+    return {
+        "overrides": overrides(c, base),
+        "layout": {
+            "gpus": lay.world, "tensor": lay.tensor, "pipeline": lay.pipeline, "data": lay.data,
+            "context": lay.context, "sequence": c.parallel.sequence, "zero": c.parallel.zero,
+            "recompute": c.parallel.recompute, "micro_batch": c.train.micro_batch,
+            "accumulation": found.accumulation, "fp8": c.precision.fp8 and c.precision.fp8.recipe,
+        },
+        "fits": found.fits,
+        "memory": {
+            "room_bytes": room(found.cluster), "left_bytes": found.left, "stage": tight.stage, "peak": tight.peak,
+            "kinds": tight.kinds,
+            "items": [
+                {"kind": i.kind, "name": i.name, "bytes": i.bytes, "phases": list(i.phases)} for i in tight.items
+            ],
+        },
+        "host": host(found)[1],
+        "time": {
+            "seconds": time.seconds, "mfu": time.mfu, "mfu_causal": time.mfu_causal, "tflops_per_gpu": time.tflops,
+            "tokens_per_second": time.tokens_per_second, "parts": time.parts,
+            "lines": [vars(line) for line in time.lines], "traffic": [vars(t) for t in time.traffic],
+        },
+        "tokens": tokens, "days": time.days(tokens), "dollars": time.dollars(tokens),
+    }  # fmt: skip
+
+
+def picture(found: Plan, title: str, path: Path) -> None:
+    """Memory by kind of every stage, and the time of a step by part. The kind of file follows from the name.
+
+    Raises DataError when it cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    device: Device = "cpu" if found.cluster.device == "cpu" else "cuda"
+    stages = footprints(found.config, found.layout, device=device)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 5), layout="constrained", width_ratios=(3, 2))
+    bottom = [0.0] * len(stages)
+    for kind in KINDS:
+        sizes = [stage.kinds[kind] / GIB for stage in stages]
+        if any(sizes):
+            left.bar(range(len(stages)), sizes, bottom=bottom, label=kind, color=PAINT[kind])
+            bottom = [a + b for a, b in zip(bottom, sizes, strict=True)]
+    left.axhline(found.cluster.memory_gib, color="black", linewidth=1, label="the GPU")
+    usable = f"less {found.cluster.reserve_gib:g} in reserve"
+    left.axhline(room(found.cluster) / GIB, color="black", linewidth=1, linestyle=":", label=usable)
+    left.set_xlabel("pipeline stage")
+    left.set_ylabel("GiB at the peak")
+    left.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    parts = {kind: seconds for kind, seconds in found.time.parts.items() if seconds > 0}
+    shown = sorted(parts, key=lambda kind: parts[kind])
+    right.barh(shown, [parts[kind] for kind in shown], color="tab:blue")
+    right.set_xlabel(f"s, of a step of {found.time.seconds:.3g} s")
+    figure.suptitle(f"{title}: {layout_in_words(found)}", parse_math=False, fontsize=10)
+    try:
+        figure.savefig(path, dpi=110, format=path.suffix[1:])
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} could not be written: {error}") from None
+    finally:
+        pyplot.close(figure)

@@ -1,0 +1,378 @@
+"""How long a step takes on a cluster, and why: computing, communication by link, pipeline bubble. Pure; without torch.
+
+    predicted = step_time(config, Layout(tensor=8, pipeline=8, data=8), load("launch/clusters/h100.yaml"))
+    predicted.seconds, predicted.mfu, predicted.lines
+
+Every operation of `work.py` takes the longer one of its FLOPs and its bytes (roofline), every message of
+`bench/volume.py` its bytes over the link that its group crosses, and latency. 1F1B: all micro-batches of the dearest
+stage, and one of every other while the pipe fills and drains (Narayanan et al., arXiv:2104.04473 section 2.2.1). What
+DeepSpeed 0.19.8 hides is hidden here, the rest is not: under ZeRO 1 gradients are summed when all are there, and
+weights gathered when they are updated; ZeRO 2 and 3 communicate beside the computing.
+
+Left out: checkpoints, evaluation, rewind points and the gate (docs/stability.md), input, stragglers, failures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megastable.bench import volume
+from megastable.config import RunConfig
+from megastable.errors import ConfigError
+from megastable.model.flops import flops_per_token
+from megastable.parallel.layout import Layout
+from megastable.plan import work
+from megastable.plan.cluster import ClusterConfig
+from megastable.plan.links import crossing, latency
+from megastable.plan.work import Operation
+
+DAY = 86_400.0
+VOTES = 4  # that travel with the gate's sum in training
+
+
+@dataclass(frozen=True)
+class Line:
+    """A part of the step. kind: of `KINDS`."""
+
+    what: str
+    kind: str
+    seconds: float
+    because: str
+
+
+PART = {
+    work.PRODUCT: "products", work.EIGHT: "products", work.ATTENTION: "attention", work.MEMORY: "memory",
+    work.STREAM: "memory", work.CAST: "casts",
+}  # fmt: skip
+NAMES = {
+    work.PRODUCT: "matrix products", work.EIGHT: "matrix products in FP8", work.ATTENTION: "attention",
+    work.MEMORY: "norms, activations, loss", work.STREAM: "sums of gradients", work.CAST: "casts to FP8",
+}  # fmt: skip
+COMPUTING = ("products", "attention", "memory", "casts", "recomputation")
+KINDS = (*COMPUTING, "tensor", "context", "pipeline", "bubble", "data", "update")
+LARGE = ("gradients", "weights", "tied embedding")  # that is said once a step, or once a micro-batch
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a rank sends over groups of one kind in a step. link: "host" or "network". seconds: hidden ones, too."""
+
+    group: str
+    link: str
+    ranks: int
+    bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Of one step of the whole job. flops: of the model, over all GPUs, by the convention of `mfu` and `mfu_causal`."""
+
+    seconds: float
+    lines: tuple[Line, ...]
+    traffic: tuple[Traffic, ...]
+    tokens: int
+    gpus: int
+    flops: float
+    flops_causal: float
+    peak: float
+    price: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by kind."""
+        found: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        for line in self.lines:
+            found[line.kind] += line.seconds
+        return found
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak of the precision that the config names (FP8: of bf16), attention as a full square."""
+        return self.flops / (self.seconds * self.gpus * self.peak)
+
+    @property
+    def mfu_causal(self) -> float:
+        """The same, with only the half of attention that a causal model needs."""
+        return self.flops_causal / (self.seconds * self.gpus * self.peak)
+
+    @property
+    def tflops(self) -> float:
+        """Of the model, by a GPU: attention as a full square."""
+        return self.flops / (self.seconds * self.gpus) / 1e12
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    def days(self, tokens: float, goodput: float = 1.0) -> float:
+        """To train on so many tokens, where a share `goodput` of the time is training."""
+        return tokens / self.tokens_per_second / goodput / DAY
+
+    def dollars(self, tokens: float, goodput: float = 1.0) -> float:
+        return self.days(tokens, goodput) * 24 * self.gpus * self.price
+
+
+@dataclass(frozen=True)
+class Others:
+    """What frameworks have that DeepSpeed 0.19.8 has not. The defaults are DeepSpeed's.
+
+    virtual: stages on a rank (interleaved 1F1B, arXiv:2104.04473 section 2.2.2). hidden: groups that talk beside the
+    computing. fused: elementwise work under ZeRO 3, too. summing: products that add up weights' gradients themselves.
+    scores: attention that writes them out, as it was before FlashAttention.
+    """
+
+    virtual: int = 1
+    hidden: tuple[str, ...] = ()
+    fused: bool = False
+    summing: bool = False
+    scores: bool = False
+
+
+DEEPSPEED = Others()
+
+
+def step_time(
+    config: RunConfig,
+    layout: Layout,
+    cluster: ClusterConfig,
+    zero: Mapping[str, Any] | None = None,
+    *,
+    others: Others = DEEPSPEED,
+) -> StepTime:
+    """The predicted time of a step of `config`, whose model.vocab_size must be known, on `layout.world` GPUs.
+
+    layout: agrees with config.parallel. zero: the section zero_optimization of DeepSpeed's configuration. others: what
+    another framework does otherwise, so that its runs can be held against this.
+
+    Raises ConfigError for a layout that does not fit, and for FP8 that would not be faster.
+    """
+    _possible(config, layout, cluster)
+    return _Prediction(config, layout, cluster, dict(zero or {}), others).all()
+
+
+def _possible(config: RunConfig, layout: Layout, cluster: ClusterConfig) -> None:
+    p, t = config.parallel, config.train
+    named = (p.tensor, p.pipeline, p.context)
+    if named != (layout.tensor, layout.pipeline, layout.context) or layout.data % layout.context:
+        raise ConfigError(
+            f"the layout {layout} is not that of parallel.*: tensor, pipeline, context = {named}"
+        )
+    if t.global_batch % (t.micro_batch * layout.samples):
+        raise ConfigError(
+            f"train.global_batch={t.global_batch} is no multiple of train.micro_batch={t.micro_batch} x "
+            f"{layout.samples} groups of data-parallel ranks: change one of them"
+        )
+    if config.model.vocab_size is None:
+        raise ConfigError(
+            "model.vocab_size is taken from a corpus; none is opened here: say model.vocab_size=..."
+        )
+    if (fp8 := config.precision.fp8) is not None:
+        if fp8.backend == "emulated":
+            raise ConfigError(
+                "precision.fp8.backend=emulated is slower than no FP8, by how much nobody has measured: leave "
+                "precision.fp8 out, or use backend te"
+            )
+        if cluster.tflops.fp8 is None:
+            raise ConfigError(f"precision.fp8: a GPU of {cluster.name} does not compute in it: leave it out")
+
+
+class _Prediction:
+    """What `step_time` needs again and again."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        cluster: ClusterConfig,
+        zero: Mapping[str, Any],
+        others: Others,
+    ) -> None:
+        self.config, self.layout, self.cluster, self.zero, self.others = config, layout, cluster, zero, others
+        self.micro_batches = volume.accumulation(config, layout.data)
+        self.cut = volume.bounds(config)
+        self.members = volume.members(config, layout.data)
+        self.links = {group: crossing(group, layout, cluster) for group in self.members}
+        # Under ZeRO 3 weights come and go between the operations: nothing is compiled (model/kernels.py).
+        wanted = config.kernels.compile
+        compiled = (cluster.device == "gpu" if wanted == "auto" else wanted) and config.parallel.zero < 3
+        self.fused = compiled or others.fused
+        self.loss = "chunked" if config.kernels.loss == "auto" else config.kernels.loss
+        base = cluster.tflops.fp32 if config.precision.kind == "fp32" else cluster.tflops.bf16
+        if base is None:
+            raise ConfigError(f"precision.kind=fp32: {cluster.name} does not say how fast it is: tflops.fp32")
+        self.peak = base * 1e12
+        self._said: dict[int, list[volume.Term]] = {}
+
+    def all(self) -> StepTime:
+        c, stages = self.config, self.config.parallel.pipeline
+        # Stages that hold the same take the same.
+        held = [self._held(stage) for stage in range(stages)]
+        firsts: dict[Any, int] = {}
+        for stage, key in enumerate(held):
+            firsts.setdefault(key, stage)
+        slots = {key: self._slot(stage) for key, stage in firsts.items()}
+        totals = [sum(line.seconds for line in slots[key]) for key in held]
+        dearest = max(range(stages), key=totals.__getitem__)
+        n = self.micro_batches
+        lines = [
+            Line(line.what, line.kind, line.seconds * n, f"{n} micro-batches: {line.because}")
+            for line in slots[held[dearest]]
+        ]
+        if stages > 1:
+            because = f"a micro-batch on each of the other stages; number {dearest}, the dearest, waits"
+            if self.others.virtual > 1:
+                because += f"; in {self.others.virtual} parts"
+            waiting = (sum(totals) - totals[dearest]) / self.others.virtual
+            lines.append(Line("the pipeline fills and drains", "bubble", waiting, because))
+        lines += self._data(dearest, sum(line.seconds for line in lines if line.kind in COMPUTING))
+        update = work.update(c, volume.stage_of(self.cut, dearest), self.layout.data)
+        because = f"{update.bytes / 1e9:.2f} GB of memory"
+        lines.append(Line("norm, clipping, AdamW", "update", self._seconds(update), because))
+        tokens = c.train.global_batch * c.model.sequence_length
+        return StepTime(
+            seconds=math.fsum(line.seconds for line in lines),
+            lines=tuple(line for line in lines if line.seconds > 0),
+            traffic=tuple(self._traffic(dearest)),
+            tokens=tokens,
+            gpus=self.layout.world,
+            flops=tokens * flops_per_token(c.model, False),
+            flops_causal=tokens * flops_per_token(c.model, True),
+            peak=self.peak,
+            price=self.cluster.dollars_per_gpu_hour,
+        )
+
+    # Computing
+
+    def _held(self, stage: int) -> tuple[volume.Stage, tuple[tuple[frozenset[str], int], ...]]:
+        """What a stage holds, and how many blocks of it have which layers in FP8."""
+        held = volume.stage_of(self.cut, stage)
+        first = max(self.cut[stage] - 1, 0)  # the embedding stands before the first block
+        blocks = range(first, first + held.blocks)
+        counted = Counter(frozenset(work.eight_bits(self.config, index)) for index in blocks)
+        return held, tuple(sorted(counted.items(), key=lambda item: sorted(item[0])))
+
+    def _operations(self, stage: int) -> Iterator[Operation]:
+        """Of one micro-batch."""
+        z, (held, counted) = work.sizes(self.config), self._held(stage)
+        for eight, blocks in counted:
+            for operation in work.block(self.config, z, eight, self.fused):
+                yield replace(operation, times=operation.times * blocks)
+            if self.others.scores:
+                yield replace(work.scores(self.config, z), times=blocks)
+        yield from work.ends(self.config, z, held)
+        if not self.others.summing:
+            yield work.accumulated(self.config, held, self.micro_batches)
+
+    def _seconds(self, o: Operation) -> float:
+        e, computing = self.cluster.efficiency, 0.0
+        if o.kind == work.ATTENTION:
+            computing = o.flops / (self.peak * e.attention)
+        elif o.flops:
+            best = self.peak * e.products
+            if o.kind == work.EIGHT:
+                assert self.cluster.tflops.fp8 is not None
+                best = self.cluster.tflops.fp8 * 1e12 * e.products_fp8
+            computing = o.flops * (1 + e.half_size / o.shortest) / (best * e.sustained)
+        reached = e.streams if o.kind == work.STREAM else e.memory
+        moving = o.bytes / (self.cluster.memory_tb_per_second * 1e12 * reached)
+        return o.times * max(computing, moving, o.kernels * self.cluster.kernel_us * 1e-6)
+
+    def _slot(self, stage: int) -> list[Line]:
+        """One micro-batch, forward and backward, on one stage, with what it waits for."""
+        grouped: dict[tuple[str, str], list[Operation]] = defaultdict(list)
+        for o in self._operations(stage):
+            grouped[o.kind, "recomputation" if o.when == work.AGAIN else PART[o.kind]].append(o)
+        lines = []
+        for (what, kind), operations in grouped.items():
+            seconds = sum(self._seconds(o) for o in operations)
+            flops, moved = (
+                sum(getattr(o, unit) * o.times for o in operations) for unit in ("flops", "bytes")
+            )
+            because = f"{moved / 1e9:.3g} GB at {moved / 1e12 / seconds:.3g} TB/s"
+            if flops:
+                because = f"{flops / 1e12:.3g} TFLOP at {flops / 1e12 / seconds:.3g} TFLOP/s"
+            lines.append(Line(NAMES[what], kind, seconds, because))
+        computing = sum(line.seconds for line in lines)
+        return lines + self._messages(stage, computing)
+
+    # Communication
+
+    def _sent(self, terms: Iterable[volume.Term]) -> float:
+        """Bytes that leave this rank."""
+        return sum(volume.sent(t, self.members[t.group]) for t in terms if self.members[t.group] > 1)
+
+    def _moving(self, terms: Iterable[volume.Term]) -> float:
+        """Seconds of all calls."""
+        total = 0.0
+        for term in terms:
+            n, link = self.members[term.group], self.links[term.group]
+            if n > 1 and term.collective != "receive":  # the other end's send
+                total += link.seconds(term.collective, volume.sent(term, n), n)
+                total += term.calls * latency(term.collective, n, link)
+        return total
+
+    def _terms(self, stage: int) -> list[volume.Term]:
+        if stage not in self._said:
+            self._said[stage] = volume.step(
+                self.config, self.layout.data, stage, self.cut, self.loss, votes=VOTES, zero=self.zero
+            )
+        return self._said[stage]
+
+    def _messages(self, stage: int, computing: float) -> list[Line]:
+        """What a micro-batch waits for: tensor, context and pipeline. computing: seconds that can hide some of it."""
+        found: dict[str, list[volume.Term]] = defaultdict(list)
+        for term in self._terms(stage):
+            waited = (
+                term.collective == "send" if term.group == "pipeline" else term.group in ("tensor", "context")
+            )
+            if waited and self.members[term.group] > 1:
+                found[term.group].append(term)
+        lines, n = [], self.micro_batches
+        for group, terms in found.items():
+            seconds, hidden = self._hide(self._moving(terms) / n, computing, group in self.others.hidden)
+            computing -= hidden
+            because = f"{self._sent(terms) / n / 1e9:.3g} GB in {sum(t.calls for t in terms) // n} messages "
+            because += self.links[group].told + _beside(hidden)
+            lines.append(Line(f"{group} parallelism", group, seconds, because))
+        return lines
+
+    def _data(self, stage: int, computing: float) -> list[Line]:
+        """What is said once a step, or beside the micro-batches. computing: seconds of the whole step."""
+        found: dict[str, list[volume.Term]] = defaultdict(list)
+        for term in self._terms(stage):
+            if term.group in ("data", "tied", "world", "model"):
+                found[term.what if term.what in LARGE else "norms, gate and the like"].append(term)
+        zero, alone = self.config.parallel.zero, self.layout.pipeline == 1  # no overlap under a pipeline
+        lines = []
+        for what, terms in found.items():
+            beside = "data" in self.others.hidden and what in ("gradients", "weights")
+            beside |= alone and zero == 3 and what == "weights"
+            beside |= alone and zero > 1 and what == "gradients" and bool(self.zero.get("overlap_comm", True))
+            seconds, hidden = self._hide(self._moving(terms), computing, beside)
+            computing -= hidden
+            because = f"{self._sent(terms) / 1e9:.3g} GB {self.links[terms[0].group].told}{_beside(hidden)}"
+            lines.append(Line(what, "data", seconds, because))
+        return lines
+
+    def _hide(self, seconds: float, computing: float, beside: bool) -> tuple[float, float]:
+        """(seen, hidden) of communication that takes place beside `computing`."""
+        hidden = min(self.cluster.efficiency.overlap * seconds, max(computing, 0.0)) if beside else 0.0
+        return seconds - hidden, hidden
+
+    def _traffic(self, stage: int) -> Iterator[Traffic]:
+        found: dict[str, list[volume.Term]] = defaultdict(list)
+        for term in self._terms(stage):
+            if self.members[term.group] > 1:
+                found[term.group].append(term)
+        for group, terms in found.items():
+            link = self.links[group]
+            yield Traffic(group, link.name, self.members[group], self._sent(terms), self._moving(terms))
+
+
+def _beside(hidden: float) -> str:
+    return f"; {hidden:.3g} s more behind the computing" if hidden else ""

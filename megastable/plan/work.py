@@ -1,0 +1,234 @@
+"""What a rank has to compute and to move through its memory in a step, operation by operation. Pure; without torch.
+
+Products of a layer: 2 m k n forward and twice that backward. Attention: Dao, FlashAttention-2, arXiv:2307.08691: two
+products of s x s forward, five backward (one is computed again), of which a causal model needs half. Memory: how often
+a tensor passes between memory and multiprocessor where torch.compile has fused what can be fused, and where nothing is
+fused. Time follows from both by the roofline: Williams et al., Communications of the ACM 52 (2009).
+
+Letters: T tokens of a micro-batch on a rank, h hidden, q and k query and key/value heads, d head width, f width of the
+MLP, V rows of the vocabulary, t tensor ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+
+from megastable.bench.volume import Stage, element, parameters
+from megastable.config import LINEARS, RunConfig
+
+FORWARD, BACKWARD, AGAIN = "forward", "backward", "recomputed"
+PRODUCT, EIGHT, ATTENTION = "product", "product in FP8", "attention"
+MEMORY, STREAM, CAST = "memory", "stream", "cast to FP8"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`times` of one kind in a micro-batch (or in a step, for the update).
+
+    kind: one of the six above. flops and bytes: of one. shortest: the shortest side of a product. kernels: launched
+    for one.
+    """
+
+    what: str
+    kind: str
+    flops: float
+    bytes: float
+    times: int = 1
+    shortest: float = float("inf")
+    kernels: int = 1
+    when: str = FORWARD
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a micro-batch on one rank. sharded: tokens where nothing is split by tensor parallelism but, perhaps, the
+    sequence. e: bytes of an activation."""
+
+    tokens: float
+    sharded: float
+    attended: float
+    hidden: int
+    query: float
+    key: float
+    ffn: float
+    vocabulary: float
+    e: int
+
+
+def sizes(config: RunConfig) -> Sizes:
+    """Elements: query, key, ffn and vocabulary are this tensor rank's. attended: pairs of tokens times heads times d,
+    of a causal model."""
+    m, p = config.model, config.parallel
+    tokens = m.sequence_length * config.train.micro_batch / p.context
+    d = m.head_width
+    pairs = config.train.micro_batch * m.sequence_length**2 / 2
+    return Sizes(
+        tokens=tokens,
+        sharded=tokens / (p.tensor if p.sequence else 1),
+        attended=pairs * m.heads * d / (p.tensor * p.context),
+        hidden=m.hidden,
+        query=m.heads * d / p.tensor,
+        key=m.key_value_heads * d / p.tensor,
+        ffn=m.ffn_width / p.tensor,
+        vocabulary=m.padded_vocab / p.tensor,
+        e=element(config),
+    )
+
+
+def linears(z: Sizes) -> dict[str, tuple[float, float]]:
+    """(inputs, outputs) of a block's linear layers on this rank, by their names in `config.LINEARS`."""
+    return dict(
+        zip(
+            LINEARS,
+            [(z.hidden, z.query + 2 * z.key), (z.query, z.hidden), (z.hidden, 2 * z.ffn), (z.ffn, z.hidden)],
+            strict=True,
+        )
+    )
+
+
+def eight_bits(config: RunConfig, index: int) -> frozenset[str]:
+    """The linear layers of block `index` that FP8 computes."""
+    fp8, last = config.precision.fp8, config.model.layers
+    if fp8 is None or index < fp8.keep_first or index >= last - fp8.keep_last:
+        return frozenset()
+    return frozenset(name for name in LINEARS if f"blocks.{index}.{name}" not in fp8.keep)
+
+
+# Passes over memory that FP8 costs a tensor, in bytes an element: forward for an activation, for a weight, backward for
+# a gradient. A cast reads 2 and writes 1, and 1 more for the transposed copy, which products of gradients need on
+# Hopper; the largest magnitude of the tensor itself ("current") must be known first, which is another reading.
+PASSES = {"current": 6.0, "delayed": 4.0, "block": 4.0}
+
+
+def block(config: RunConfig, z: Sizes, eight: Set[str], fused: bool) -> Iterator[Operation]:
+    """One block and one micro-batch, forward, recomputed and backward. eight: of `eight_bits`."""
+    p, fp8 = config.parallel, config.precision.fp8
+    full, selective = p.recompute == "full", p.recompute == "selective"
+    for name, (k, n) in linears(z).items():
+        in_eight = name in eight
+        width = 1 if in_eight else z.e
+        product = Operation(
+            name,
+            EIGHT if in_eight else PRODUCT,
+            2 * z.tokens * k * n,
+            width * (z.tokens * k + k * n) + z.e * z.tokens * n,
+            shortest=min(z.tokens, k, n),
+        )
+        # What is recomputed ends before the block's last product: nothing in the backward pass needs its output.
+        again = full and (name != "mlp.down" or config.model.norms == "after")
+        passes = [(FORWARD, 1), (AGAIN, int(again)), (BACKWARD, 2)]
+        yield from (_at(product, when, times) for when, times in passes if times)
+        if in_eight and fp8 is not None:
+            each = PASSES[fp8.recipe]
+            cast = Operation(f"{name}: x and weight", CAST, 0, each * (z.tokens * k + k * n), kernels=2)
+            yield cast
+            if again:
+                yield _at(cast, AGAIN, 1)
+            yield Operation(f"{name}: gradient", CAST, 0, each * z.tokens * n, when=BACKWARD)
+    # Two products of s x s; what passes through memory is q, k, v and the result.
+    core = Operation("attention", ATTENTION, 4 * z.attended, z.e * z.tokens * (2 * z.query + 2 * z.key))
+    yield core
+    if full or selective:
+        yield _at(core, AGAIN, 1)
+    yield Operation(
+        "attention",
+        ATTENTION,
+        2.5 * core.flops,
+        z.e * z.tokens * (4 * z.query + 4 * z.key),
+        kernels=3,
+        when=BACKWARD,
+    )
+    yield from _elementwise(config, z, fused)
+
+
+def scores(config: RunConfig, z: Sizes) -> Operation:
+    """What attention costs a block beside its products where [heads, s, s] is written out: product, mask, softmax,
+    dropout and product forward, once more for the backward pass, and their gradients."""
+    m = config.model
+    elements = 2 * z.attended / m.head_width
+    return Operation("scores", MEMORY, 0, 20 * elements * z.e, kernels=12)
+
+
+def _elementwise(config: RunConfig, z: Sizes, fused: bool) -> Iterator[Operation]:
+    """Norms, residuals, QK-norm with RoPE, SwiGLU."""
+    stream, heads, wide = z.sharded * z.hidden, z.tokens * (z.query + z.key), z.tokens * z.ffn
+    e, normed = z.e, bool(config.model.qk_norm)
+    if fused:
+        # x -> y, twice; x + y between; SwiGLU reads two and writes one. Backward: what forward read, and gradients.
+        forth = [
+            ("norms and residuals", 9 * stream * e, 4),
+            ("RoPE", 2 * heads * e, 2),
+            ("SwiGLU", 3 * wide * e, 1),
+        ]
+        back = [("norms and residuals", 12 * stream * e, 5), ("RoPE", (3 if normed else 2) * heads * e, 3)]
+        back.append(("SwiGLU", 5 * wide * e, 2))
+    else:
+        # Operation by operation, norms and RoPE in fp32: to float, square, mean, rsqrt, times, times, back.
+        norm, turn = 34.0, (34.0 if normed else 0.0) + 28.0
+        forth = [("norms and residuals", (2 * norm + 6 * e) * stream, 16), ("RoPE", turn * heads, 26)]
+        forth.append(("SwiGLU", 5 * wide * e, 2))
+        back = [
+            ("norms and residuals", (2 * 1.8 * norm + 2 * e) * stream, 28),
+            ("RoPE", 1.8 * turn * heads, 40),
+        ]
+        back.append(("SwiGLU", 10 * wide * e, 5))
+    recompute = config.parallel.recompute
+    for what, size, kernels in forth:
+        yield Operation(what, MEMORY, 0, size, kernels=kernels)
+        if recompute == "full" or (recompute == "selective" and what == "SwiGLU"):
+            yield Operation(what, MEMORY, 0, size, kernels=kernels, when=AGAIN)
+    for what, size, kernels in back:
+        yield Operation(what, MEMORY, 0, size, kernels=kernels, when=BACKWARD)
+
+
+def ends(config: RunConfig, z: Sizes, held: Stage) -> Iterator[Operation]:
+    """What the first stage (embedding) and the last one (final norm, head, loss) have to do beside blocks."""
+    stream = z.sharded * z.hidden
+    table = z.vocabulary * z.hidden
+    if held.first:
+        yield Operation("embedding", MEMORY, 0, 2 * z.tokens * z.hidden * z.e, kernels=4)
+        # Rows that got a gradient are added up in a table that begins with zeros.
+        yield Operation(
+            "embedding", MEMORY, 0, table * z.e + 3 * z.tokens * z.hidden * z.e, kernels=4, when=BACKWARD
+        )
+    if held.last:
+        yield Operation("final norm", MEMORY, 0, 2 * stream * z.e, kernels=2)
+        yield Operation("final norm", MEMORY, 0, 4 * stream * z.e, kernels=3, when=BACKWARD)
+        product = Operation(
+            "head",
+            PRODUCT,
+            2 * z.tokens * table,
+            z.e * (z.tokens * z.hidden + table + z.tokens * z.vocabulary),
+            shortest=min(z.tokens, z.hidden, z.vocabulary),
+        )
+        yield product
+        yield _at(product, BACKWARD, 2)
+        # Read as they were computed, in fp32 once each for the logsumexp and the gradient, which is written.
+        yield Operation("loss", MEMORY, 0, (3 * z.e + 4) * z.tokens * z.vocabulary, kernels=12)
+
+
+def accumulated(config: RunConfig, held: Stage, micro_batches: int) -> Operation:
+    """The gradients of a micro-batch, added to fp32 sums: those are read and written. The first ones are copied."""
+    n, e = held_parameters(config, held), element(config)
+    size = n * (e + 8 - 4 / micro_batches)
+    return Operation("gradients", STREAM, 0, size, kernels=9 * held.blocks, when=BACKWARD)
+
+
+def held_parameters(config: RunConfig, held: Stage) -> int:
+    """Elements of the weights of a stage on one tensor rank."""
+    return sum(sum(group) for group in parameters(config.model, held, config.parallel.tensor))
+
+
+def update(config: RunConfig, held: Stage, data: int) -> Operation:
+    """Norm, clipping, AdamW and the weights that compute, of this rank's part."""
+    n = held_parameters(config, held) / data
+    moments = 16 if config.optimizer.moments == "fp32" else 8
+    # Gradient: averaged (8), squared (4), clipped (8), read (4). Master: read and written (8), copied (4 and a weight).
+    each = (8 if data > 1 else 0) + 4 + 8 + 4 + 8 + moments + 4 + element(config)
+    return Operation("update", STREAM, 0, n * each, kernels=20)
+
+
+def _at(operation: Operation, when: str, times: int) -> Operation:
+    o = operation
+    return Operation(o.what, o.kind, o.flops, o.bytes, times, o.shortest, o.kernels, when)

@@ -1,0 +1,90 @@
+"""What is counted beside a module is what the emulation counts within it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megastable.fp8.apply import linears
+from megastable.fp8.emulated import metered, quantizers
+from megastable.fp8.gauges import Watched, watch
+from megastable.fp8.scaling import Quantized
+from megastable.fp8.switch import tell
+from megastable.model.mlp import MLP, swiglu
+from tests.fp8.test_apply import RECIPES, batch, built, config, fitted, gradients
+
+Seen = dict[tuple[str, str], tuple[float, float, int]]
+
+
+def recorder(seen: Seen) -> Any:
+    def record(layer: str, slot: str, cut: Tensor, lost: Tensor, count: int) -> None:
+        seen[layer, slot] = float(cut), float(lost), count
+
+    return record
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_as_the_emulation_counts(recipe: str) -> None:
+    c = config(recipe)
+    model, fp8 = fitted(c)
+    assert c.precision.fp8 is not None
+    gradients(model)
+    fp8.settle(True)  # delayed scales are known now
+    within: Seen = {}
+    beside: Seen = {}
+    fp8.watch(recorder(within))
+    meters = metered(c.precision.fp8, fp8.layers, torch.device("cpu"))
+    if meters is not None:
+        meters.read(fp8.history())
+    how = dict(zip(fp8.layers, quantizers(c.precision.fp8, len(fp8.layers), meters), strict=True))
+    handles = []
+    for name, linear in linears(model).items():
+
+        def show(_: int, slot: int, x: Tensor, became: Quantized, name: str = name) -> None:
+            tell(recorder(beside), name, slot, x, became)
+
+        handles.append(
+            watch(Watched(linear, (name,), (linear.weight,), lambda x: x, swiglu), [how[name]], show)
+        )
+    gradients(model)
+    assert len(within) == 16 * 3 and beside == within
+    assert any(lost for _, lost, _ in within.values())
+    for handle in handles:
+        handle.remove()
+    beside.clear()
+    gradients(model)
+    assert not beside
+
+
+def test_of_two_layers_in_one_module() -> None:
+    """An MLP as a whole: what goes into its second layer is worked out of the first."""
+    c = config("current")
+    assert c.precision.fp8 is not None
+    model = built(c)
+    mlp = next(part for part in model.modules() if isinstance(part, MLP))
+    both = (mlp.gate_up, mlp.down)
+    inputs: list[Tensor] = []
+    for linear in both:
+        linear.register_forward_pre_hook(lambda _, given: inputs.append(given[0].detach().flatten(0, 1)))
+    shown: dict[tuple[int, int], Tensor] = {}
+
+    def show(number: int, slot: int, x: Tensor, _: Quantized) -> None:
+        shown[number, slot] = x
+
+    weights = [linear.weight for linear in both]
+    watched = Watched(mlp, ("gate_up", "down"), weights, lambda x: x, swiglu)
+    watch(watched, quantizers(c.precision.fp8, 2, None), show)
+    with torch.no_grad():
+        model(*batch())
+    assert not shown  # an evaluation is no training pass
+    inputs.clear()
+    gradients(model)
+    assert set(shown) == {(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)}
+    for number in (0, 1):
+        assert torch.equal(shown[number, 0], inputs[number]) and torch.equal(
+            shown[number, 1], weights[number]
+        )
+    assert shown[1, 2].shape == shown[0, 0].shape and bool(shown[1, 2].any())

@@ -1,0 +1,446 @@
+"""The Transformer Engine backend without Transformer Engine: when it is taken, and what becomes of our parameters.
+
+What its kernels compute is asked on a GPU (tests/gpu/test_fp8.py). Here stands in for it what a module of its shows of
+itself: parameters of its own under its names, and quantizers of its layout.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megastable import recipe
+from megastable.config import LINEARS, RunConfig
+from megastable.fp8 import te
+from megastable.model.gpt import GPT, Block
+from megastable.model.kernels import Kernels
+from megastable.parallel.sharding import placement_of
+from megastable.parallel.topology import TensorParallel
+from tests.distributed import run_ranks
+
+GPU = torch.device("cuda", 0)
+ROOT = Path(__file__).parents[2]
+
+
+def config(
+    fp8: Any = "current", parallel: dict[str, Any] | None = None, kind: str = "bf16", **model: Any
+) -> RunConfig:
+    shape = dict(layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, sequence_length=32, vocab_size=500)
+    return RunConfig.model_validate(
+        {
+            "model": shape | model,
+            "precision": {"kind": kind, "fp8": fp8},
+            "train": {"global_batch": 4, "micro_batch": 2},
+            "parallel": parallel or {},
+        }
+    )
+
+
+# Whether it can be had
+
+
+def test_on_a_cpu_it_is_not_even_looked_for() -> None:
+    assert te.why_not(config(), torch.device("cpu")) == "Transformer Engine computes on GPUs only"
+    assert "transformer_engine" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        ({"kind": "fp32"}, "precision.kind is fp32"),
+        ({"hidden": 72, "heads": 4, "head_dim": 16}, "of model.hidden there are 72"),
+        ({"ffn": 120}, "of model.ffn of a tensor rank there are 120"),
+        ({"ffn": 144, "parallel": {"tensor": 2}}, "of model.ffn of a tensor rank there are 72"),
+        ({"head_dim": 6}, "of the heads of a tensor rank (model.heads, head_dim) there are 24"),
+        ({"heads": 3, "kv_heads": 1, "head_dim": 8}, "(model.heads, kv_heads, head_dim) there are 40"),
+        ({"sequence_length": 20}, "model.sequence_length) there are 40"),
+        (
+            {"parallel": {"tensor": 2, "sequence": True}, "sequence_length": 24},
+            "sequence_length) there are 24",
+        ),
+        ({"parallel": {"context": 2}, "sequence_length": 24}, "sequence_length) there are 24"),
+    ],
+)
+def test_sizes_that_its_products_do_not_take(parts: dict[str, Any], told: str) -> None:
+    reason = te.misfit(config(**parts))
+    assert reason is not None and told in reason
+    assert te.why_not(config(**parts), GPU) == reason
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 2, "sequence": True}, {"context": 2}])
+def test_sizes_that_fit(parallel: dict[str, Any]) -> None:
+    assert te.misfit(config(parallel=parallel)) is None
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "launch" / "recipes").glob("*.yaml")), ids=lambda f: f.stem)
+def test_the_models_of_our_recipes_fit(file: Path) -> None:
+    assert te.misfit(recipe.load(file, ["precision.fp8=current", "model.vocab_size=32000"])) is None
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="it is installed")
+def test_it_is_not_installed() -> None:
+    assert te.why_not(config(), GPU) == "Transformer Engine is not installed (bash launch/install.sh gpu)"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "can", "told"),
+    [
+        ("current", (9, 0), {}, None),
+        ("delayed", (8, 0), {"fp8": "8.9 is required"}, "of this GPU it says: 8.9 is required"),
+        ("block", (9, 0), {}, None),
+        (
+            "block",
+            (8, 9),
+            {"fp8_block_scaling": "9.0 is required"},
+            "of blocks on this GPU it says: 9.0 is required",
+        ),
+        ("block", (10, 0), {}, None),
+        ("block", (12, 0), {"mxfp8": "not on 12.0"}, "of blocks on this GPU it says: not on 12.0"),
+        ("block", (9, 0), {"mxfp8": "10.0 is required"}, None),
+    ],
+)
+def test_what_the_gpu_can(
+    recipe: str,
+    capability: tuple[int, int],
+    can: dict[str, str],
+    told: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+
+    def asked(what: str) -> Any:
+        return lambda return_reason: (what not in can, can.get(what, ""))
+
+    surface = types.SimpleNamespace(
+        **{f"is_{what}_available": asked(what) for what in ("fp8", "fp8_block_scaling", "mxfp8")}
+    )
+    fp8 = config(recipe).precision.fp8
+    assert fp8 is not None and te._unsupported(surface, fp8) == told
+
+
+# What becomes of our parameters
+
+
+class Shown(nn.Module):
+    """Of a module of Transformer Engine: its parameters, and what delayed scaling keeps. Computes nothing."""
+
+    def __init__(self, told: dict[str, Any], **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        assert told["device"] == "meta" and told["bias"] is False
+        self.told, self.fp8_meta, self.quantizers = told, {}, {}
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.empty(shape, device="meta", dtype=told["params_dtype"])))
+
+    def init_fp8_metadata(self, num_gemms: int) -> None:
+        for key, number in (("scaling_fwd", 3 * num_gemms), ("scaling_bwd", 2 * num_gemms)):
+            self.quantizers[key] = [types.SimpleNamespace(scale=None, amax=None) for _ in range(number)]
+
+
+def parts(told: dict[str, Any]) -> int:
+    group = told["tp_group"]
+    return 1 if group is None else len(group)
+
+
+def linear(inputs: int, outputs: int, **told: Any) -> Shown:
+    mode, n = told["parallel_mode"], parts(told)
+    shape = (outputs // n if mode == "column" else outputs, inputs // n if mode == "row" else inputs)
+    return Shown(told, weight=shape)
+
+
+def layer_norm_linear(inputs: int, outputs: int, **told: Any) -> Shown:
+    assert told["parallel_mode"] in (None, "column") and told["normalization"] == "RMSNorm"
+    return Shown(told, layer_norm_weight=(inputs,), weight=(outputs // parts(told), inputs))
+
+
+def layer_norm_mlp(hidden: int, ffn: int, **told: Any) -> Shown:
+    assert told["activation"] == "swiglu" and told["normalization"] == "RMSNorm"
+    own = ffn // parts(told)
+    return Shown(told, layer_norm_weight=(hidden,), fc1_weight=(2 * own, hidden), fc2_weight=(hidden, own))
+
+
+@pytest.fixture
+def surface(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Any, Any]]:
+    """Stands in for Transformer Engine. What its autocasts were told: (enabled, recipe, group)."""
+    autocasts: list[tuple[bool, Any, Any]] = []
+
+    @contextmanager
+    def autocast(enabled: bool, recipe: Any, amax_reduction_group: Any) -> Any:
+        autocasts.append((enabled, recipe, amax_reduction_group))
+        yield
+
+    def recorded(name: str) -> Any:
+        return lambda **told: (name, told)
+
+    names = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")
+    recipe = types.SimpleNamespace(
+        Format=types.SimpleNamespace(HYBRID="hybrid", E4M3="e4m3"), **{n: recorded(n) for n in names}
+    )
+    manager = types.SimpleNamespace(get_buffer_info=lambda: "place")
+    modules = {
+        "transformer_engine": {},
+        "transformer_engine.common": {"recipe": recipe},
+        "transformer_engine.pytorch": {
+            "Linear": linear, "LayerNormLinear": layer_norm_linear, "LayerNormMLP": layer_norm_mlp,
+            "autocast": autocast,
+        },
+        "transformer_engine.pytorch.quantization": {"FP8GlobalStateManager": manager},
+    }  # fmt: skip
+    for name, contents in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+        if (parent := name.rpartition(".")[0]) and parent in sys.modules:
+            monkeypatch.setattr(sys.modules[parent], name.rpartition(".")[2], module, raising=False)
+    return autocasts
+
+
+def tensor_parallel(size: int, sequence: bool = False) -> TensorParallel:
+    return TensorParallel(range(size) if size > 1 else None, 0, size, sequence)
+
+
+def known(module: nn.Module) -> list[tuple[str, int, bool]]:
+    return [(placement_of(p).name, id(p), p.tensor_model_parallel) for p in module.parameters()]
+
+
+CASES: dict[str, tuple[set[str], str, list[str], list[tuple[str, ...]]]] = {
+    # linears, norms, (modules: their parameters), what each computes
+    "all": (
+        set(LINEARS), "before", ["attention.qkv", "attention.out", "mlp"],
+        [("attention.qkv",), ("attention.out",), ("mlp.gate_up", "mlp.down")],
+    ),
+    "half of the MLP": (
+        {"attention.out", "mlp.down"}, "before", ["attention.out", "mlp.down"], [("attention.out",), ("mlp.down",)],
+    ),
+    "the other half": (
+        {"attention.qkv", "mlp.gate_up"}, "before", ["attention.qkv", "mlp.gate_up"],
+        [("attention.qkv",), ("mlp.gate_up",)],
+    ),
+    "norms after": (
+        set(LINEARS), "after", list(LINEARS), [(name,) for name in LINEARS],
+    ),
+    "none": (set(), "before", [], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tp", [1, 2], ids=["alone", "tensor 2"])
+@pytest.mark.parametrize("case", CASES)
+def test_our_parameters_in_its_modules(case: str, tp: int, surface: list[Any]) -> None:
+    """The very ones, in their order, with their marks; and nothing left of those that it made itself."""
+    linears, norms, where, computed = CASES[case]
+    c = config(norms=norms)
+    block = Block(c.model, tensor_parallel(tp), 0, "none")
+    before = known(block)
+    found = te.fit(block, linears)
+    assert known(block) == before
+    assert [name for name, part in block.named_modules() if isinstance(part, Shown)] == where
+    assert [tuple(name.removeprefix("blocks.0.") for name in one.layers) for one in found] == computed
+    for one in found:
+        named = [placement_of(w).name.removesuffix(".weight") for w in one.weights]
+        assert tuple(named) == one.layers
+    identities = {name for name, part in block.named_modules() if isinstance(part, nn.Identity)}
+    assert identities == {
+        norm for linear, norm in (("attention.qkv", "attention_norm"), ("mlp.gate_up", "mlp_norm"))
+        if linear in linears and norms == "before"
+    }  # fmt: skip
+    modes = [one.module.told.get("parallel_mode", "mlp") for one in found]
+    columns = {"qkv": "column", "gate_up": "column", "out": "row", "down": "row"}
+    for one, mode in zip(found, modes, strict=True):
+        if mode == "mlp":
+            assert one.module.told["set_parallel_mode"] == (tp > 1)
+        else:
+            assert mode == (None if tp == 1 else columns[one.layers[0].rpartition(".")[2]])
+
+
+def test_a_model_in_which_some_is_kept(surface: list[Any]) -> None:
+    c = config({"keep_first": 1, "keep": ["blocks.1.mlp.down"], "recipe": "block"})
+    model = GPT(c.model, TensorParallel(), "none", 1)
+    before, group = known(model), object()
+    assert c.precision.fp8 is not None
+    blocks = [block for block in model if isinstance(block, Block)]
+    found = [te.fit(block, te.linears_of(block, c)) for block in blocks]
+    fp8 = te.TransformerEngine(
+        [one for some in found for one in some], c.precision.fp8, group, torch.device("cpu")
+    )
+    assert known(model) == before and not found[0]
+    assert fp8.layers == ["blocks.1.attention.qkv", "blocks.1.attention.out", "blocks.1.mlp.gate_up"]
+    for on in (True, False, True):
+        fp8.on = on
+        with fp8.computing():
+            pass
+    told = ("Float8BlockScaling", {"fp8_format": "e4m3"})
+    assert surface == [(True, told, group), (False, told, group), (True, told, group)]
+
+
+def delayed(**fp8: Any) -> tuple[te.TransformerEngine, list[te.Fitted], Block]:
+    c = config({"recipe": "delayed", "history": 4, "margin": 1, **fp8})
+    block = Block(c.model, TensorParallel(), 0, "none")
+    with torch.no_grad():
+        for number, parameter in enumerate(block.parameters()):
+            parameter.fill_(0.5 * 2.0**number)
+    found = te.fit(block, LINEARS)
+    assert c.precision.fp8 is not None
+    return te.TransformerEngine(found, c.precision.fp8, None, torch.device("cpu")), found, block
+
+
+def cell(found: list[te.Fitted], layer: str, slot: str) -> Any:
+    """The quantizer of Transformer Engine, by its own numbers."""
+    one = next(one for one in found if layer in one.layers)
+    n = one.layers.index(layer)
+    fwd, bwd = one.module.quantizers["scaling_fwd"], one.module.quantizers["scaling_bwd"]
+    return {"input": fwd[3 * n], "weight": fwd[3 * n + 1], "gradient": bwd[2 * n]}[slot]
+
+
+def raised(quantizer: Any, magnitude: float) -> None:
+    """As its kernels do it: in place, to the largest."""
+    quantizer.amax.clamp_(min=magnitude)
+
+
+def test_delayed_scales_are_ours(surface: list[Any]) -> None:
+    """Guesses first; then by what kernels have seen, once a step, and only if its update was applied."""
+    fp8, found, _ = delayed()
+    assert all(one.module.fp8_meta == {"place": []} for one in found)
+    layer = "blocks.0.mlp.down"
+    x, w, g = (cell(found, layer, slot) for slot in ("input", "weight", "gradient"))
+    with fp8.computing():
+        largest = next(one.weights[-1] for one in found if layer in one.layers).detach().max()
+        assert (float(x.scale), float(g.scale)) == (2.0**4 / 2, 2.0**20 / 2)
+        assert float(w.scale) == 448 / float(largest) / 2
+        raised(x, 3.0)
+        raised(x, 7.0)  # another micro-batch
+        raised(x, 5.0)
+        raised(g, 1e-3)
+        assert float(x.scale) == 8.0  # none moves within a step
+    fp8.settle(True)
+    with fp8.computing():
+        assert float(x.scale) == pytest.approx(448 / 7 / 2)
+        assert float(g.scale) == pytest.approx(57344 / 1e-3 / 2)
+        raised(x, 100.0)
+    history = fp8.history()
+    fp8.settle(False)
+    assert fp8.history() == history and history[layer][0] == [7.0, 0.0, 0.0, 0.0]
+    with torch.no_grad(), fp8.computing():
+        raised(x, 200.0)  # an evaluation
+    with fp8.computing():
+        assert float(x.scale) == pytest.approx(448 / 7 / 2)
+    fp8.settle(True)
+    assert fp8.history() == history  # nothing was seen in that step
+
+
+def test_delayed_scales_while_it_is_off_and_over_a_rewind(surface: list[Any]) -> None:
+    fp8, found, _ = delayed(formats="e4m3", margin=0)
+    x, g = cell(found, "blocks.0.attention.qkv", "input"), cell(found, "blocks.0.attention.qkv", "gradient")
+    with fp8.computing():
+        raised(x, 2.0)
+        raised(g, 4.0)
+    fp8.settle(True)
+    saved = fp8.state()
+    fp8.on = False
+    with fp8.computing():
+        raised(x, 64.0)
+    fp8.settle(True)
+    fp8.on = True
+    with fp8.computing():
+        assert (float(x.scale), float(g.scale)) == (224.0, 112.0)
+        raised(x, 8.0)
+    fp8.settle(True)
+    with fp8.computing():
+        assert float(x.scale) == 56.0
+    fp8.restore(saved)
+    with fp8.computing():
+        assert float(x.scale) == 224.0
+    fp8.forget()
+    with fp8.computing():
+        assert float(x.scale) == 2.0**4
+    other, others, _ = delayed(formats="e4m3", margin=0)
+    fp8.restore(saved)
+    other.read(fp8.history())
+    with other.computing():
+        assert float(cell(others, "blocks.0.attention.qkv", "gradient").scale) == 112.0
+
+
+# The gradients of norms
+
+
+class Plain(nn.Module):
+    """A linear layer of somebody else, with our weight."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_what_lies_between_them_is_compiled_by_itself(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c, compiled = config(), []
+
+    def compile_(function: Any, fullgraph: bool, dynamic: bool) -> Any:
+        def run(*given: Any) -> Any:
+            compiled.append(function.__name__)
+            return function(*given)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    torch.manual_seed(0)
+    block = Block(c.model, TensorParallel(), 0, recompute, Kernels(compile=True))
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(32, 2, 64, requires_grad=True)
+    wanted = block(x)
+    assert set(compiled) == {"_block"}
+    layers = [(block.attention, "qkv"), (block.attention, "out"), (block.mlp, "gate_up"), (block.mlp, "down")]
+    for owner, name in layers:
+        setattr(owner, name, Plain(getattr(owner, name).weight))
+    block.in_pieces()
+    compiled.clear()
+    got = block(x)
+    assert compiled == ["between", "swiglu"] and torch.equal(got, wanted)
+    got.sum().backward()
+    again = ["between", "swiglu"] if recompute == "full" else ["swiglu"] if recompute == "selective" else []
+    assert compiled == ["between", "swiglu", *again]
+    compiled.clear()
+    seen: list[Any] = []
+    block.attention.observe = lambda q, k, segments: seen.append(q.shape)
+    assert torch.equal(block(x), wanted)
+    assert seen == [(2, 4, 32, 16)] and "between" not in compiled  # who looks, looks at what is written
+
+
+def sum_rank() -> list[list[float]]:
+    import torch.distributed as dist
+
+    tp = TensorParallel(dist.group.WORLD, dist.get_rank(), 2, True)
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    weight.register_hook(te._Sum(tp))
+    found = []
+    for micro_batch in range(2):
+        (weight * (1.0 + tp.rank + micro_batch)).sum().backward()
+        assert weight.grad is not None
+        found.append(weight.grad.tolist())
+    return found
+
+
+def test_the_gradient_of_a_norm_under_sequence_parallelism_is_summed_once_a_micro_batch() -> None:
+    assert run_ranks(2, sum_rank) == [[[3.0] * 3, [3.0 + 5.0] * 3]] * 2
+
+
+def test_sequence_parallelism_hooks_the_norms_and_nothing_else(surface: list[Any]) -> None:
+    for sequence in (False, True):
+        block = Block(config().model, tensor_parallel(2, sequence), 0, "none")
+        te.fit(block, LINEARS)
+        hooked = {placement_of(p).name for p in block.parameters() if p._backward_hooks}
+        assert hooked == (
+            {"blocks.0.attention_norm.weight", "blocks.0.mlp_norm.weight"} if sequence else set()
+        )

@@ -1,0 +1,201 @@
+"""What a rank is said to take: against plain counts, and how it must behave. Real steps: bench/test_footprint.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastable.bench.volume import bounds, parameters, stage_of
+from megastable.config import RunConfig
+from megastable.errors import ConfigError
+from megastable.parallel.layout import Layout
+from megastable.plan import activations
+from megastable.plan.memory import KINDS, PHASES, Footprint, footprints, kernels_on, taken
+
+MODEL = {
+    "layers": 8, "hidden": 1024, "heads": 16, "kv_heads": 8, "sequence_length": 2048, "vocab_size": 32000,
+}  # fmt: skip
+
+
+def planned(data: int = 1, micro_batch: int = 1, accumulation: int = 4, **sections: Any) -> list[Footprint]:
+    parallel = sections.pop("parallel", {})
+    model = MODEL | sections.pop("model", {})
+    tree = {
+        "model": model,
+        "parallel": parallel,
+        "train": {"micro_batch": micro_batch, "global_batch": micro_batch * accumulation * data},
+    }
+    config = RunConfig.model_validate(tree | sections)
+    p = config.parallel
+    return footprints(config, Layout(p.tensor, p.pipeline, data * p.context, p.context))
+
+
+def most(*args: Any, **kwargs: Any) -> int:
+    return max(f.total for f in planned(*args, **kwargs))
+
+
+def test_state_of_one_process() -> None:
+    (found,) = planned()
+    config = RunConfig.model_validate({"model": MODEL})
+    n = sum(map(sum, parameters(config.model, stage_of(bounds(config), 0), 1)))
+    # bf16 weights, fp32 sums of gradients, master weights and two moments: 18 bytes a parameter (ZeRO, section 3.1).
+    expected = {"weights": 2 * n, "gradients": 4 * n, "master": 4 * n, "moments": 8 * n}
+    assert {kind: size for kind, size in found.at("between").items() if kind in expected} == expected
+
+
+def test_zero_shares_the_state_out() -> None:
+    one, two, three = (planned(4, parallel={"zero": zero})[0] for zero in (1, 2, 3))
+    (alone,) = planned()
+    for found in (one, two, three):
+        assert found.kinds["master"] * 4 == alone.kinds["master"]
+        assert found.kinds["moments"] * 4 == alone.kinds["moments"]
+    assert one.kinds["weights"] == two.kinds["weights"] == alone.kinds["weights"]
+    assert three.at("between")["weights"] * 4 == alone.kinds["weights"]
+    assert two.at("update")["gradients"] < one.at("update")["gradients"]
+
+
+def test_bf16_moments_are_half() -> None:
+    (wide,), (narrow,) = planned(), planned(optimizer={"moments": "bf16"})
+    assert narrow.at("between")["moments"] * 2 == wide.at("between")["moments"]
+
+
+def test_the_first_stage_has_most_micro_batches_on_their_way() -> None:
+    found = planned(parallel={"pipeline": 4}, accumulation=8)
+    waiting = [sum(i.bytes for i in f.items if i.name == "gate and up" and "loss" in i.phases) for f in found]
+    config = RunConfig.model_validate({"model": MODEL, "parallel": {"pipeline": 4}})
+    blocks = [stage_of(bounds(config), s).blocks for s in range(4)]
+    each = waiting[3] // blocks[3]
+    assert waiting == [each * blocks[s] * (4 - s) for s in range(4)]
+    # With fewer micro-batches than stages there are not more on their way than there are.
+    few = planned(parallel={"pipeline": 4}, accumulation=2)
+    assert sum(i.bytes for i in few[0].items if i.name == "gate and up" and "loss" in i.phases) == (
+        each * blocks[0] * 2
+    )
+
+
+def test_a_bucket_of_deepspeed_is_seen() -> None:
+    (found,) = planned(2, parallel={"zero": 2})
+    # ds_configs/zero2.json: two of 5e8 elements.
+    assert found.at("backward")["buffers"] >= 2 * 500_000_000 * 2
+    assert any("bucket" in item.name for item in found.largest())
+
+
+LAYOUT = st.fixed_dictionaries(
+    {
+        "tensor": st.sampled_from([1, 2, 4]),
+        "pipeline": st.sampled_from([1, 2, 4]),
+        "context": st.sampled_from([1, 2]),
+        "recompute": st.sampled_from(["none", "selective", "full"]),
+    }
+)
+SETTINGS = st.fixed_dictionaries(
+    {
+        "precision": st.sampled_from([{"kind": "bf16"}, {"kind": "fp32"}]),
+        "kernels": st.fixed_dictionaries(
+            {"loss": st.sampled_from(["chunked", "reference"]), "compile": st.booleans()}
+        ),
+        "model": st.fixed_dictionaries(
+            {
+                "tied": st.booleans(),
+                "qk_norm": st.sampled_from([True, False, "full"]),
+                "norms": st.sampled_from(["before", "after"]),
+            }
+        ),
+    }
+)
+
+
+@given(LAYOUT, SETTINGS, st.sampled_from([1, 2]), st.sampled_from([1, 4]))
+@settings(max_examples=60, deadline=None)
+def test_kinds_add_up_and_more_samples_take_more(
+    layout: dict[str, Any], others: dict[str, Any], data: int, accumulation: int
+) -> None:
+    one = planned(data, 1, accumulation, parallel=layout, **others)
+    two = planned(data, 2, accumulation, parallel=layout, **others)
+    for smaller, larger in zip(one, two, strict=True):
+        assert all(item.bytes > 0 for item in smaller.items)
+        for phase in PHASES:
+            assert set(smaller.at(phase)) == set(KINDS)
+            assert sum(smaller.at(phase).values()) <= smaller.total
+        assert smaller.total == sum(smaller.kinds.values())
+        assert smaller.held <= smaller.total < larger.total
+        assert smaller.held <= larger.held
+
+
+@given(LAYOUT, SETTINGS, st.sampled_from([1, 2]))
+@settings(max_examples=60, deadline=None)
+def test_more_ranks_take_less_each(layout: dict[str, Any], others: dict[str, Any], data: int) -> None:
+    split = layout | {"tensor": 2 * layout["tensor"]}
+    assert most(data, parallel=split, **others) < most(data, parallel=layout, **others)
+    if layout["tensor"] > 1:
+        sequence = layout | {"sequence": True}
+        assert most(data, parallel=sequence, **others) <= most(data, parallel=layout, **others)
+    assert most(2 * data, parallel=layout, **others) < most(data, parallel=layout, **others)
+
+
+@given(SETTINGS, st.sampled_from([2, 4, 8]))
+@settings(max_examples=30, deadline=None)
+def test_more_zero_holds_less(others: dict[str, Any], data: int) -> None:
+    held = [planned(data, parallel={"zero": zero}, **others)[0].at("between") for zero in (1, 2, 3)]
+    state = [sum(h[kind] for kind in ("weights", "gradients", "master", "moments")) for h in held]
+    # Between steps ZeRO 2 holds no sums at all, which ZeRO 3 does.
+    updates = [planned(data, parallel={"zero": zero}, **others)[0].at("update") for zero in (1, 2, 3)]
+    totals = [sum(u[kind] for kind in ("weights", "gradients", "master", "moments")) for u in updates]
+    assert state[1] <= state[0]
+    assert totals[2] <= totals[1]
+
+
+@given(LAYOUT, SETTINGS)
+@settings(max_examples=40, deadline=None)
+def test_recomputing_more_keeps_less(layout: dict[str, Any], others: dict[str, Any]) -> None:
+    def waiting(recompute: str) -> int:
+        tree = {"model": MODEL | others["model"], "parallel": layout | {"recompute": recompute}}
+        config = RunConfig.model_validate(
+            tree | {"precision": others["precision"], "kernels": others["kernels"]}
+        )
+        return activations.kept(activations.block(config, kernels_on(config, "cuda")))
+
+    assert waiting("full") < waiting("selective") < waiting("none")
+
+
+def test_compiled_blocks_keep_less() -> None:
+    assert most(kernels={"compile": True}) < most(kernels={"compile": False})
+
+
+@pytest.mark.parametrize(
+    ("size", "pinned", "wanted"), [(0, True, 0), (5, True, 8), (8, True, 8), (5, False, 5)]
+)
+def test_pinned_memory_is_rounded_up(size: int, pinned: bool, wanted: int) -> None:
+    assert taken(size, pinned) == wanted
+
+
+def test_batches_that_cannot_be_shared_out_are_refused() -> None:
+    config = RunConfig.model_validate({"model": MODEL, "train": {"global_batch": 3}})
+    with pytest.raises(ConfigError, match="global_batch"):
+        footprints(config, Layout(data=2))
+
+
+def test_what_is_restated_is_as_there() -> None:
+    from megastable import engine, room
+    from megastable.model import blocked, chunked
+    from megastable.optim import adamw
+    from megastable.plan import memory
+
+    assert (activations.ROWS, activations.KEPT) == (blocked.ROWS, blocked.KEPT)
+    assert (memory.LOSS_BLOCK, memory.SCORES) == (chunked.BLOCK, blocked.ELEMENTS)
+    assert (memory.SUM_CHUNK, memory.UPDATE_CHUNK) == (engine.CHUNK, adamw.CHUNKS)
+    assert all(taken(n, pinned) == room.taken(n, pinned) for n in range(40) for pinned in (True, False))
+    for length in (128, 256, 300, 1024, 8192):
+        config = RunConfig.model_validate({"model": MODEL | {"sequence_length": length}})
+        z = activations.sizes(config)
+        assert activations.probabilities(z) == blocked.kept_size(z.samples, z.heads, length, 64)
+
+
+def test_torch_is_not_needed() -> None:
+    code = "import sys, megastable.plan.memory; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

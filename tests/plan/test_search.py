@@ -1,0 +1,271 @@
+"""The search finds what trying everything finds, suggests only what is legal and fits, and ranks by predicted time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastable import deepspeed_config, recipe
+from megastable.bench.volume import bounds
+from megastable.config import Fp8Config, RunConfig
+from megastable.errors import ConfigError
+from megastable.parallel.layout import Layout
+from megastable.plan import published, search, show
+from megastable.plan.cluster import ClusterConfig, load
+from megastable.plan.memory import footprints
+from megastable.plan.search import Choice
+from megastable.plan.time import step_time
+
+ROOT = Path(__file__).parents[2]
+H100 = load(ROOT / "launch/clusters/h100.yaml")
+SMALL = {
+    "model": {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "sequence_length": 64,
+              "vocab_size": 512},
+    "train": {"global_batch": 12},
+}  # fmt: skip
+
+
+def small(**train: int) -> RunConfig:
+    return RunConfig.model_validate(SMALL | {"train": SMALL["train"] | train})
+
+
+def with_memory(bytes_: float) -> ClusterConfig:
+    return H100.model_copy(update={"memory_gib": bytes_ / search.GIB, "reserve_gib": 0.0})
+
+
+def everything(base: RunConfig, gpus: int) -> Iterator[tuple[RunConfig, Layout]]:
+    """Every value of every setting that config.py and the DeepSpeed files accept, without a thought."""
+    sizes = range(1, gpus + 1)
+    settings_ = itertools.product(
+        sizes, sizes, sizes, (False, True), range(4), search.RECOMPUTE,
+        range(1, base.train.global_batch + 1), (base.precision.fp8,),
+    )  # fmt: skip
+    for choice in itertools.starmap(Choice, settings_):
+        if (
+            gpus % (choice.tensor * choice.pipeline * choice.context)
+            or base.train.global_batch % choice.micro_batch
+        ):
+            continue  # as deepspeed_config.data_parallel says, but sooner
+        tree = base.model_dump(mode="json")
+        tree["train"]["micro_batch"] = choice.micro_batch
+        tree["parallel"] = {name: getattr(choice, name) for name in Choice._fields[:6]}
+        try:
+            config = recipe.validate(tree, "test")
+            data = deepspeed_config.data_parallel(config, gpus)
+            deepspeed_config.build(config, gpus)
+        except ConfigError:
+            continue
+        yield config, Layout(choice.tensor, choice.pipeline, data, choice.context)
+
+
+@lru_cache
+def tried(gpus: int) -> list[tuple[Choice, int, float]]:
+    """(choice, bytes of the tightest of all stages, seconds) of everything for the small model."""
+    found = []
+    for c, lay in everything(small(), gpus):
+        zero = deepspeed_config.build(c, gpus)["zero_optimization"]
+        total = max(f.total for f in footprints(c, lay))
+        found.append((Choice.of(c), total, step_time(c, lay, H100, zero).seconds))
+    return found
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 6, 8])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+def test_it_finds_what_trying_everything_finds(gpus: int, share: float) -> None:
+    totals = sorted(total for _, total, _ in tried(gpus))
+    memory = totals[round(share * (len(totals) - 1))]
+    found = search.search(small(), gpus, with_memory(memory))
+    legal = {choice: seconds for choice, total, seconds in tried(gpus) if total <= memory}
+    suggested = [Choice.of(plan.config) for plan in found.plans]
+    assert len(set(suggested)) == len(suggested) and set(suggested) <= set(legal)
+    assert [plan.time.seconds for plan in found.plans] == [legal[choice] for choice in suggested]
+    # Whatever it left out has a twin that it did not, which is no slower; sequence parallelism it always takes.
+    legal = {choice: seconds for choice, seconds in legal.items() if choice.sequence == (choice.tensor > 1)}
+    best: dict[tuple[object, ...], float] = {}
+    for choice in suggested:
+        twin = (*choice[:3], choice.zero, choice.micro_batch)
+        best[twin] = min(legal[choice], best.get(twin, math.inf))
+    for choice, seconds in legal.items():
+        assert best[*choice[:3], choice.zero, choice.micro_batch] <= seconds * (1 + 1e-12)
+    assert found.plans[0].time.seconds == pytest.approx(min(legal.values()))
+
+
+@pytest.mark.parametrize("gpus", [2, 6])
+def test_the_nearest_lacks_least(gpus: int) -> None:
+    totals = [total for _, total, _ in tried(gpus)]
+    found = search.search(small(), gpus, with_memory(min(totals) - 1))
+    assert found.plans == () and found.nearest is not None
+    assert found.nearest.tightest.total == min(totals) and found.nearest.left == -1
+
+
+def plans_of(name: str, gpus: int, *overrides: str) -> tuple[RunConfig, search.Found]:
+    config = recipe.load(ROOT / f"launch/recipes/{name}.yaml", overrides)
+    return config, search.search(config, gpus, H100)
+
+
+@pytest.fixture(scope="module")
+def seven() -> tuple[RunConfig, search.Found]:
+    return plans_of("7b", 16, "model.vocab_size=32000", "train.global_batch=32")
+
+
+def test_suggestions_are_legal_fit_and_are_ranked(seven: tuple[RunConfig, search.Found]) -> None:
+    config, found = seven
+    seconds = [plan.time.seconds for plan in found.plans]
+    assert seconds == sorted(seconds) and len(seconds) > 20
+    for plan in found.plans:
+        RunConfig.model_validate(plan.config.model_dump())
+        ds = deepspeed_config.build(plan.config, 16)
+        assert ds["train_batch_size"] == 32 * plan.layout.context and plan.layout.world == 16
+        assert plan.fits
+    assert any(not plan.fits for plan in search._judged(config, 16, H100, [None]))
+
+
+def test_overrides_make_the_plan_of_the_recipe(seven: tuple[RunConfig, search.Found]) -> None:
+    config, found = seven
+    given = ["model.vocab_size=32000", "train.global_batch=32"]
+    for plan in found.plans[::7]:
+        said = search.overrides(plan.config, config)
+        assert recipe.load(ROOT / "launch/recipes/7b.yaml", [*given, *said]) == plan.config
+    assert search.overrides(config, config) == []
+    eight = config.model_copy(update={"precision": config.precision.model_copy(update={"fp8": Fp8Config()})})
+    assert search.overrides(eight, config) == ["precision.fp8=current"]
+    assert search.overrides(config, eight) == ["precision.fp8=off"]
+
+
+def test_best_has_one_of_each_split(seven: tuple[RunConfig, search.Found]) -> None:
+    best, plans = seven[1].best(), seven[1].plans
+    splits = [(p.layout.tensor, p.layout.pipeline) for p in best]
+    assert best[0] is plans[0] and len(set(splits)) == len(splits)
+    assert set(splits) == {(p.layout.tensor, p.layout.pipeline) for p in plans}
+
+
+@given(st.integers(1, 40), st.integers(0, 10), st.integers(1, 8), st.integers(1, 64))
+@settings(max_examples=40)
+def test_the_tightest_stage_is_among_the_critical_ones(stages: int, more: int, wide: int, batch: int) -> None:
+    model = {
+        "layers": stages + more,
+        "hidden": 64 * wide,
+        "heads": 4,
+        "sequence_length": 64,
+        "vocab_size": 5000,
+    }
+    config = RunConfig.model_validate(
+        {"model": model, "train": {"global_batch": batch}, "parallel": {"pipeline": stages}}
+    )
+    plan = search.plan(config, stages, H100)
+    every = footprints(config, plan.layout)
+    assert plan.tightest.total == max(f.total for f in every)
+    assert set(search.critical(tuple(bounds(config)))) <= set(range(stages))
+
+
+# What to do where it does not fit
+
+
+def test_remedies_fit_and_change_one_thing() -> None:
+    config = recipe.load(
+        ROOT / "launch/recipes/7b.yaml", ["model.vocab_size=32000", "parallel.tensor=1", "train.micro_batch=8",
+                                          "parallel.sequence=false", "parallel.recompute=none"]
+    )  # fmt: skip
+    own = search.plan(config, 64, H100)
+    assert not own.fits
+    found = search.remedies(own)
+    assert found and all(plan.fits for plan in found)
+    changed = {said.split("=")[0] for plan in found for said in search.overrides(plan.config, config)}
+    assert {"parallel.recompute", "train.micro_batch"} <= changed
+    for plan in found:
+        differing = [said for said in search.overrides(plan.config, config) if "sequence" not in said]
+        assert len(differing) == (plan.layout.world == 64)
+
+
+def test_the_fewest_gpus() -> None:
+    config = recipe.load(ROOT / "launch/recipes/7b.yaml", ["model.vocab_size=32000"])
+    fewest = search.smallest(config, H100)
+    assert search.plan(config, fewest, H100).fits
+    assert fewest == 2 or not search.plan(config, fewest // 2, H100).fits
+    # One on which nothing depends on the data ranks: a replica is named although it does not fit.
+    assert search.smallest(config, with_memory(1e6)) == 2
+
+
+def test_elsewhere_is_where_it_fits() -> None:
+    big = recipe.load(ROOT / "launch/recipes/70b.yaml", ["model.vocab_size=128000"])
+    found = search.search(big, 8, H100)
+    assert not found.plans and found.nearest is not None
+    other = search.elsewhere(big, found, H100)
+    assert other is not None and other.fits and other.layout.world in (16, 32, 64)
+    # 7 does not divide anything that the model or the batch has.
+    none = search.search(small(), 7, H100)
+    assert none.plans == () and none.nearest is None
+    other = search.elsewhere(small(), none, H100)
+    assert other is not None and other.fits and other.layout.world == 6
+
+
+def test_a_layout_that_does_not_divide_is_refused() -> None:
+    config = recipe.load(ROOT / "launch/recipes/70b.yaml", ["model.vocab_size=128000"])
+    with pytest.raises(ConfigError, match="must be a multiple of 64"):
+        search.plan(config, 100, H100)
+
+
+def test_a_deepspeed_file_of_one_stage_is_kept_to(tmp_path: Path) -> None:
+    file = tmp_path / "two.json"
+    file.write_text('{"zero_optimization": {"stage": 2}}')
+    config = small().model_copy(update={"deepspeed": str(file)})
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero": 2})})
+    found = search.search(config, 4, H100)
+    assert found.plans and {plan.config.parallel.zero for plan in found.plans} == {2}
+
+
+def test_with_and_without_fp8() -> None:
+    found = search.search(small(), 2, H100, [None, Fp8Config(recipe="delayed")])
+    kinds = {plan.config.precision.fp8 and plan.config.precision.fp8.recipe for plan in found.plans}
+    assert kinds == {None, "delayed"}
+    assert len({plan.config.precision.fp8 for plan in found.best()}) == 2
+
+
+# Layouts of others (docs/planning.md)
+
+
+@pytest.mark.parametrize("run", published.RUNS, ids=lambda run: f"{run.name}, {run.gpus}")
+def test_layouts_of_others_fit(run: published.Published) -> None:
+    """With the recomputation that they name, but for one; what names none, with full recomputation."""
+    cluster = load(ROOT / f"launch/clusters/{run.cluster}.yaml")
+    assert search.plan(recomputing(run.config, "full"), run.gpus, cluster).fits
+    if run.config.parallel.recompute != "none" and "1T, selective" not in run.name:
+        assert search.plan(run.config, run.gpus, cluster).fits
+
+
+def recomputing(config: RunConfig, what: search.Recompute) -> RunConfig:
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"recompute": what})})
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given"),
+    [
+        (8192, []),
+        (16384, []),
+        (16384, ["model.sequence_length=131072", "train.global_batch=128", "parallel.context=16"]),
+    ],
+)
+def test_llama_3_of_405b_on_its_gpus(gpus: int, given: list[str]) -> None:
+    """arXiv:2407.21783, table 4: tensor 8, pipeline 16, 16M tokens a step. What is too much without recomputation is
+    nothing but activations."""
+    config = recipe.load(ROOT / "launch/recipes/405b.yaml", ["model.vocab_size=128256", *given])
+    assert search.plan(config, gpus, H100).fits
+    whole = search.plan(recomputing(config, "none"), gpus, H100)
+    kinds = whole.tightest.kinds
+    assert not whole.fits and sum(kinds.values()) - kinds["activations"] < 0.35 * search.room(H100)
+    assert "most of it activations" in show.verdict(whole)
+
+
+def test_numbers_of_gpus_that_no_layout_of_405b_has() -> None:
+    config = recipe.load(ROOT / "launch/recipes/405b.yaml", ["model.vocab_size=128256"])
+    found = search.search(config, 10_000, H100)
+    assert found.plans == () and found.nearest is None
+    other = search.elsewhere(config, found, H100)
+    assert other is not None and other.fits and 9_900 < other.layout.world < 10_000

@@ -1,0 +1,209 @@
+"""The command line as its users meet it: what it reads, what it recommends, and how it ends."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from megastable.checkpoint.plain import load_plain
+from megastable.checkpoint.whole import parameters
+from megastable.checkpoint.writing import write_run
+from megastable.config import RunConfig
+from megastable.data.corpora import open_corpora
+from megastable.fp8.material import gather
+from megastable.recipe import load
+from tests.checkpoint.states import state_of
+from tests.conftest import LENGTH, tiny
+from tests.generate.runs import PIECES, corpus_with_tokenizer
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "fp8_check.py"
+spec = importlib.util.spec_from_file_location("fp8_check", TOOL)
+assert spec is not None and spec.loader is not None
+tool = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+FAR, FFN = 2.0**18, 64
+CALM = ("--recipe", "current", "--recipe", "block")  # of so few numbers delayed scales cut too large a share
+
+
+def call(*arguments: object, code: int = 0) -> tuple[str, str]:
+    done = CliRunner().invoke(tool.app, list(map(str, arguments)))
+    assert done.exit_code == code, (done.exit_code, done.output, done.exception)
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    return done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    corpus_with_tokenizer(folder)
+    return folder
+
+
+def numbers(run: RunConfig) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return {
+        name: 0.1 * torch.randn(of.shape, generator=random) if len(of.shape) > 1 else torch.ones(of.shape)
+        for name, of in parameters(run.model).items()
+    }
+
+
+def written(corpus: Path, folder: Path, held: dict[str, Tensor] | None = None, **parts: Any) -> Path:
+    """A run with one checkpoint of step 7. held: weights other than small random ones."""
+    run = tiny(corpus, folder, **{"precision": {"kind": "bf16"}} | parts)
+    run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": PIECES})})
+    weights = numbers(run) | (held or {})
+    write_run(
+        folder, run, state_of(), lambda name, kind: weights[name], optimizer=False, origin={"how": "test"}
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(corpus, tmp_path_factory.mktemp("runs") / "healthy")
+
+
+def test_a_healthy_run_is_stable_as_it_is(run: Path, tmp_path: Path) -> None:
+    files = tmp_path / "fp8.json", tmp_path / "fp8.png"
+    out, _ = call(run, *CALM, "--samples", 4, "--json", files[0], "--plot", files[1])
+    assert f"{run}/checkpoints/step-7: step 7, " in out and "bfloat16 on cpu" in out
+    assert "validation samples of the run" in out or "training samples from position" in out
+    found = json.loads(files[0].read_text())
+    assert found["stable"] and found["best"] in ("current", "block")
+    assert found["overrides"] == [f"precision.fp8.recipe={found['best']}"]
+    assert out.rstrip().endswith(found["overrides"][0])
+    assert [recipe["recipe"] for recipe in found["recipes"]] == ["current", "block"]
+    for recipe in found["recipes"]:
+        assert recipe["stable"] and recipe["keep"] == {} and recipe["kept"] is None
+        assert recipe["everything"]["change"] == pytest.approx(recipe["everything"]["loss"] - found["loss"])
+        assert len(recipe["layers"]) == 2 * 4
+        tensor = recipe["layers"][0]["tensors"]["input"]
+        assert tensor["decibels"] == pytest.approx(-20 * np.log10(tensor["error"])) and tensor["largest"] > 0
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_planted_layer_is_named_with_what_to_copy(corpus: Path, tmp_path: Path) -> None:
+    held = numbers(
+        tiny(corpus, tmp_path, model=tiny(corpus, tmp_path).model.model_dump() | {"vocab_size": PIECES})
+    )
+    up, down = (held[f"blocks.1.mlp.{name}.weight"] for name in ("gate_up", "down"))
+    up[FFN + 3] /= FAR
+    down[:, 3] *= FAR
+    run = written(
+        corpus,
+        tmp_path / "planted",
+        held,
+        precision={"kind": "bf16", "fp8": {"recipe": "block", "keep_first": 1}},
+    )
+    out, _ = call(run, "--recipe", "current", "--samples", 4, "--all", "--json", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    (recipe,) = found["recipes"]
+    assert list(recipe["keep"]) == ["blocks.1.mlp.down"]
+    assert recipe["kept"]["kl"] < recipe["everything"]["kl"] / 3
+    # What the run says already would stay: it is unsaid.
+    assert out.rstrip().endswith(
+        "precision.fp8.recipe=current precision.fp8.keep_first=0 precision.fp8.keep=[blocks.1.mlp.down]"
+    )
+    assert "current: keep 1 layer of 8 out of FP8" in out and "of its weight become zero" in out
+    assert "every tensor, the worst first" in out
+    # And it can be copied.
+    changed = load(run / "recipe.yaml", found["overrides"]).precision.fp8
+    assert changed is not None and (changed.recipe, changed.keep_first) == ("current", 0)
+    assert changed.keep == ("blocks.1.mlp.down",)
+
+
+def test_a_model_that_is_all_outliers_ends_with_1(corpus: Path, tmp_path: Path) -> None:
+    shape = tiny(corpus, tmp_path).model.model_dump() | {"vocab_size": PIECES}
+    held = numbers(tiny(corpus, tmp_path, model=shape))
+    for name, weight in held.items():
+        if name.startswith("blocks") and weight.dim() > 1:
+            weight[0, 0] = FAR
+    out, _ = call(written(corpus, tmp_path / "bad", held), *CALM, "--samples", 4, code=1)
+    assert "layers would have to be kept" in out and "NOT STABLE" in out
+    assert "verdict: not stable in FP8 by any of these recipes" in out
+
+
+def test_a_text_is_read_and_random_tokens_are_said(corpus: Path, run: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 40)
+    out, _ = call(run, "--recipe", "current", "--samples", 2, "--text", text)
+    assert f"2 samples of {text}" in out
+    # A corpus that is gone: the run can still be asked, and it is said on what.
+    copy = written(tmp_path / "nowhere", tmp_path / "alone")
+    out, _ = call(copy, "--recipe", "delayed", "--samples", 2, "--history", 2)
+    assert "samples of random tokens" in out and "note: random tokens: " in out and "nowhere" in out
+
+
+def test_samples_are_those_of_the_run(corpus: Path, run: Path) -> None:
+    model = load_plain(run, None)
+    corpora = open_corpora(model.run.data.corpora, LENGTH, model.run.run.seed)
+    assert corpora.validation is not None
+    few = gather(model, 2)
+    assert "2 validation samples" in few.origin
+    assert np.array_equal(few.tokens, corpora.validation.samples(np.arange(2)))
+    # More than the validation split has: what it would train on next, less what is skipped.
+    (run / "skips.jsonl").write_text('{"first": 57, "end": 59, "reason": "test"}\n')
+    many = gather(model, 20)
+    (run / "skips.jsonl").unlink()
+    assert "training samples from position 56 on" in many.origin
+    wanted = [56, *range(59, 78)]
+    assert np.array_equal(many.tokens, corpora.train.samples(np.array(wanted)))
+
+
+def test_mistakes_are_said_and_end_with_2(corpus: Path, run: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run, damaged)
+    weights = damaged / "checkpoints/step-7/rank-00000.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+    sixteen = written(corpus, tmp_path / "sixteen", precision={"kind": "fp16"})
+    broken = written(corpus, tmp_path / "broken", {"blocks.0.mlp.down.weight": torch.full((32, FFN), 3e38)})
+    short, binary = tmp_path / "short.txt", tmp_path / "binary.txt"
+    short.write_text("too short")
+    binary.write_bytes(b"\xff\xfe\x00")
+    cases: list[tuple[tuple[object, ...], str]] = [
+        ((tmp_path / "nothing",), "is neither a checkpoint nor"),
+        ((run / "checkpoints/step-9",), "there is no such checkpoint"),
+        ((damaged / "checkpoints/step-7",), "rank-00000.safetensors"),
+        ((sixteen,), "add --dtype bf16"),
+        ((broken, "--recipe", "current"), "not finite without FP8"),
+        ((run, "--text", short), "too short for"),
+        ((run, "--text", binary), "no UTF-8"),
+        ((run, "--text", tmp_path / "none.txt"), "cannot be read: No such file"),
+        ((run, "--plot", tmp_path / "a.bmp"), "a name ending in"),
+        ((run, "--json", tmp_path / "no/a.json"), "there is no directory"),
+        ((run, "--device", "nonsense"), "cannot be used"),
+    ]
+    for arguments, words in cases:
+        out, err = call(*arguments, code=2)
+        assert err.splitlines()[-1].startswith("error: ") and words in err, (arguments, err)
+    for wrong in (("--recipe", "nvfp4"), ("--samples", 0), ("--dtype", "fp16")):
+        call(run, *wrong, code=2)
+    # Asked how it would be, a run in fp16 is told what to change.
+    out, _ = call(sixteen, "--dtype", "bf16", "--recipe", "block", "--samples", 2)
+    assert "precision.fp8.recipe=block precision.kind=bf16" in out
+
+
+def test_help_has_examples_and_needs_no_torch() -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "TERM": "dumb"}
+    code = (
+        f"import sys, runpy; sys.argv = ['x', '--help']; runpy.run_path({str(TOOL)!r}, run_name='__main__')"
+    )
+    watched = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {code}"
+    done = subprocess.run([sys.executable, "-c", watched], env=environment, capture_output=True, text=True)
+    assert "fp8_check.py runs/quickstart" in done.stdout and "Exit codes: 0 stable" in done.stdout
+    assert done.returncode == 0 and done.stdout.endswith("False\n"), done.stdout

@@ -1,0 +1,254 @@
+"""`tools/plan.py` as its users meet it: what it prints, its JSON and picture, its exit codes, and without torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megastable.config import RunConfig
+from megastable.data.manifest import Manifest
+from megastable.recipe import load
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("plan", ROOT / "tools" / "plan.py")
+assert spec is not None and spec.loader is not None
+tool = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+SMALL = ROOT / "launch/recipes/125m.yaml"
+SEVEN = ROOT / "launch/recipes/7b.yaml"
+
+
+def plan(*arguments: object) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr), in this process: what ends it is what would end a process."""
+    done = CliRunner().invoke(tool.app, list(map(str, arguments)), env={"COLUMNS": "120", "TERM": "dumb"})
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout, done.stderr
+
+
+def result(tmp_path: Path, *arguments: object) -> dict[str, Any]:
+    code, _, err = plan(*arguments, "--json", tmp_path / "plan.json")
+    assert (code, err) == (0, "")
+    return dict(json.loads((tmp_path / "plan.json").read_text()))
+
+
+def test_it_prints_memory_time_cost_and_suggestions() -> None:
+    code, out, err = plan(SMALL, "--gpus", 8)
+    assert (code, err) == (0, "")
+    assert "vocabulary 32,000, as the recipe's comment says" in out
+    assert "on 8 x H100 SXM 80 GB" in out and "fits: " in out and "GiB are left" in out
+    for word in (
+        "weights",
+        "gradients",
+        "moments",
+        "activations",
+        "host memory",
+        "matrix products",
+        "MFU",
+        "days, $",
+    ):
+        assert word in out
+    (bar,) = re.findall(r"^\[([WGMOALBr.]+)\]$", out, re.M)
+    assert len(bar) == 72 and set("GAr.") <= set(bar)
+    commands = re.findall(r"^\d: (.+)$", out, re.M)
+    assert len(commands) == 5 and len(set(commands)) == 5
+    # What is printed can be said.
+    for said in commands:
+        if said != "the recipe as it is":
+            load(SMALL, said.split())
+
+
+def test_a_bar_that_is_too_long_shows_where_the_gpu_ends() -> None:
+    code, out, _ = plan(SEVEN, "--gpus", 8, "train.micro_batch=8", "parallel.recompute=none", "--fixed")
+    assert code == 1 and "does not fit: " in out and "too much" in out
+    (bar,) = re.findall(r"^\[([WGMOALBr|]+)\]\s*$", out, re.M)
+    assert len(bar) == 73 and 0 < bar.index("|") < 72
+    said = re.findall(r"would fit with (\S+):", out)
+    assert any(one.startswith("train.micro_batch=") for one in said) and "parallel.recompute=full" in said
+    # And it does.
+    for one in said:
+        assert (
+            plan(SEVEN, "--gpus", 8, "train.micro_batch=8", "parallel.recompute=none", one, "--fixed")[0] == 0
+        )
+
+
+def test_json(tmp_path: Path) -> None:
+    found = result(tmp_path, SEVEN, "--gpus", 16, "--top", 3, "--tokens", "1T", "train.global_batch=64")
+    assert found["gpus"] == 16 and found["vocabulary"] == 32000 and found["cluster"] == "H100 SXM 80 GB"
+    assert found["parameters"] == pytest.approx(7.2e9, rel=0.02) and found["fitting"] > 10
+    assert len(found["suggestions"]) == 3
+    for each in [found["own"], *found["suggestions"]]:
+        lay, memory, time = each["layout"], each["memory"], each["time"]
+        assert lay["tensor"] * lay["pipeline"] * lay["data"] == lay["gpus"] == 16
+        samples = lay["data"] // lay["context"] * lay["micro_batch"] * lay["accumulation"]
+        assert samples == 64 and each["fits"] and memory["left_bytes"] >= 0
+        assert memory["room_bytes"] - sum(memory["kinds"].values()) == memory["left_bytes"]
+        there = [item["bytes"] for item in memory["items"] if memory["peak"] in item["phases"]]
+        assert sum(there) == sum(memory["kinds"].values())
+        assert sum(time["parts"].values()) == pytest.approx(time["seconds"])
+        assert sum(line["seconds"] for line in time["lines"]) == pytest.approx(time["seconds"])
+        assert time["tokens_per_second"] == pytest.approx(64 * 4096 / time["seconds"])
+        assert each["tokens"] == 1e12 and each["days"] * 86400 * time["tokens_per_second"] == pytest.approx(
+            1e12
+        )
+        assert each["dollars"] == pytest.approx(each["days"] * 24 * 16 * 2.5)
+        assert each["host"]["fits"] and each["host"]["kept"] <= each["host"]["wanted"]
+        config = load(SEVEN, ["model.vocab_size=32000", "train.global_batch=64", *each["overrides"]])
+        assert config.parallel.tensor == lay["tensor"] and config.train.micro_batch == lay["micro_batch"]
+    assert found["own"]["overrides"] == []
+    seconds = [each["time"]["seconds"] for each in found["suggestions"]]
+    assert seconds == sorted(seconds) and seconds[0] <= found["own"]["time"]["seconds"]
+
+
+def test_the_price_is_the_recipes_if_it_has_one(tmp_path: Path) -> None:
+    cheap = result(tmp_path, SMALL, "--gpus", 8, "--fixed", "supervise.gpu_hour_price=1.0")["own"]
+    assert cheap["dollars"] == pytest.approx(cheap["days"] * 24 * 8)
+
+
+def test_rewind_points_beyond_the_hosts_memory_are_said(tmp_path: Path) -> None:
+    poor = tmp_path / "poor.yaml"
+    poor.write_text(
+        re.sub(
+            r"host_memory_gib: \d+", "host_memory_gib: 16", (ROOT / "launch/clusters/h100.yaml").read_text()
+        )
+    )
+    code, out, _ = plan(SEVEN, "--gpus", 8, "--fixed", "--cluster", poor)
+    assert code == 0 and "for which there is no room" in out and "TOO MUCH" in out
+
+
+def test_the_fewest_gpus_are_taken_and_said() -> None:
+    code, out, _ = plan(SEVEN, "--fixed")
+    (number,) = re.findall(r"--gpus is not given: (\d+), the fewest", out)
+    assert code == 0 and f"on {number} x" in out
+    assert plan(SEVEN, "--fixed", "--gpus", number)[0] == 0
+    assert int(number) == 2 or plan(SEVEN, "--fixed", "--gpus", int(number) // 2)[0] == 1
+
+
+# The vocabulary
+
+
+def test_where_the_vocabulary_comes_from(corpus: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("model: {layers: 2, hidden: 64, heads: 2}\n")
+    small = (recipe, "--fixed", "--gpus", 1)
+    assert "vocabulary 128,000, assumed" in plan(*small)[1]
+    assert "vocabulary 500, as --vocab says" in plan(*small, "--vocab", 500)[1]
+    assert "vocabulary 600, the recipe's" in plan(*small, "model.vocab_size=600")[1]
+    size = Manifest.load(corpus).tokenizer.vocab_size
+    out = plan(*small, f"data.corpora=[{{path: {json.dumps(str(corpus))}}}]")[1]
+    assert f"vocabulary {size:,}, of the corpus" in out
+
+
+# Where nothing is possible, or fits
+
+
+def test_a_recipe_that_cannot_be_laid_out_gets_suggestions() -> None:
+    code, out, _ = plan(SEVEN, "--gpus", 1, "parallel.tensor=8", "parallel.pipeline=2", "model.layers=4")
+    assert code == 0 and "layout is not possible here: 1 ranks cannot be laid out" in out
+    assert "parallel.tensor=1 parallel.pipeline=1" in out
+    code, _, err = plan(SEVEN, "--gpus", 1, "parallel.tensor=8", "--fixed")
+    assert code == 2 and "1 ranks cannot be laid out" in err
+
+
+def test_what_fits_nowhere_ends_with_1_and_says_where_it_would() -> None:
+    code, out, _ = plan(SEVEN, "--gpus", 1, "parallel.tensor=1", "parallel.sequence=false")
+    assert code == 1 and "NOTHING FITS on 1 GPU. Nearest is" in out and "GiB too much" in out
+    (number,) = re.findall(r"GPUs it fits: --gpus (\d+)", out)
+    assert plan(SEVEN, "--gpus", number)[0] == 0
+
+
+def test_a_number_of_gpus_that_divides_nothing() -> None:
+    code, out, _ = plan(SEVEN, "--gpus", 77)
+    assert code == 1 and "NO LAYOUT IS POSSIBLE on 77 GPUs" in out and "--gpus 72" in out
+
+
+# FP8
+
+
+def test_both_precisions(tmp_path: Path) -> None:
+    found = result(tmp_path, SEVEN, "--gpus", 8, "--fp8", "--top", 50)
+    names = {each["layout"]["fp8"] for each in found["suggestions"]}
+    assert names == {None, "current"}
+    fastest = found["suggestions"][0]
+    assert fastest["layout"]["fp8"] == "current" and "precision.fp8=current" in fastest["overrides"]
+    code, out, _ = plan(SEVEN, "--gpus", 8, "--fp8", "precision.fp8=delayed", "--top", 50)
+    assert code == 0 and "delayed" in out and "precision.fp8=off" in out
+
+
+# Pictures
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    for arguments in ((SMALL, "--gpus", 8, "--fixed"), (SEVEN, "--gpus", 16, "parallel.pipeline=4")):
+        code, _, err = plan(*arguments, "--plot", tmp_path / "plan.png")
+        assert (code, err) == (0, "")
+        assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+        (tmp_path / "plan.png").unlink()
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no.yaml"], "no.yaml: no such recipe"),
+        ([SMALL, "model.layer=2"], "did you mean model.layers"),
+        ([SMALL, "--cluster", "no.yaml"], "no.yaml"),
+        ([SMALL, "--tokens", "many"], "--tokens many: a number such as 15T"),
+        ([SMALL, "--tokens", "0B"], "--tokens 0B: a number such as 15T"),
+        ([SMALL, "--plot", "plan.txt"], "--plot plan.txt: a name ending in .png"),
+        ([SMALL, "--plot", "no/such/folder/plan.png"], "in a directory that exists"),
+        ([SMALL, "--gpus", "0"], "greater than or equal to 1"),
+        ([SMALL, "--gpus", "8", "--cluster", "launch/clusters/a100.yaml", "--fp8"], "does not compute in it"),
+        ([SMALL, "--gpus", "8", "deepspeed=no.json"], "deepspeed=no.json: no such file"),
+        (
+            [SMALL, "--gpus", "7", "train.micro_batch=256", "deepspeed=no.json"],
+            "deepspeed=no.json: no such file",
+        ),
+        ([SMALL, "--gpus", "8", "precision.fp8.backend=emulated"], "leave precision.fp8 out"),
+        ([SMALL, "--gpus", "8", "--json", "no/such/folder/x.json"], "could not be written"),
+    ],
+)
+def test_bad_input(arguments: list[object], message: str) -> None:
+    code, _, err = plan(*arguments)
+    assert code == 2 and message in " ".join(err.split()) and "Traceback" not in err
+
+
+def test_it_imports_neither_torch_nor_pictures(tmp_path: Path) -> None:
+    """Which is what makes it answer within seconds."""
+    code = (
+        "import runpy, sys\n"
+        "sys.argv = ['plan.py', *sys.argv[1:]]\n"
+        "try: runpy.run_path(sys.argv.pop(1), run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "print('LOADED', *sorted({'torch', 'deepspeed', 'matplotlib', 'pyarrow'} & set(sys.modules)))\n"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        ROOT / "tools/plan.py",
+        SMALL,
+        "--gpus",
+        "8",
+        "--json",
+        tmp_path / "x.json",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert done.stdout.splitlines()[-1] == "LOADED"
+
+
+def test_help_shows_examples() -> None:
+    code, out, _ = plan("--help")
+    assert code == 0 and "tools/plan.py launch/recipes/70b.yaml --gpus 512" in " ".join(out.split())
+    assert isinstance(load(ROOT / "launch/recipes/405b.yaml"), RunConfig)
