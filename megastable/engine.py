@@ -280,15 +280,9 @@ class Engine:
         self.loss = LossFunction(config.model.vocab_size, config.model.z_loss, self.tp, self.kernels.compile)
         with _silence():
             module = self._module()
-            alone = layout.pipeline == 1 or config.precision.fp8 is None
-            self.fp8 = apply(
-                module,
-                config,
-                self.kernels.fp8,
-                self.tp,
-                None if alone else topology.stage_group(),
-                self.device,
-            )
+            staged = config.precision.fp8 is not None and layout.pipeline > 1
+            sharing = topology.stage_group() if staged else None
+            self.fp8 = apply(module, config, self.kernels.fp8, self.tp, sharing, self.device)
             try:
                 self.ds, self.optimizer, *_ = deepspeed.initialize(
                     model=module,

@@ -95,6 +95,7 @@ class Recovery:
         if self.acts:
             self.ring = Ring(self.engine, self._capacity(), self.settings.snapshots.interval)
             self._snapshot(state, self.guard.detector.state)
+        self.choose_precision(state)
 
     def begin_anew(self, step: int, old: dict[str, float], new: dict[str, float]) -> None:
         """Other data is read from here on, on purpose: what was usual of its loss is learnt again, so that nobody takes
@@ -159,8 +160,6 @@ class Recovery:
         if wanted == self._in_fp8:
             return
         self._in_fp8 = wanted
-        if not wanted:
-            fp8.forget()  # or a rewind to a step in between would bring back magnitudes of long ago
         event, other = ("returned", "FP8") if wanted else ("fell_back", self.config.precision.kind)
         self.note(
             event, step=state.step, to=other, reason=policy.precision, fallbacks=len(policy.state.fallbacks)
@@ -360,7 +359,7 @@ class Recovery:
             other = engine.measure(batch.micro_batches)
         finally:
             fp8.on = True
-            engine.restore_counters(counters)  # magnitudes of the last steps, which switching it on forgets
+            engine.restore_counters(counters)  # magnitudes of the last steps, which switching forgets
         expected = Detector(self.settings.detector, self._before).expected()
         with_fp8, without = ((m.loss, math.log(max(m.grad_norm, 1e-30))) for m in (measured, other))
         if not attribution.gone(with_fp8, without, expected):

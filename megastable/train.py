@@ -105,7 +105,9 @@ class Trainer:
         agree(lambda: self._check_order(saved, found))
         self.checkpoints.load(found, saved, self.state.layout)
         versions = self.state.versions
-        self.state = saved.model_copy(update={"layout": self.state.layout, "versions": versions})
+        # Every rewind point copies the state, and what FP8 remembers is the engine's from here on.
+        known = {"layout": self.state.layout, "versions": versions, "fp8": {}}
+        self.state = saved.model_copy(update=known)
         self.note("resumed", step=saved.step, checkpoint=found.name, cursor=saved.cursor)
         self.say(f"resumed from {found} at step {saved.step}")
 
@@ -211,8 +213,7 @@ class Trainer:
                 self._mix(loader, batch)
 
                 # Forward, backward, gate, update
-                if self.engine.fp8 is not None:
-                    self.recovery.choose_precision(s)
+                self.recovery.choose_precision(s)
                 lr = rate(c.schedule, c.optimizer.lr, total, s.updates) * self.recovery.rate_factor(s.updates)
                 if due(c.logging.layers_interval, s.step + 1) or s.discards_in_a_row == 1:
                     self.engine.probe.watch()  # the second refused update, too: what the trouble looks like inside

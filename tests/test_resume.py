@@ -45,9 +45,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3-dp2": (2, {"parallel": {"zero": 3}}),
     "context2": (2, {"parallel": {"context": 2}}),
     "fp16-dp2": (2, {"precision": {"kind": "fp16", "initial_scale_power": 8}, "parallel": {"zero": 2}}),
-    "fp8-current-tp2": (2, {"precision": {"fp8": "current"}, "parallel": {"tensor": 2}}),
     "fp8-delayed-pp2": (2, {"precision": {"fp8": "delayed"}, "parallel": {"pipeline": 2}}),
-    "fp8-block-dp2": (2, {"precision": {"fp8": "block"}}),
     "fp32-pp2-tied": (2, {"precision": {"kind": "fp32"}, "parallel": {"pipeline": 2}, "tied": True}),
 }
 

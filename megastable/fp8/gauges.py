@@ -59,4 +59,5 @@ def watch(
         if y.requires_grad:
             y.register_hook(lambda gradient: quantize(len(watched.layers) - 1, GRADIENT, gradient))
 
-    return watched.module.register_forward_hook(after)
+    # Before those of others: ZeRO 3 takes the weights away in one.
+    return watched.module.register_forward_hook(after, prepend=True)

@@ -26,7 +26,8 @@ Record = Callable[[str, str, Tensor, Tensor, int], None]
 class Fp8:
     """Of the layers that a rank holds. Subclasses are the backends; this one's scales have no memory.
 
-    layers: their names. All ranks call all methods alike.
+    layers: their names. All ranks call all methods alike. While it is off nothing is remembered: magnitudes of long ago
+    are worse than none.
     """
 
     def __init__(self, layers: Sequence[str]) -> None:
@@ -40,8 +41,8 @@ class Fp8:
 
     @on.setter
     def on(self, value: bool) -> None:
-        if value and not self._on:
-            self.forget()  # magnitudes of long ago are worse than none
+        if value != self._on:
+            self.forget()
         self._on = value
 
     def computing(self) -> AbstractContextManager[Any]:
@@ -89,8 +90,12 @@ class Metered(Fp8):
         return self._meters.state() if self._meters is not None else None
 
     def restore(self, saved: Tensor | None) -> None:
-        if self._meters is not None and saved is not None:
+        if self._meters is None or saved is None:
+            return
+        if self._on:
             self._meters.restore(saved)
+        else:
+            self.forget()  # or points of the time while it is off would hold on to what was before
 
     def history(self) -> dict[str, list[list[float]]]:
         return self._meters.told() if self._meters is not None else {}

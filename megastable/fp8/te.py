@@ -47,9 +47,10 @@ from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.topology import TensorParallel
 
 MULTIPLE = 16  # of what its FP8 products can be in size
-# Where nothing is known yet, of inputs and gradients; of weights it is looked up. E5M2 then holds gradients from 1e-11
-# (the normal ones from 6e-11) to 0.05, E4M3 inputs from 1e-4 to 28; what is beyond is cut, for one step.
-FIRST_SCALES = (2.0**4, 2.0**10, 2.0**20)
+# For the first step, and the first one after FP8 was left; of weights the largest is looked up where they are here.
+# E5M2 then holds gradients from 1e-11 (the normal ones from 6e-11) to 0.05, E4M3 inputs from 0.001 to 448 and weights
+# from 4e-6 to 1.75. Rather lost than cut: trained models have a few inputs of hundreds, and are nothing without them.
+FIRST_SCALES = (1.0, 2.0**8, 2.0**20)
 
 
 # Whether it can be had
@@ -278,16 +279,6 @@ class TransformerEngine(Metered):
             self._scales = torch.ones_like(meters.scales)  # those that the kernels read: never 0
             with self._autocast(True):
                 _connect(fitted, meters, self._scales)
-
-    @property
-    def on(self) -> bool:
-        return self._on
-
-    @on.setter
-    def on(self, value: bool) -> None:
-        # What was seen before is kept while it is off: without it the first step would guess, and scales of long ago
-        # cut rather than lose what they do not fit.
-        self._on = value
 
     def watch(self, record: Record | None) -> None:
         for hook in self._hooks:

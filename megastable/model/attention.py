@@ -84,8 +84,6 @@ class Attention(nn.Module):
         self.core = CORES[kernels.attention]
         # Shown q [b, q, s, d], k [b, k, s, d] and segments of a step that is looked at; see probe.py.
         self.observe: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
-        # `between`, compiled by itself, where the layers around it cannot be compiled with it; see `Block.in_pieces`.
-        self.piece: Callable[[Tensor, Places], Tensor] | None = None
         kv = config.key_value_heads * d
         self.qkv = ColumnParallelLinear(config.hidden, (config.heads * d, kv, kv), tp, f"{name}.qkv")
         self.q_norm = _head_norm(config, config.heads, tp, f"{name}.q_norm")
@@ -108,9 +106,11 @@ class Attention(nn.Module):
         cos, sin = rope_table(length, self.width, self.theta, device)
         return Places(cos[:, None, None], sin[:, None, None])
 
-    def forward(self, x: Tensor, at: Places) -> Tensor:
-        run = self.between if self.piece is None or self.observe is not None else self.piece
-        return self.out(run(self.qkv(x), at))
+    def forward(
+        self, x: Tensor, at: Places, between: Callable[[Tensor, Places], Tensor] | None = None
+    ) -> Tensor:
+        """between: in place of `between`, the same compiled; see `Block.in_pieces`."""
+        return self.out((between or self.between)(self.qkv(x), at))
 
     def between(self, qkv: Tensor, at: Places) -> Tensor:
         """From queries, keys and values [s, b, (q + 2 k) d] to what the heads saw [s, b, q d]."""

@@ -83,10 +83,11 @@ class Block(nn.Module):
 
     def in_pieces(self) -> None:
         """Its linear layers are not for torch.compile any more: what lies between them is compiled by itself."""
-        self._fast, whole = self._block, self._kernels.whole_blocks
         if not self._kernels.compile:
             return
-        self.attention.piece = torch.compile(self.attention.between, fullgraph=whole, dynamic=False)
+        whole = self._kernels.whole_blocks
+        between = torch.compile(self.attention.between, fullgraph=whole, dynamic=False)
+        self._fast = lambda x, at: self.around(x, lambda y: self.attention(y, at, between))
         if isinstance(self.mlp, MLP):
             self.mlp.activation = torch.compile(swiglu, fullgraph=whole, dynamic=False)
 

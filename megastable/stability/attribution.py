@@ -47,6 +47,7 @@ SAME = 1e-3  # relative: the same kernels on the same numbers agree far better, 
 GRADIENT_RATIO = 4.0  # a gradient norm over that of as many ordinary samples; twice occurs in clean text
 EXCESS = 3.0  # sigma above its trend, from which on a loss or gradient norm is trouble that can be gone
 REMAINS = 0.5  # of it without FP8, above which FP8 is not to blame
+OUTLIER = 6.0  # sigma, the same where there is no number in FP8: such a batch is bad by itself
 BATCH_RATIO = 1.5  # the same of a batch that is looked into: means scatter little
 
 
@@ -178,20 +179,20 @@ def reproduced(recorded: Floats, again: Floats) -> bool:
 def gone(with_fp8: Sequence[float], without: Sequence[float], expected: Sequence[Trend | None]) -> bool:
     """Whether the trouble with a step is gone where it is computed without FP8.
 
-    Each: loss (nats) and log gradient norm. What is not finite must become finite; of what lies above its trend more
-    than half must vanish, of loss and norm alike where both do, and what does not lie above it must not then.
+    Each: loss (nats) and log gradient norm. What is not finite must become so, and no outlier. Of what lies above its
+    trend more than half must vanish, of loss and norm alike where both do, and what does not lie there must not then.
     """
     if not all(map(math.isfinite, without)):
         return False
-    if not all(map(math.isfinite, with_fp8)):
-        return True
-    trouble = False
+    broken = not all(map(math.isfinite, with_fp8))
+    trouble = broken
     for now, then, usual in zip(with_fp8, without, expected, strict=True):
         if usual is None:
             continue
         level, bound = max(usual.level, usual.late), EXCESS * usual.scale
         out = now - level > bound
-        if then - level > (REMAINS * (now - level) if out else bound):
+        most = OUTLIER * usual.scale if broken else REMAINS * (now - level) if out else bound
+        if then - level > most:
             return False
         trouble |= out
     return trouble

@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 from megastable.fp8.apply import linears
-from megastable.fp8.emulated import metered, quantizers
+from megastable.fp8.emulated import GRADIENT, INPUT, WEIGHT, metered, quantizers
 from megastable.fp8.gauges import Watched, watch
 from megastable.fp8.scaling import Quantized
 from megastable.fp8.switch import tell
 from megastable.model.mlp import MLP, swiglu
+from megastable.parallel.layout import Layout
+from megastable.parallel.topology import Topology
+from tests.distributed import run_ranks
 from tests.fp8.test_apply import RECIPES, batch, built, config, fitted, gradients
+from tests.parallel import test_layouts as layouts
 
 Seen = dict[tuple[str, str], tuple[float, float, int]]
 
@@ -88,3 +92,31 @@ def test_of_two_layers_in_one_module() -> None:
             shown[number, 1], weights[number]
         )
     assert shown[1, 2].shape == shown[0, 0].shape and bool(shown[1, 2].any())
+
+
+def beside_zero3(c: Any) -> list[tuple[int, tuple[int, ...]]]:
+    """What is shown of a layer whose weight ZeRO 3 takes away after its forward pass: slots and shapes."""
+    from megastable import deepspeed_config
+    from megastable.engine import Engine
+
+    topology = Topology(Layout(), 0, timeout=120)
+    engine = Engine(c, deepspeed_config.build(c, 1), topology)
+    linear = linears(engine.ds.module)["blocks.1.mlp.down"]
+    shown: list[tuple[int, tuple[int, ...]]] = []
+    watched = Watched(linear, ("down",), (linear.weight,), lambda x: x, swiglu)
+    watch(
+        watched,
+        quantizers(c.precision.fp8, 1, None),
+        lambda _, slot, x, __: shown.append((slot, tuple(x.shape))),
+    )
+    engine.train_step(layouts.mine(layouts.batches()[0], topology, 2), 1e-3, lambda _: True)
+    assert not linear.weight.numel()
+    return sorted(set(shown))
+
+
+def test_weights_are_looked_at_before_zero_3_takes_them_away() -> None:
+    (shown,) = run_ranks(1, beside_zero3, config("current", precision="bf16", zero=3))
+    model = config().model
+    hidden, width = model.hidden, model.ffn_width
+    tokens = shown[0][1][0]
+    assert shown == [(INPUT, (tokens, width)), (WEIGHT, (hidden, width)), (GRADIENT, (tokens, hidden))]

@@ -239,6 +239,16 @@ def test_it_learns_and_repeats_itself_bit_for_bit(recipe: str, kind: str) -> Non
     assert runs[0][0][-1] < runs[0][0][0] - 0.3
 
 
+@pytest.mark.parametrize("kind", ["compiled", "recompute-full-compiled", "zero3"])
+def test_a_step_is_looked_into(kind: str) -> None:
+    engine = engine_of(fp8_config(**KINDS[kind]))
+    steps(engine, range(2))
+    engine.probe.watch()
+    steps(engine, range(1))
+    rows = engine.statistics().layers.items()
+    assert {n for n, row in rows if "input_underflow" in row} == {f"{n}.weight" for n in engine.fp8.layers}
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_twenty_steps_are_close_to_bf16(recipe: str) -> None:
     in_fp8_, in_bf16 = (

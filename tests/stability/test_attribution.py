@@ -73,7 +73,7 @@ USUAL = (Trend(level=3.0, low=2.9, scale=0.1, noise=0.1, late=3.0), Trend(-1.0, 
         ((3.29, -0.9), (2.0, -1.0), False),
         ((3.4, -0.9), (3.19, -0.9), True),
         ((3.4, -0.9), (3.21, -0.9), False),
-        ((NAN, INF), (3.0, 2.0), True),
+        ((NAN, INF), (3.5, 0.1), True),
         ((3.0, INF), (3.0, -1.0), True),
         ((3.0, INF), (3.0, INF), False),
         ((9.0, 2.0), (3.0, NAN), False),
@@ -86,6 +86,14 @@ def test_trouble_that_is_gone_without_fp8(
     assert gone(with_fp8, without, USUAL) is expected
     # Where nothing is known yet only what is not finite can be gone.
     assert gone(with_fp8, without, (None, None)) is (expected and not all(map(math.isfinite, with_fp8)))
+
+
+@pytest.mark.parametrize("with_fp8", [(NAN, INF), (3.0, INF), (INF, -1.0)])
+@pytest.mark.parametrize("without", [(9.0, -1.0), (3.0, 2.0)])
+def test_bad_data_that_overflows_only_in_fp8_is_bad_data(
+    with_fp8: tuple[float, float], without: tuple[float, float]
+) -> None:
+    assert not gone(with_fp8, without, USUAL)
 
 
 @given(*(st.tuples(st.floats(), st.floats()) for _ in range(2)))
