@@ -9,6 +9,7 @@ combination that DeepSpeed is known to get wrong is a `ConfigError` that names t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -198,6 +199,11 @@ class Fp8Config(Part):
     history: int = Field(default=16, ge=1, le=1024)
     margin: int = Field(default=0, ge=0, le=8)
 
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _one(cls, given: Any) -> Any:
+        return (given,) if isinstance(given, str) else given
+
 
 class PrecisionConfig(Part):
     kind: Literal["bf16", "fp32", "fp16"] = "bf16"
@@ -205,14 +211,14 @@ class PrecisionConfig(Part):
     initial_scale_power: PositiveInt = 16  # fp16: the loss scale starts at 2^this
     scale_window: PositiveInt = 1000  # fp16: steps without overflow before the scale doubles
 
-    may_be_yes_or_no: ClassVar[frozenset[str]] = frozenset({"fp8"})
+    in_a_word: ClassVar[Mapping[str, str]] = {"fp8": "recipe"}
 
     @field_validator("fp8", mode="before")
     @classmethod
     def _by_name(cls, given: Any) -> Any:
-        if isinstance(given, str):
-            return None if given in ("off", "none") else {"recipe": given}
-        return None if given is False else {} if given is True else given
+        if given in (False, "off", "none"):
+            return None
+        return {} if given is True else {"recipe": given} if isinstance(given, str) else given
 
 
 class CheckpointConfig(Part):

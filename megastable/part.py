@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -17,7 +18,8 @@ class Part(BaseModel):
     """A part of the tree: frozen, finite, and without room for keys that nobody reads."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    may_be_yes_or_no: ClassVar[frozenset[str]] = frozenset()  # fields whose own validators read it
+    # Parts that a single word may stand for: the value of which key of theirs it is. True: as it is; false: none.
+    in_a_word: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -25,7 +27,7 @@ class Part(BaseModel):
         # pydantic would read yes as 1.
         for name, value in given.items() if isinstance(given, dict) else ():
             field = cls.model_fields.get(name)
-            if not isinstance(value, bool) or field is None or name in cls.may_be_yes_or_no:
+            if not isinstance(value, bool) or field is None or name in cls.in_a_word:
                 continue
             if not _takes_bool(field.annotation):
                 raise ValueError(

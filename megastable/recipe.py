@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from megastable.config import RunConfig
 from megastable.errors import ConfigError, user_errors
+from megastable.part import Part
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -75,23 +76,34 @@ def override(tree: dict[str, Any], assignment: str) -> None:
         raise ConfigError(f"{assignment!r}: the value is not valid YAML: {error}") from None
     *parents, last = key.split(".")
     node: Any = tree
-    for depth, parent in enumerate(parents):
-        node = _child(node, parent, ".".join(parents[: depth + 1]))
+    for depth in range(len(parents)):
+        node = _child(node, parents[: depth + 1])
     if isinstance(node, list):
         node[_index(node, last, key)] = value
-    else:
-        node[last] = value
+        return
+    word = _part(parents).in_a_word.get(last)
+    if word is not None and isinstance(node.get(last), dict):
+        if value is True:
+            return
+        if isinstance(value, str) and value not in ("off", "none"):
+            node[last][word] = value  # the other keys stay
+            return
+    node[last] = value
 
 
-def _child(node: Any, name: str, path: str) -> Any:
+def _child(node: Any, path: Sequence[str]) -> Any:
+    *parents, name = path
     if isinstance(node, list):
-        child = node[_index(node, name, path)]
+        child = node[_index(node, name, ".".join(path))]
     else:
         child = node.setdefault(name, {})
-        if child is None:
+        word = _part(parents).in_a_word.get(name)
+        if child is None or (word is not None and child in (True, False, "off", "none")):
             child = node[name] = {}
+        elif word is not None and isinstance(child, str):
+            child = node[name] = {word: child}
     if not isinstance(child, dict | list):
-        raise ConfigError(f"{path} is a value ({child!r}), it has no keys below it")
+        raise ConfigError(f"{'.'.join(path)} is a value ({child!r}), it has no keys below it")
     return child
 
 
@@ -152,14 +164,14 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _keys(field.annotation, f"{prefix}{name}.")
 
 
-def _part(location: Sequence[str]) -> type[BaseModel]:
+def _part(location: Sequence[str]) -> type[Part]:
     """The model at a place of the tree, e.g. CorpusConfig at ["data", "corpora", "0"]."""
-    model: type[BaseModel] = RunConfig
+    model: type[Part] = RunConfig
     for name in location:
         if name in model.model_fields:
             annotation = model.model_fields[name].annotation
             for kind in (annotation, *get_args(annotation)):
-                if isinstance(kind, type) and issubclass(kind, BaseModel):
+                if isinstance(kind, type) and issubclass(kind, Part):
                     model = kind
     return model
 

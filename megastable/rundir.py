@@ -131,6 +131,7 @@ class RunDirectory:
         before, after = dict(_leaves(old)), dict(_leaves(config.model_dump(mode="json")))
         if config.model.vocab_size is None:  # nobody has asked the tokenizer yet
             after["model.vocab_size"] = before.get("model.vocab_size")
+        before, after = _folded(before, after), _folded(after, before)
         changed = {
             key: f"{key}: {before.get(key)} -> {after.get(key)}"
             for key in sorted({*before, *after} - {"run.dir"})
@@ -195,6 +196,18 @@ def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{prefix}{key}.")
     else:
         yield prefix.removesuffix("."), tree
+
+
+def _folded(leaves: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """Of a part that `others` do not have at all (None), one leaf with what is in it."""
+    found: dict[str, Any] = {}
+    for key, value in leaves.items():
+        parent = next((k for k, v in others.items() if v is None and key.startswith(f"{k}.")), None)
+        if parent is None:
+            found[key] = value
+        else:
+            found.setdefault(parent, {})[key.removeprefix(f"{parent}.")] = value
+    return found
 
 
 def make(config: RunConfig, recipe: Path) -> RunDirectory:

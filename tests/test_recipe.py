@@ -384,3 +384,45 @@ def test_yes_is_no_number(given: str, tmp_path: Path) -> None:
     path.write_text("")
     with pytest.raises(ConfigError, match="another kind of value than yes or no"):
         load(path, [given])
+
+
+@pytest.mark.parametrize(
+    ("said", "recipe", "margin"),
+    [
+        (["precision.fp8=delayed", "precision.fp8.margin=1"], "delayed", 1),
+        (["precision.fp8.margin=1", "precision.fp8=delayed"], "delayed", 1),
+        (["precision.fp8=true", "precision.fp8.margin=1", "precision.fp8=true"], "current", 1),
+        (["precision.fp8.margin=1", "precision.fp8=off", "precision.fp8=block"], "block", 0),
+        (["precision.fp8=off", "precision.fp8.margin=2"], "current", 2),
+        (["precision={fp8: block}", "precision.fp8.margin=2"], "block", 2),
+        (["precision.fp8.margin=1", "precision.fp8=off"], None, None),
+        (["precision.fp8=none"], None, None),
+    ],
+)
+def test_a_word_may_stand_for_fp8(said: list[str], recipe: str | None, margin: int | None) -> None:
+    """And loses nothing of what else is said, in either order."""
+    fp8 = load(ROOT / "launch/recipes/7b.yaml", said).precision.fp8
+    assert (fp8 and fp8.recipe, fp8 and fp8.margin) == (recipe, margin)
+
+
+def test_a_layer_to_keep_may_be_named_without_brackets() -> None:
+    fp8 = load(ROOT / "launch/recipes/7b.yaml", ["precision.fp8.keep=blocks.3.mlp.down"]).precision.fp8
+    assert fp8 is not None and fp8.keep == ("blocks.3.mlp.down",)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("precision.fp8=fast", r"precision\.fp8\.recipe='fast'.*'current', 'delayed' or 'block'"),
+        (
+            "precision.fp8.keep=[blocks.99.mlp.down]",
+            r"precision\.fp8\.keep: blocks\.99\.mlp\.down: no such linear layer",
+        ),
+        ("precision.fp8.keep_first=32", r"keep_first=32 and keep_last=0 leave none of the 32 blocks"),
+        ("precision={kind: fp16, fp8: current}", r"precision\.fp8 with precision\.kind=fp16"),
+        ("precision.kind=true", r"kind=true: expected another kind of value"),
+    ],
+)
+def test_fp8_that_cannot_be_is_refused(said: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(ROOT / "launch/recipes/7b.yaml", [said])

@@ -248,3 +248,15 @@ def test_a_handover_that_says_not_where_to_is_named(fields: dict[str, Any], run:
     run.note("handover", **fields)
     with pytest.raises(DataError, match=r"journal\.jsonl: line 2 .*mend that line"):
         run.handed_over()
+
+
+def test_fp8_switched_off_or_on_is_one_change(run: RunDirectory) -> None:
+    run.freeze(config(precision={"fp8": "delayed"}), [], {})
+    (off,) = run.compare(config())
+    assert off.startswith("precision.fp8: {") and "'recipe': 'delayed'" in off and off.endswith("-> None")
+    assert run.compare(config(precision={"fp8": {"recipe": "delayed", "margin": 1}})) == [
+        "precision.fp8.margin: 0 -> 1"
+    ]
+    run.freeze(config(), [], {})
+    (on,) = run.compare(config(precision={"fp8": "block"}))
+    assert on.startswith("precision.fp8: None -> {")
