@@ -36,7 +36,7 @@ ROWS = 2  # of random tokens, and of text
 LENGTH = 512  # tokens of a row, at most
 WORK = 4e12  # multiply-adds and additions of one model, about; less text for a larger one
 LOGITS = 1 << 27  # bytes of fp32 logits of either; positions are left out where there would be more
-INSTALL = "pip install 'megastable[hf]'"
+INSTALL = "bash launch/install.sh hf"
 
 Say = Callable[[str], None]
 
