@@ -37,6 +37,8 @@ Exit codes: 0 something fits (with --fixed: the recipe's own layout), 1 nothing 
 PICTURES = (".png", ".svg", ".pdf")
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 ASSUMED = 128_000
+MOST = 1e18  # tokens
+WIDEST = 200  # characters of a table
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -50,7 +52,9 @@ def plan(
     ] = Path("launch/clusters/h100.yaml"),
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, help="How many. Default: the fewest on which the recipe's layout fits"),
+        typer.Option(
+            min=1, max=1_000_000, help="How many. Default: the fewest on which the recipe's layout fits"
+        ),
     ] = None,
     tokens: Annotated[
         str | None, typer.Option(help="To train on, e.g. 15T or 300B. Default: the recipe's steps")
@@ -74,6 +78,8 @@ def plan(
             f"--plot {plot}: a name ending in {', '.join(PICTURES)}, in a directory that exists"
         )
     config = recipe.load(recipe_path, overrides or [])
+    if fp8 and (kind := config.precision.kind) != "bf16":
+        raise ConfigError(f"--fp8: Transformer Engine's FP8 is beside bf16, and precision.kind is {kind}")
     cluster = clusters.load(cluster_path)
     if (price := config.supervise.gpu_hour_price) is not None:
         cluster = cluster.model_copy(update={"dollars_per_gpu_hour": price})
@@ -155,7 +161,12 @@ def _suggest(
     console = Console(markup=False, emoji=False, highlight=False)
     if best := found.best()[:top]:
         _say("", f"SUGGESTIONS: the fastest of each tensor x pipeline, of {len(found.plans):,} that fit", "")
-        console.print(show.suggestions(best, own if own is not None and own.fits else None))
+        table = show.suggestions(best, own if own is not None and own.fits else None)
+        # As wide as it is: a number that is cut off says nothing, and a pipe has 80 columns.
+        wide = console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
+        Console(markup=False, emoji=False, highlight=False, width=max(console.width, wide)).print(table)
+        if any(plan.tight for plan in best):
+            _say(f"! {show.TIGHT}", "")
         _say("what to say after the recipe:", *show.commands(best, config))
         return
     if found.nearest is None:
@@ -171,7 +182,7 @@ def _suggest(
 
 def _picture(own: search.Plan | None, found: search.Found | None, title: str, path: Path) -> None:
     if own is None and found is not None:
-        own = found.plans[0] if found.plans else found.nearest
+        own = next(iter(found.best()), found.nearest)
     if own is None:
         raise ConfigError(f"--plot {path}: there is no layout to show")
     show.picture(own, title, path)
@@ -180,9 +191,10 @@ def _picture(own: search.Plan | None, found: search.Found | None, title: str, pa
 def _number(text: str) -> float:
     """15T, 300B, 2e12."""
     match = re.fullmatch(r"([0-9]+\.?[0-9]*(?:[eE][0-9]+)?)\s*([KMBT]?)", text.strip(), re.IGNORECASE)
-    if match is None or not float(match[1]):
+    number = float(match[1]) * UNITS[match[2].upper()] if match else 0.0
+    if not 0 < number <= MOST:
         raise ConfigError(f"--tokens {text}: a number such as 15T, 300B or 2e12")
-    return float(match[1]) * UNITS[match[2].upper()]
+    return number
 
 
 def _with_vocabulary(config: RunConfig, path: Path, given: int | None) -> tuple[RunConfig, str]:

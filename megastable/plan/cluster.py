@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from megastable.errors import ConfigError
@@ -92,6 +92,14 @@ class ClusterConfig(Part):
     dollars_per_gpu_hour: NonNegativeFloat
     efficiency: Efficiency
     kernel_us: NonNegativeFloat = 4.0
+
+    @model_validator(mode="after")
+    def _something_is_left(self) -> ClusterConfig:
+        if self.reserve_gib >= self.memory_gib:
+            raise ValueError(
+                f"reserve_gib={self.reserve_gib:g} leaves nothing of memory_gib={self.memory_gib:g}: lower it"
+            )
+        return self
 
 
 def load(path: str | Path) -> ClusterConfig:

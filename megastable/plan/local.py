@@ -67,6 +67,7 @@ def measured_cpu(config: RunConfig) -> ClusterConfig:
         device="cpu",
         gpus_per_host=1,
         memory_gib=size,
+        reserve_gib=0,
         tflops=Peak(bf16=tflops, fp32=tflops),
         memory_tb_per_second=max(rates),
         host=Link(gb_per_second=1, latency_us=50),

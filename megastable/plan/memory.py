@@ -13,97 +13,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 from megastable import deepspeed_config
 from megastable.bench.volume import Stage, bounds, element, parameters, stage_of
-from megastable.config import RunConfig
+from megastable.config import LINEARS, RunConfig
 from megastable.model.sizes import CPU_ELEMENTS, GPU_ELEMENTS, chunk_size
 from megastable.parallel.layout import Layout
 from megastable.plan import activations
 from megastable.plan.activations import FP32, Kernels
-
-Kind = Literal["weights", "gradients", "master", "moments", "activations", "logits", "buffers"]
-# Of a step: the loss of a micro-batch; in its backward pass loss and head, the last blocks, the first block and
-# embedding; the update. And between two steps.
-Phase = Literal["loss", "head", "backward", "end", "update", "between"]
-Device = Literal["cuda", "cpu"]
-KINDS: tuple[Kind, ...] = ("weights", "gradients", "master", "moments", "activations", "logits", "buffers")
-PHASES: tuple[Phase, ...] = ("loss", "head", "backward", "end", "update", "between")
-WAITING: tuple[Phase, ...] = ("loss", "head", "backward")  # all that waits for the backward pass does so
-PASSES: tuple[Phase, ...] = (*WAITING, "end")
-BACK: tuple[Phase, ...] = ("head", "backward", "end")
+from megastable.plan.items import BACK, PASSES, WAITING, Device, Footprint, Host, Item, Phase
 
 # On a CPU only, of model/ and optim/, which need torch.
 LOSS_BLOCK, SUM_CHUNK, UPDATE_CHUNK, SCORES = 2**19, 2**18, {"cpu": 2**17, "cuda": 2**24}, 2**20
-
-
-@dataclass(frozen=True)
-class Item:
-    """Bytes of one kind on a rank. phases: when they are there."""
-
-    kind: Kind
-    name: str
-    bytes: int
-    phases: tuple[Phase, ...] = PHASES
-
-
-@dataclass(frozen=True)
-class Host:
-    """In host memory of one rank. snapshot: one rewind point; points: as many as the recipe keeps; checkpoint: the
-    copy that is written behind the steps."""
-
-    snapshot: int
-    points: int
-    checkpoint: int
-
-    @property
-    def total(self) -> int:
-        return self.snapshot * self.points + self.checkpoint
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What a rank of pipeline stage `stage` takes; items: all of it, with names."""
-
-    stage: int
-    items: tuple[Item, ...]
-    host: Host
-
-    def at(self, phase: Phase) -> dict[Kind, int]:
-        """Bytes by kind at a moment of a step."""
-        found: Counter[Kind] = Counter()
-        for item in self.items:
-            if phase in item.phases:
-                found[item.kind] += item.bytes
-        return {kind: found[kind] for kind in KINDS}
-
-    @property
-    def peak(self) -> Phase:
-        """The moment of a step at which most is there."""
-        return max(PHASES, key=lambda phase: sum(self.at(phase).values()))
-
-    @property
-    def kinds(self) -> dict[Kind, int]:
-        """Bytes by kind at the peak; they add up to `total`."""
-        return self.at(self.peak)
-
-    @property
-    def total(self) -> int:
-        """Bytes on the device at the peak of a step."""
-        return sum(self.kinds.values())
-
-    @property
-    def held(self) -> int:
-        """Bytes on the device between two steps."""
-        return sum(self.at("between").values())
-
-    def largest(self, number: int = 5) -> list[Item]:
-        """What most of the peak is."""
-        there = [item for item in self.items if self.peak in item.phases]
-        return sorted(there, key=lambda item: -item.bytes)[:number]
 
 
 def footprints(
@@ -115,12 +38,15 @@ def footprints(
     zero: Mapping[str, Any] | None = None,
     elements: int | None = None,
     cut: Sequence[int] | None = None,
+    stages: Iterable[int] | None = None,
 ) -> list[Footprint]:
-    """Of every pipeline stage; the arguments are those of `footprint`, cut: None = `volume.bounds`."""
+    """Of these pipeline stages, None = all; the arguments are those of `footprint`, cut: None = `volume.bounds`."""
     cut = bounds(config) if cut is None else cut
+    stages = range(config.parallel.pipeline) if stages is None else stages
+    kernels = kernels or kernels_on(config, device)
+    block = activations.block(config, kernels)  # the same on all
     return [
-        footprint(config, layout, stage, cut, device=device, kernels=kernels, zero=zero, elements=elements)
-        for stage in range(config.parallel.pipeline)
+        _footprint(config, layout, stage, cut, device, kernels, zero, elements, block) for stage in stages
     ]
 
 
@@ -144,7 +70,23 @@ def footprint(
 
     Raises ConfigError when the batch cannot be shared out over the layout, or the DeepSpeed file is not there.
     """
-    kernels = kernels or kernels_on(config, device)
+    found = footprints(
+        config, layout, device=device, kernels=kernels, zero=zero, elements=elements, cut=cut, stages=[stage]
+    )
+    return found[0]
+
+
+def _footprint(
+    config: RunConfig,
+    layout: Layout,
+    stage: int,
+    cut: Sequence[int],
+    device: Device,
+    kernels: Kernels,
+    zero: Mapping[str, Any] | None,
+    elements: int | None,
+    block: Sequence[activations.Operation],
+) -> Footprint:
     held = stage_of(cut, stage)
     zero = _zero_section(config.deepspeed, config.parallel.zero) if zero is None else zero
     elements = elements or (GPU_ELEMENTS if device == "cuda" else CPU_ELEMENTS)
@@ -153,7 +95,8 @@ def footprint(
     items = [
         *_state(config, layout, held, groups),
         *_exchanged(config, layout, held, groups, steps, zero),
-        *_activations(config, held, first, kernels, min(layout.pipeline - stage, steps)),
+        *_activations(config, held, first, kernels, min(layout.pipeline - stage, steps), block),
+        *_fp8_weights(config, held, first, kernels, min(layout.pipeline - stage, steps)),
         *_ends(config, held),
         *_stages(config, layout, stage, held, steps),
         *_scratch(config, held, groups, kernels, device),
@@ -195,7 +138,8 @@ def _flat(config: RunConfig, layout: Layout, held: Stage) -> list[int]:
     """Elements of the optimizer's groups (matrices, norms) on a rank before ZeRO shares them out, padded for that."""
     groups = [group for group in parameters(config.model, held, config.parallel.tensor) if group]
     if config.parallel.zero == 3:
-        return [sum(_up(n, layout.data) for n in group) for group in groups]
+        counted = (Counter(group).items() for group in groups)
+        return [sum(_up(n, layout.data) * times for n, times in group) for group in counted]
     return [_up(sum(group), 2 * layout.data) for group in groups]  # to 4 bytes of bf16 on every rank
 
 
@@ -222,13 +166,13 @@ def _exchanged(
     config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int], steps: int, zero: Mapping[str, Any]
 ) -> Iterable[Item]:
     """What DeepSpeed takes for gradients and weights on their way between the data ranks."""
+    if _sums(config):
+        return
     e, whole = element(config), sum(groups)
     own, stage = whole // layout.data, config.parallel.zero
     bucket = int(zero.get("reduce_bucket_size", 5e8))
-    full = _fill(config, held, bucket)
+    full = _fill(config, held, bucket) if stage > 1 else 0
     earlier: tuple[Phase, ...] = PASSES if steps > 1 else ("end",)  # from the first micro-batch on
-    if _sums(config):
-        return
     copy = Item(
         "gradients", "the update's copy of this rank's part", max(groups) // layout.data * FP32, ("update",)
     )
@@ -270,12 +214,19 @@ def _fill(config: RunConfig, held: Stage, bucket: int) -> int:
     return most
 
 
-def _activations(config: RunConfig, held: Stage, first: int, kernels: Kernels, flying: int) -> Iterable[Item]:
+def _activations(
+    config: RunConfig,
+    held: Stage,
+    first: int,
+    kernels: Kernels,
+    flying: int,
+    block: Sequence[activations.Operation],
+) -> Iterable[Item]:
     """What waits for the backward pass, of `flying` micro-batches; and what that takes beside it."""
     z = activations.sizes(config)
-    block = activations.block(config, kernels)
     for saved in (saved for operation in block for saved in operation.saved):
-        quantized = fp8_blocks(config, first, held.blocks, saved.name)
+        linear = activations.INPUTS.get(saved.name)
+        quantized = fp8_blocks(config, first, held.blocks, linear) if linear else 0
         each = saved.bytes * held.blocks + activations.in_fp8(config, saved) * quantized
         yield Item("activations", saved.name, each * flying, WAITING)
         # At the end of a backward pass the first block is left of it.
@@ -298,15 +249,41 @@ def _activations(config: RunConfig, held: Stage, first: int, kernels: Kernels, f
         yield Item("buffers", "places of tokens in documents", places + mask, PASSES)
 
 
-def fp8_blocks(config: RunConfig, first: int, blocks: int, name: str) -> int:
-    """Of so many blocks from `first` on: those in which the linear layer with this saved tensor computes in FP8."""
-    fp8, linear = config.precision.fp8, activations.INPUTS.get(name)
-    if fp8 is None or linear is None:
+def _fp8_weights(config: RunConfig, held: Stage, first: int, kernels: Kernels, flying: int) -> Iterable[Item]:
+    """Transformer Engine saves a weight as it multiplied with it for the backward pass, anew in every micro-batch
+    (2.20, module/linear.py: wt_save), a byte for each of its two orders. On Blackwell one of them is enough."""
+    fp8 = config.precision.fp8
+    if fp8 is None or fp8.backend == "emulated" or not kernels.gpu:
+        return
+    one = parameters(config.model, Stage(1, first=False, last=False), config.parallel.tensor)[0]
+
+    def copies(begin: int, blocks: int) -> int:
+        return sum(
+            2 * n * fp8_blocks(config, begin, blocks, name) for name, n in zip(LINEARS, one, strict=True)
+        )
+
+    if config.parallel.recompute == "full":  # those of the block that is made again
+        end = first + held.blocks
+        # All alike, but for those of which a layer is kept out.
+        some = range(first, end) if fp8.keep else [max(first, min(fp8.keep_first, end - 1))]
+        most = max((copies(i, 1) for i in some), default=0)
+        yield Item("activations", "FP8 copies of weights", most, ("backward",))
+        yield Item("activations", "FP8 copies of weights", copies(first, 1), ("end",))
+        return
+    yield Item("activations", "FP8 copies of weights", copies(first, held.blocks) * flying, WAITING)
+    left = copies(first, held.blocks) * (flying - 1) + copies(first, 1)
+    yield Item("activations", "FP8 copies of weights", left, ("end",))
+
+
+def fp8_blocks(config: RunConfig, first: int, blocks: int, linear: str) -> int:
+    """Of so many blocks from `first` on: those in which this linear layer, of `LINEARS`, computes in FP8."""
+    fp8 = config.precision.fp8
+    if fp8 is None:
         return 0
     last = config.model.layers - fp8.keep_last
-    return sum(
-        fp8.keep_first <= i < last and f"blocks.{i}.{linear}" not in fp8.keep
-        for i in range(first, first + blocks)
+    first, end = max(first, fp8.keep_first), min(first + blocks, last)
+    return max(end - first, 0) - sum(
+        f"blocks.{i}.{linear}" in fp8.keep for i in range(first, end) if fp8.keep
     )
 
 

@@ -13,7 +13,7 @@ tensor parallelism without sequence parallelism, where that is possible: it send
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -28,13 +28,15 @@ from megastable.config import Fp8Config, ParallelConfig, RunConfig
 from megastable.errors import ConfigError
 from megastable.parallel.layout import Layout
 from megastable.plan.cluster import ClusterConfig
-from megastable.plan.memory import Device, Footprint, footprint
+from megastable.plan.items import Device, Footprint
+from megastable.plan.memory import footprints
 from megastable.plan.time import StepTime, step_time
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 ZERO: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
 GIB = 2**30
+HEADROOM = 0.05  # of what training can have: by so much formulas of memory were wrong (docs/planning.md)
 
 
 class Choice(NamedTuple):
@@ -78,6 +80,11 @@ class Plan:
     def fits(self) -> bool:
         return self.left >= 0
 
+    @property
+    def tight(self) -> bool:
+        """It fits, but with less to spare than the prediction may be wrong by."""
+        return 0 <= self.left < HEADROOM * room(self.cluster)
+
     @cached_property
     def time(self) -> StepTime:
         zero = _zero_section(self.config.deepspeed, self.config.parallel.zero)
@@ -93,7 +100,8 @@ class Plan:
 class Found:
     """What a search has found on so many GPUs.
 
-    plans: of every split of the GPUs and every micro-batch the one that recomputes least and fits, fastest first.
+    plans: of every split of the GPUs and every micro-batch the one that recomputes least and fits, and where it is
+    tight, those that recompute more, until one is not; fastest first.
     nearest: of those that do not fit the one that lacks least; None where no layout is possible, or none was refused.
     """
 
@@ -102,9 +110,10 @@ class Found:
     nearest: Plan | None
 
     def best(self) -> list[Plan]:
-        """The fastest of every tensor x pipeline, fastest first: what differs in the rest alone says little more."""
+        """The fastest of every tensor x pipeline, fastest first: what differs in the rest alone says little more. Tight
+        ones are the last choice, and the last in the list."""
         first: dict[tuple[object, ...], Plan] = {}
-        for found in self.plans:
+        for found in sorted(self.plans, key=lambda plan: plan.tight):
             choice = Choice.of(found.config)
             first.setdefault((choice.tensor, choice.pipeline, choice.fp8), found)
         return list(first.values())
@@ -152,20 +161,22 @@ def _judged(
     """Everything that has to be looked at, whether it fits or not.
 
     What fits with little recomputation is slower with more, and what does not fit does not with a larger micro-batch
-    either: so the border between both is followed, from small micro-batches and no recomputation on.
+    either: so the border between both is followed, from small micro-batches and no recomputation on; past what is tight
+    to what is not.
     """
     for fp8 in precisions:
         for axes, micro_batches in families(config, gpus):
             ways = list(RECOMPUTE)
             for micro_batch in micro_batches:
-                while ways:
-                    candidate = configured(config, Choice(*axes, ways[0], micro_batch, fp8))
-                    if candidate is not None:
-                        found = _judge(candidate, gpus // (axes[0] * axes[1]), cluster)
+                for way in tuple(ways):
+                    candidate = configured(config, Choice(*axes, way, micro_batch, fp8))
+                    found = candidate and _judge(candidate, gpus // (axes[0] * axes[1]), cluster)
+                    if found:
                         yield found
-                        if found.fits:
+                        if found.fits and not found.tight:
                             break
-                    ways.pop(0)
+                    if not found or not found.fits:
+                        ways.remove(way)
 
 
 def smallest(config: RunConfig, cluster: ClusterConfig) -> int:
@@ -184,15 +195,24 @@ def elsewhere(config: RunConfig, found: Found, cluster: ClusterConfig, doublings
     of 2, 4, ... times as many GPUs.
     """
     gpus, hosts = found.gpus, cluster.gpus_per_host
+    numbers: Iterable[int]
     if found.nearest is None:
         step = hosts if gpus > hosts else 1
-        numbers = list(range((gpus - 1) // step * step, 0, -step))
+        whole = range((gpus - 1) // step * step, 0, -step)
+        numbers = (number for number in whole if _factors(config, number))
     else:
-        numbers = [gpus * 2**n for n in range(1, doublings + 1)]
+        numbers = (gpus * 2**n for n in range(1, doublings + 1))
     for number in numbers:
         if any(plan.fits for plan in _judged(config, number, cluster, [config.precision.fp8])):
-            return search(config, number, cluster).plans[0]
+            return search(config, number, cluster).best()[0]
     return None
+
+
+def _factors(config: RunConfig, gpus: int) -> bool:
+    """Whether so many can be tensor and context ranks that share the heads, samples of a step and stages at all."""
+    m, batch = config.model, config.train.global_batch
+    shared = {heads * samples for heads in divisors(m.heads) for samples in divisors(batch)}
+    return any(gpus % n == 0 and gpus // n <= m.layers for n in shared)
 
 
 Axes = tuple[int, int, int, bool, int]  # tensor, pipeline, context, sequence, zero
@@ -303,7 +323,7 @@ def _judge(config: RunConfig, data: int, cluster: ClusterConfig) -> Plan:
     layout = Layout(p.tensor, p.pipeline, data, p.context)
     cut = tuple(volume.bounds(config))
     device: Device = "cpu" if cluster.device == "cpu" else "cuda"
-    stages = (footprint(config, layout, stage, cut, device=device) for stage in critical(cut))
+    stages = footprints(config, layout, device=device, cut=cut, stages=critical(cut))
     return Plan(config, layout, cluster, tuple(stages))
 
 

@@ -13,8 +13,9 @@ from rich.text import Text
 
 from megastable.config import RunConfig
 from megastable.errors import DataError
-from megastable.plan.memory import KINDS, Device, Kind, footprints
-from megastable.plan.search import GIB, Choice, Plan, overrides, room
+from megastable.plan.items import KINDS, Device, Kind
+from megastable.plan.memory import footprints
+from megastable.plan.search import GIB, HEADROOM, Choice, Plan, overrides, room
 from megastable.report.told import plural
 from megastable.stability.spacing import capacity
 
@@ -27,6 +28,10 @@ COLOURS: dict[Kind, str] = dict(
 PAINT = {kind: f"tab:{colour}" for kind, colour in zip(
     KINDS, ("blue", "cyan", "purple", "green", "orange", "red", "gray"), strict=True
 )}  # fmt: skip
+TIGHT = (
+    f"That is less than {HEADROOM:.0%} of what training can have, and by so much the prediction may be wrong: try it "
+    "for ten steps first"
+)
 SHARE = 1 / 4  # of the host's memory that rewind points may take (room.py, which needs torch)
 
 
@@ -97,7 +102,7 @@ def memory(found: Plan) -> RenderableType:
 def verdict(found: Plan) -> str:
     """Whether it fits, and what is too much if it does not."""
     if found.fits:
-        return f"fits: {found.left / GIB:.2f} GiB are left"
+        return f"fits: {found.left / GIB:.2f} GiB are left" + (f". {TIGHT}" if found.tight else "")
     kinds = found.tightest.kinds
     fixed = sum(size for kind, size in kinds.items() if kind not in ("activations", "logits"))
     worst = max(kinds, key=lambda kind: kinds[kind])
@@ -154,17 +159,21 @@ def timing(found: Plan) -> RenderableType:
 def summary(found: Plan, tokens: float) -> str:
     """Speed, and what it comes to for so many tokens."""
     time = found.time
-    bubble = time.parts["bubble"] / time.seconds
+    bubble, days = time.parts["bubble"] / time.seconds, time.days(tokens)
     return (
         f"step {time.seconds:.3g} s, {time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%} ({time.mfu_causal:.1%} "
         f"counting half of attention), bubble {bubble:.1%}\n"
-        f"{_tokens(tokens)} tokens: {time.days(tokens):,.1f} days, ${time.dollars(tokens):,.0f} at "
+        f"{_tokens(tokens)} tokens: {days:{',.1f' if days >= 1 else '.2g'}} days, ${time.dollars(tokens):,.0f} at "
         f"${time.price:g} per GPU and hour (without failures, evaluation and restarts)"
     )
 
 
+UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
+
+
 def _tokens(number: float) -> str:
-    return f"{number / 1e12:.3g}T" if number >= 1e12 else f"{number / 1e9:.3g}B"
+    size, unit = next((pair for pair in UNITS if number >= pair[0]), (1.0, ""))
+    return f"{number / size:.3g}{unit}"
 
 
 # Suggestions
@@ -172,24 +181,23 @@ def _tokens(number: float) -> str:
 
 def suggestions(plans: Sequence[Plan], own: Plan | None) -> Table:
     """One row a plan; the commands are `commands`."""
-    table = Table("#", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("#", no_wrap=True)
     numbers = ("TP", "PP", "DP", "CP", "ZeRO", "mb x n")
     for name in numbers:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("recompute", no_wrap=True)
     eight = any(plan.config.precision.fp8 for plan in plans)
     if eight:
-        table.add_column("FP8")
-    for name in ("GiB left", "step s", "MFU", "bubble"):
-        table.add_column(name, justify="right")
-    if own is not None:
-        table.add_column("speed", justify="right")
+        table.add_column("FP8", no_wrap=True)
+    for name in ("GiB left", "step s", "MFU", "bubble", *(["speed"] * (own is not None))):
+        table.add_column(name, justify="right", no_wrap=True)
     for number, found in enumerate(plans, 1):
         c, lay, time = Choice.of(found.config), found.layout, found.time
         row = [str(number), *map(str, (lay.tensor, lay.pipeline, lay.data, lay.context, c.zero))]
         row += [f"{c.micro_batch}x{found.accumulation}", c.recompute]
         row += [c.fp8.recipe if c.fp8 else "-"] if eight else []
-        row += [f"{found.left / GIB:.1f}", f"{time.seconds:.3g}", f"{time.mfu:.1%}"]
+        row += [f"{found.left / GIB:.1f}{'!' * found.tight}", f"{time.seconds:.3g}", f"{time.mfu:.1%}"]
         row += [f"{time.parts['bubble'] / time.seconds:.1%}"]
         row += [f"x{own.time.seconds / time.seconds:.2f}"] if own is not None else []
         table.add_row(*row)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megastable.bench import volume
@@ -177,6 +177,11 @@ def _possible(config: RunConfig, layout: Layout, cluster: ClusterConfig) -> None
                 "precision.fp8.backend=emulated is slower than no FP8, by how much nobody has measured: leave "
                 "precision.fp8 out, or use backend te"
             )
+        if config.precision.kind != "bf16":
+            raise ConfigError(
+                f"precision.fp8 with precision.kind={config.precision.kind} is emulated, and slower than no FP8: use "
+                "precision.kind=bf16, or leave precision.fp8 out"
+            )
         if cluster.tflops.fp8 is None:
             raise ConfigError(f"precision.fp8: a GPU of {cluster.name} does not compute in it: leave it out")
 
@@ -195,6 +200,7 @@ class _Prediction:
         self.config, self.layout, self.cluster, self.zero, self.others = config, layout, cluster, zero, others
         self.micro_batches = volume.accumulation(config, layout.data)
         self.cut = volume.bounds(config)
+        self.sizes = work.sizes(config)
         self.members = volume.members(config, layout.data)
         self.links = {group: crossing(group, layout, cluster) for group in self.members}
         # Under ZeRO 3 weights come and go between the operations: nothing is compiled (model/kernels.py).
@@ -206,12 +212,14 @@ class _Prediction:
         if base is None:
             raise ConfigError(f"precision.kind=fp32: {cluster.name} does not say how fast it is: tflops.fp32")
         self.peak = base * 1e12
+        self.held = [self._held(stage) for stage in range(config.parallel.pipeline)]
         self._said: dict[int, list[volume.Term]] = {}
+        self._blocks: dict[frozenset[str], list[tuple[Operation, float]]] = {}
 
     def all(self) -> StepTime:
         c, stages = self.config, self.config.parallel.pipeline
         # Stages that hold the same take the same.
-        held = [self._held(stage) for stage in range(stages)]
+        held = self.held
         firsts: dict[Any, int] = {}
         for stage, key in enumerate(held):
             firsts.setdefault(key, stage)
@@ -253,22 +261,33 @@ class _Prediction:
         held = volume.stage_of(self.cut, stage)
         first = max(self.cut[stage] - 1, 0)  # the embedding stands before the first block
         blocks = range(first, first + held.blocks)
-        counted = Counter(frozenset(work.eight_bits(self.config, index)) for index in blocks)
+        if self.config.precision.fp8 is None:
+            return held, ((frozenset(), held.blocks),)
+        counted = Counter(work.eight_bits(self.config, index) for index in blocks)
         return held, tuple(sorted(counted.items(), key=lambda item: sorted(item[0])))
 
-    def _operations(self, stage: int) -> Iterator[Operation]:
-        """Of one micro-batch."""
-        z, (held, counted) = work.sizes(self.config), self._held(stage)
+    def _operations(self, stage: int) -> Iterator[tuple[Operation, int, float]]:
+        """Of one micro-batch: (operation, how often, seconds of one)."""
+        z, (held, counted) = self.sizes, self.held[stage]
         for eight, blocks in counted:
-            for operation in work.block(self.config, z, eight, self.fused):
-                yield replace(operation, times=operation.times * blocks)
-            if self.others.scores:
-                yield replace(work.scores(self.config, z), times=blocks)
-        yield from work.ends(self.config, z, held)
+            for o, seconds in self._block(eight):
+                yield o, o.times * blocks, seconds
+        others = [*work.ends(self.config, z, held)]
         if not self.others.summing:
-            yield work.accumulated(self.config, held, self.micro_batches)
+            others.append(work.accumulated(self.config, held, self.micro_batches))
+        yield from ((o, o.times, self._seconds(o)) for o in others)
+
+    def _block(self, eight: frozenset[str]) -> list[tuple[Operation, float]]:
+        """The operations of one block with these layers in FP8, and the seconds of each: stages share them."""
+        if eight not in self._blocks:
+            found = [*work.block(self.config, self.sizes, eight, self.fused)]
+            if self.others.scores:
+                found.append(work.scores(self.config, self.sizes))
+            self._blocks[eight] = [(o, self._seconds(o)) for o in found]
+        return self._blocks[eight]
 
     def _seconds(self, o: Operation) -> float:
+        """Of one."""
         e, computing = self.cluster.efficiency, 0.0
         if o.kind == work.ATTENTION:
             computing = o.flops / (self.peak * e.attention)
@@ -280,19 +299,19 @@ class _Prediction:
             computing = o.flops * (1 + e.half_size / o.shortest) / (best * e.sustained)
         reached = e.streams if o.kind == work.STREAM else e.memory
         moving = o.bytes / (self.cluster.memory_tb_per_second * 1e12 * reached)
-        return o.times * max(computing, moving, o.kernels * self.cluster.kernel_us * 1e-6)
+        return max(computing, moving, o.kernels * self.cluster.kernel_us * 1e-6)
 
     def _slot(self, stage: int) -> list[Line]:
         """One micro-batch, forward and backward, on one stage, with what it waits for."""
-        grouped: dict[tuple[str, str], list[Operation]] = defaultdict(list)
-        for o in self._operations(stage):
-            grouped[o.kind, "recomputation" if o.when == work.AGAIN else PART[o.kind]].append(o)
+        grouped: dict[tuple[str, str], list[float]] = {}
+        for o, times, seconds in self._operations(stage):
+            part = "recomputation" if o.when == work.AGAIN else PART[o.kind]
+            sums = grouped.setdefault((o.kind, part), [0.0, 0.0, 0.0])
+            sums[0] += seconds * times
+            sums[1] += o.flops * times
+            sums[2] += o.bytes * times
         lines = []
-        for (what, kind), operations in grouped.items():
-            seconds = sum(self._seconds(o) for o in operations)
-            flops, moved = (
-                sum(getattr(o, unit) * o.times for o in operations) for unit in ("flops", "bytes")
-            )
+        for (what, kind), (seconds, flops, moved) in grouped.items():
             because = f"{moved / 1e9:.3g} GB at {moved / 1e12 / seconds:.3g} TB/s"
             if flops:
                 because = f"{flops / 1e12:.3g} TFLOP at {flops / 1e12 / seconds:.3g} TFLOP/s"

@@ -87,12 +87,15 @@ def linears(z: Sizes) -> dict[str, tuple[float, float]]:
     )
 
 
+ALL = frozenset(LINEARS)
+
+
 def eight_bits(config: RunConfig, index: int) -> frozenset[str]:
     """The linear layers of block `index` that FP8 computes."""
     fp8, last = config.precision.fp8, config.model.layers
     if fp8 is None or index < fp8.keep_first or index >= last - fp8.keep_last:
         return frozenset()
-    return frozenset(name for name in LINEARS if f"blocks.{index}.{name}" not in fp8.keep)
+    return ALL if not fp8.keep else frozenset(n for n in LINEARS if f"blocks.{index}.{n}" not in fp8.keep)
 
 
 # Passes over memory that FP8 costs a tensor, in bytes an element: forward for an activation, for a weight, backward for

@@ -52,6 +52,7 @@ def test_one_sustained_share_for_all_gpus() -> None:
     [
         ("memory_gib", -1, "memory_gib=-1"),
         ("memory_gib", True, "memory_gib=true"),
+        ("reserve_gib", 80, "reserve_gib=80 leaves nothing of memory_gib=79.1"),
         ("efficiency", {"products": 1.2}, "efficiency.products=1.2"),
         ("efficiency", {"products": 0.8}, "efficiency.sustained: missing"),
         ("host", {"gb_per_second": 450}, "host.latency_us: missing"),

@@ -15,7 +15,8 @@ from megastable.config import RunConfig
 from megastable.errors import ConfigError
 from megastable.parallel.layout import Layout
 from megastable.plan import activations
-from megastable.plan.memory import KINDS, PHASES, Footprint, footprints, kernels_on, taken
+from megastable.plan.items import KINDS, PHASES, Footprint
+from megastable.plan.memory import footprints, kernels_on, taken
 
 MODEL = {
     "layers": 8, "hidden": 1024, "heads": 16, "kv_heads": 8, "sequence_length": 2048, "vocab_size": 32000,
@@ -76,6 +77,27 @@ def test_the_first_stage_has_most_micro_batches_on_their_way() -> None:
     assert sum(i.bytes for i in few[0].items if i.name == "gate and up" and "loss" in i.phases) == (
         each * blocks[0] * 2
     )
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_transformer_engine_keeps_weights_in_fp8_of_every_micro_batch(recompute: str) -> None:
+    """Two bytes an element, of all blocks of the stage and the four micro-batches on their way; recomputed: of one."""
+
+    def copies(fp8: Any) -> int:
+        found = planned(parallel={"pipeline": 4, "recompute": recompute}, precision={"fp8": fp8})[0]
+        return sum(
+            i.bytes for i in found.items if i.name == "FP8 copies of weights" and "backward" in i.phases
+        )
+
+    config = RunConfig.model_validate({"model": MODEL, "parallel": {"pipeline": 4}})
+    first = stage_of(bounds(config), 0)
+    matrices, _ = parameters(config.model, first, 1)
+    blocks = sum(matrices[: 4 * first.blocks])
+    assert copies("current") == 2 * (blocks // first.blocks if recompute == "full" else 4 * blocks)
+    assert copies("off") == copies({"backend": "emulated"}) == 0
+    one = 2 * 4 * 1024 * 2816  # mlp.down of one block; 2816 is the default width
+    if recompute == "none":
+        assert copies("current") - copies({"keep": ["blocks.0.mlp.down"]}) == one
 
 
 def test_a_bucket_of_deepspeed_is_seen() -> None:

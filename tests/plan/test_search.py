@@ -165,6 +165,31 @@ def test_the_tightest_stage_is_among_the_critical_ones(stages: int, more: int, w
     assert set(search.critical(tuple(bounds(config)))) <= set(range(stages))
 
 
+def test_tight_layouts_are_the_last_choice() -> None:
+    """Where the fastest layout of a split leaves next to nothing, one that recomputes more is looked at, too."""
+    config = recipe.load(ROOT / "launch/recipes/7b.yaml", ["model.vocab_size=32000"])
+    fastest = search.search(config, 4, H100).plans[0]
+    little = with_memory(fastest.tightest.total * 1.001)
+    found = search.search(config, 4, little)
+    twins = [
+        p for p in found.plans if Choice.of(p.config)._replace(recompute="none") == Choice.of(fastest.config)
+    ]
+    assert [plan.tight for plan in twins] == [True, False]
+    assert [plan.config.parallel.recompute for plan in twins] == ["none", "selective"]
+    best = found.best()
+    assert [plan.tight for plan in best] == sorted(plan.tight for plan in best)
+    assert all(plan.left >= search.HEADROOM * search.room(little) for plan in best if not plan.tight)
+    # It is not said in place of a roomy one of the same split, and never twice.
+    assert Choice.of(fastest.config) not in [Choice.of(plan.config) for plan in best]
+    assert len({Choice.of(plan.config) for plan in found.plans}) == len(found.plans)
+
+
+def test_numbers_of_gpus_are_left_out_only_where_no_layout_has_them() -> None:
+    config = small()
+    for gpus in range(1, 40):
+        assert search._factors(config, gpus) or not list(search.families(config, gpus))
+
+
 # What to do where it does not fit
 
 

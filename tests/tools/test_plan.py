@@ -132,6 +132,15 @@ def test_the_fewest_gpus_are_taken_and_said() -> None:
     assert int(number) == 2 or plan(SEVEN, "--fixed", "--gpus", int(number) // 2)[0] == 1
 
 
+@pytest.mark.parametrize(
+    ("tokens", "said"), [("1000", "1K tokens: "), ("250M", "250M tokens: "), ("15T", "15T tokens: ")]
+)
+def test_tokens_are_said_in_their_unit(tokens: str, said: str) -> None:
+    _, out, _ = plan(SMALL, "--gpus", 8, "--fixed", "--tokens", tokens)
+    (days,) = re.findall(r"tokens: ([\d.,e-]+) days", out)
+    assert said in out and float(days.replace(",", "")) > 0
+
+
 # The vocabulary
 
 
@@ -145,6 +154,35 @@ def test_where_the_vocabulary_comes_from(corpus: Path, tmp_path: Path) -> None:
     size = Manifest.load(corpus).tokenizer.vocab_size
     out = plan(*small, f"data.corpora=[{{path: {json.dumps(str(corpus))}}}]")[1]
     assert f"vocabulary {size:,}, of the corpus" in out
+
+
+# Suggestions
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_no_number_of_a_suggestion_is_cut_off(columns: str) -> None:
+    """A pipe has 80 columns."""
+    given = [str(SEVEN), "--gpus", "64", "--fp8"]
+    done = CliRunner().invoke(tool.app, given, env={"COLUMNS": columns, "TERM": "dumb"})
+    table = done.stdout.partition("SUGGESTIONS")[2].partition("what to say")[0]
+    assert "current" in table and "…" not in table
+    rows = [line.split() for line in table.splitlines() if re.match(r" *\d+ +\d", line)]
+    assert len(rows) == 5 and len({len(row) for row in rows}) == 1
+
+
+def test_what_is_tight_is_marked_and_comes_last(tmp_path: Path) -> None:
+    """On GPUs of which the fastest layouts leave almost nothing."""
+    small = tmp_path / "small.yaml"
+    small.write_text(
+        re.sub(r"memory_gib: [\d.]+", "memory_gib: 42.0", (ROOT / "launch/clusters/h100.yaml").read_text())
+    )
+    code, out, _ = plan(SEVEN, "--gpus", 4, "--cluster", small, "--top", 50)
+    table = out.partition("SUGGESTIONS")[2].partition("what to say")[0]
+    left = re.findall(r"(?:none|selective|full) +([\d.]+)(!?)", table)
+    tight = [bool(mark) for _, mark in left]
+    assert code == 0 and tight == sorted(tight) and {True, False} == set(tight)
+    assert all((float(gib) < 0.05 * 38) == bool(mark) for gib, mark in left)
+    assert "! That is less than 5% of what training can have" in out
 
 
 # Where nothing is possible, or fits
@@ -205,9 +243,13 @@ def test_a_picture(tmp_path: Path) -> None:
         ([SMALL, "--cluster", "no.yaml"], "no.yaml"),
         ([SMALL, "--tokens", "many"], "--tokens many: a number such as 15T"),
         ([SMALL, "--tokens", "0B"], "--tokens 0B: a number such as 15T"),
+        ([SMALL, "--tokens", "1e400"], "--tokens 1e400: a number such as 15T"),
+        ([SMALL, "--fp8", "precision.kind=fp16"], "--fp8: Transformer Engine's FP8 is beside bf16"),
+        ([SMALL, "--gpus", "8", "precision.fp8=current", "precision.kind=fp32"], "is emulated, and slower"),
         ([SMALL, "--plot", "plan.txt"], "--plot plan.txt: a name ending in .png"),
         ([SMALL, "--plot", "no/such/folder/plan.png"], "in a directory that exists"),
         ([SMALL, "--gpus", "0"], "greater than or equal to 1"),
+        ([SMALL, "--gpus", "1" + 29 * "0"], "less than or equal to 1"),
         ([SMALL, "--gpus", "8", "--cluster", "launch/clusters/a100.yaml", "--fp8"], "does not compute in it"),
         ([SMALL, "--gpus", "8", "deepspeed=no.json"], "deepspeed=no.json: no such file"),
         (
