@@ -35,8 +35,8 @@ DRILL --quick
 
 A run takes about 40 s on two cores, all scenarios under all policies about 35 minutes.
 
-Exit codes: 0 all runs of ours end within 0.02 nat of the clean one, and at most one cause in 12 is wrong; 1 not so; 2 bad
-input.""".replace("DRILL", "python tools/drill.py")
+Exit codes: 0 all runs of ours end within 0.02 nat of the clean one and at most one cause in 12 is wrong; 1 not so; 2
+bad input.""".replace("DRILL", "python tools/drill.py")
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
 
 
