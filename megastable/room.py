@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from megastable.errors import ConfigError
+from megastable.hostmemory import SHARE, taken
 from megastable.stability.settings import SnapshotConfig
 from megastable.stability.spacing import capacity
 
 GIB = 2**30
-SHARE = 1 / 4  # of what is free: data loading, checkpoints and the file cache need memory, too
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,6 @@ def demand(state: Iterable[Tensor], masters: Iterable[Tensor], moments: torch.dt
         taken(4 * t.numel(), pinned) + 2 * taken(t.numel() * moments.itemsize, pinned) for t in masters
     )
     return Demand(socket.gethostname(), max(now, later), free())
-
-
-def taken(size: int, pinned: bool) -> int:
-    """What a tensor of `size` bytes takes: torch rounds pinned memory up to a power of two."""
-    return 1 << (size - 1).bit_length() if pinned and size else size
 
 
 def plan(demands: Sequence[Demand], config: SnapshotConfig) -> Room:

@@ -81,6 +81,13 @@ def plan(
     if fp8 and (kind := config.precision.kind) != "bf16":
         raise ConfigError(f"--fp8: Transformer Engine's FP8 is beside bf16, and precision.kind is {kind}")
     cluster = clusters.load(cluster_path)
+    if cluster.tflops.fp8 is None and (fp8 or config.precision.fp8):
+        key = "--fp8" if fp8 else "precision.fp8"
+        raise ConfigError(
+            f"{key}: a GPU of {cluster.name} ({cluster_path}) does not compute in it: leave it out"
+        )
+    if json is not None and not json.parent.is_dir():
+        raise ConfigError(f"--json {json}: there is no directory {json.parent}")
     if (price := config.supervise.gpu_hour_price) is not None:
         cluster = cluster.model_copy(update={"dollars_per_gpu_hour": price})
     total = float(config.train.steps * config.train.global_batch * config.model.sequence_length)
@@ -92,18 +99,24 @@ def plan(
         notes.append(
             f"--gpus is not given: {gpus}, the fewest on which the recipe's layout fits, or else one replica of it"
         )
-    size = f"{parameters(config.model) / 1e9:,.4g}B parameters"
+    size = f"{show.in_short(parameters(config.model))} parameters"
     _say(f"{recipe_path}: {size} on {gpus:,} x {cluster.name}", *(f"note: {note}" for note in notes))
     own = _own(config, gpus, cluster, fixed)
     if own is not None:
         _show(own, total)
+        if fp8:
+            precision = config.precision.model_copy(
+                update={"fp8": None if config.precision.fp8 else Fp8Config()}
+            )
+            other = search.plan(config.model_copy(update={"precision": precision}), gpus, cluster)
+            _say("", show.with_and_without(own, other))
     found = None
     if not fixed:
         precisions = [config.precision.fp8]
         if fp8:
             precisions.append(None if config.precision.fp8 else Fp8Config())
         found = search.search(config, gpus, cluster, precisions)
-        _suggest(found, own, config, top, cluster)
+        _suggest(found, own, config, top, cluster, total)
     if json is not None:
         described = {
             "recipe": str(recipe_path), "cluster": cluster.name, "gpus": gpus, "notes": notes,
@@ -156,12 +169,17 @@ def _show(own: search.Plan, total: float) -> None:
 
 
 def _suggest(
-    found: search.Found, own: search.Plan | None, config: RunConfig, top: int, cluster: ClusterConfig
+    found: search.Found,
+    own: search.Plan | None,
+    config: RunConfig,
+    top: int,
+    cluster: ClusterConfig,
+    total: float,
 ) -> None:
     console = Console(markup=False, emoji=False, highlight=False)
     if best := found.best()[:top]:
         _say("", f"SUGGESTIONS: the fastest of each tensor x pipeline, of {len(found.plans):,} that fit", "")
-        table = show.suggestions(best, own if own is not None and own.fits else None)
+        table = show.suggestions(best, own if own is not None and own.fits else None, total)
         # As wide as it is: a number that is cut off says nothing, and a pipe has 80 columns.
         wide = console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
         Console(markup=False, emoji=False, highlight=False, width=max(console.width, wide)).print(table)
@@ -172,6 +190,9 @@ def _suggest(
     if found.nearest is None:
         why = f"nothing that the model allows divides train.global_batch={config.train.global_batch}"
         _say("", f"NO LAYOUT IS POSSIBLE on {plural(found.gpus, 'GPU')}: {why}")
+        if (other := search.other_batch(config, found.gpus, cluster)) is not None:
+            batch = f"train.global_batch={other.config.train.global_batch}"
+            _say(f"with another batch it fits: {' '.join([batch, *search.overrides(other.config, config)])}")
     else:
         nearest = f"{show.layout_in_words(found.nearest)}: it {show.verdict(found.nearest)}"
         _say("", f"NOTHING FITS on {plural(found.gpus, 'GPU')}. Nearest is {nearest}")

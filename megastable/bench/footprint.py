@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -134,6 +134,7 @@ class Measured:
     stage: int
     held: dict[str, int]
     step: int
+    device: Literal["cpu", "cuda"] = "cpu"
 
     @property
     def total(self) -> int:
@@ -188,7 +189,7 @@ def compare(name: str, case: Case, ranks: Sequence[Measured]) -> list[Row]:
             case.layout,
             measured.stage,
             cut,
-            device="cpu",
+            device=measured.device,
             zero=case.zero,
             elements=case.elements,
         )
@@ -285,7 +286,7 @@ def measure_joined(case: Case) -> Measured:
         most = _peak_of(step)
     held = _kinds(engine)
     held["other"] = all_held - before - sum(held.values())
-    return Measured(topology.stage, held, most)
+    return Measured(topology.stage, held, most, "cuda" if on_gpu else "cpu")
 
 
 def _peak_of(step: Callable[[], None]) -> int:

@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megastable.config import LINEARS, Fp8Config, RunConfig
 from megastable.fp8.emulated import INPUT, WEIGHT, formats, metered, quantizers
+from megastable.fp8.fitting import misfit
 from megastable.fp8.formats import E5M2
 from megastable.fp8.gauges import Watched, watch
 from megastable.fp8.meters import SLOTS, Meters
@@ -46,7 +47,6 @@ from megastable.model.sizes import in_fp8
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.topology import TensorParallel
 
-MULTIPLE = 16  # of what its FP8 products can be in size
 # For the first step, and the first one after FP8 was left; of weights the largest is looked up where they are here.
 # E5M2 then holds gradients from 1e-11 (the normal ones from 6e-11) to 0.05, E4M3 inputs from 0.001 to 448 and weights
 # from 4e-6 to 1.75. Rather lost than cut: trained models have a few inputs of hundreds, and are nothing without them.
@@ -74,31 +74,6 @@ def why_not(config: RunConfig, device: torch.device) -> str | None:
     assert config.precision.fp8 is not None
     with torch.cuda.device(device):
         return _unsupported(te, config.precision.fp8)
-
-
-def misfit(config: RunConfig) -> str | None:
-    """Why it has no products for a model in this layout, on any GPU; None if it has."""
-    c, m, p = config, config.model, config.parallel
-    if c.precision.kind != "bf16":
-        return f"around Transformer Engine's FP8 everything is bf16, and precision.kind is {c.precision.kind}"
-    heads, kv, d = m.heads // p.tensor, m.key_value_heads // p.tensor, m.head_width
-    sizes = {
-        "model.hidden": m.hidden,
-        "queries, keys and values of a tensor rank (model.heads, kv_heads, head_dim)": (heads + 2 * kv) * d,
-        "the heads of a tensor rank (model.heads, head_dim)": heads * d,
-        "model.ffn of a tensor rank": m.ffn_width // p.tensor,
-        "tokens of a rank (train.micro_batch, model.sequence_length)": _tokens(config),
-    }
-    for name, size in sizes.items():
-        if size % MULTIPLE:
-            return f"its FP8 products want multiples of {MULTIPLE}, and of {name} there are {size:,}"
-    return None
-
-
-def _tokens(config: RunConfig) -> int:
-    p = config.parallel
-    shared = p.context * (p.tensor if p.sequence else 1)
-    return config.train.micro_batch * config.model.sequence_length // shared
 
 
 def _unsupported(te: Any, config: Fp8Config) -> str | None:

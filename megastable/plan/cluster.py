@@ -9,7 +9,7 @@ same numbers whatever the model, so that a prediction says something of a run th
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -19,14 +19,15 @@ from megastable.part import Part
 from megastable.recipe import find, read_yaml
 
 Share = Field(gt=0.0, le=1.0)
+Tera = Annotated[float, Field(gt=0.0, le=1e12)]  # somebody who writes FLOP/s or byte/s is told
 
 
 class Peak(Part):
     """Dense TFLOP/s of a GPU by precision. None: it cannot compute in it."""
 
-    bf16: PositiveFloat  # and fp16
-    fp8: PositiveFloat | None = None
-    fp32: PositiveFloat | None = None
+    bf16: Tera  # and fp16
+    fp8: Tera | None = None
+    fp32: Tera | None = None
 
 
 class Link(Part):
@@ -85,7 +86,7 @@ class ClusterConfig(Part):
     memory_gib: PositiveFloat
     reserve_gib: NonNegativeFloat = 4.0
     tflops: Peak
-    memory_tb_per_second: PositiveFloat
+    memory_tb_per_second: Tera
     host: Link
     network: Link
     host_memory_gib: PositiveFloat

@@ -19,6 +19,7 @@ from typing import Any
 from megastable import deepspeed_config
 from megastable.bench.volume import Stage, bounds, element, parameters, stage_of
 from megastable.config import LINEARS, RunConfig
+from megastable.hostmemory import taken
 from megastable.model.sizes import CPU_ELEMENTS, GPU_ELEMENTS, chunk_size
 from megastable.parallel.layout import Layout
 from megastable.plan import activations
@@ -364,11 +365,6 @@ def _scratch(
         # Scores and their gradients; and once more probabilities, where none are kept.
         unkept = config.parallel.recompute != "none" or not activations.probabilities(z)
         yield Item("buffers", "scores of a block", scores * (FP32 + z.e * (1 + unkept)))
-
-
-def taken(size: int, pinned: bool) -> int:
-    """What a tensor of `size` bytes takes in host memory: torch rounds pinned memory up to a power of two."""
-    return 1 << (size - 1).bit_length() if pinned and size else size
 
 
 def _host(config: RunConfig, groups: Sequence[int], layout: Layout, device: Device) -> Host:

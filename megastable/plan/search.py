@@ -26,6 +26,7 @@ from megastable import deepspeed_config
 from megastable.bench import volume
 from megastable.config import Fp8Config, ParallelConfig, RunConfig
 from megastable.errors import ConfigError
+from megastable.fp8.fitting import misfit
 from megastable.parallel.layout import Layout
 from megastable.plan.cluster import ClusterConfig
 from megastable.plan.items import Device, Footprint
@@ -208,6 +209,19 @@ def elsewhere(config: RunConfig, found: Found, cluster: ClusterConfig, doublings
     return None
 
 
+def other_batch(config: RunConfig, gpus: int, cluster: ClusterConfig) -> Plan | None:
+    """Where the global batch divides over no layout of so many GPUs: a plan with the batch nearest to it that does."""
+    m, batch = config.model, config.train.global_batch
+    shared = {heads * stages for heads in divisors(m.heads) for stages in range(1, m.layers + 1)}
+    ranks = {gpus // n for n in shared if gpus % n == 0}
+    batches = {n * max(1, round(batch / n)) for n in ranks}
+    for near in sorted(batches, key=lambda n: abs(n - batch))[:3]:
+        train = config.train.model_copy(update={"global_batch": near})
+        if best := search(config.model_copy(update={"train": train}), gpus, cluster).best():
+            return best[0]
+    return None
+
+
 def _factors(config: RunConfig, gpus: int) -> bool:
     """Whether so many can be tensor and context ranks that share the heads, samples of a step and stages at all."""
     m, batch = config.model, config.train.global_batch
@@ -251,9 +265,11 @@ def configured(config: RunConfig, choice: Choice) -> RunConfig | None:
         "precision": precision.model_copy(update={"fp8": choice.fp8}),
     }
     try:
-        return RunConfig(**{name: getattr(config, name) for name in RunConfig.model_fields} | changed)
+        made = RunConfig(**{name: getattr(config, name) for name in RunConfig.model_fields} | changed)
     except ValidationError:
         return None
+    # What Transformer Engine cannot compute would be emulated.
+    return None if choice.fp8 is not None and misfit(made) else made
 
 
 def overrides(config: RunConfig, base: RunConfig) -> list[str]:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from megastable.config import RunConfig
 from megastable.errors import DataError
+from megastable.hostmemory import SHARE
 from megastable.plan.items import KINDS, Device, Kind
 from megastable.plan.memory import footprints
 from megastable.plan.search import GIB, HEADROOM, Choice, Plan, overrides, room
@@ -32,7 +33,6 @@ TIGHT = (
     f"That is less than {HEADROOM:.0%} of what training can have, and by so much the prediction may be wrong: try it "
     "for ten steps first"
 )
-SHARE = 1 / 4  # of the host's memory that rewind points may take (room.py, which needs torch)
 
 
 def layout_in_words(found: Plan) -> str:
@@ -123,7 +123,7 @@ def host(found: Plan) -> tuple[str, dict[str, Any]]:
         "snapshot_bytes": h.snapshot, "wanted": h.points, "kept": points, "checkpoint_bytes": h.checkpoint,
         "host_bytes": used, "host_memory_bytes": int(memory), "fits": used <= memory,
     }  # fmt: skip
-    text = f"host memory: {points} rewind points of {h.snapshot / GIB:.2f} GiB and a checkpoint's copy of "
+    text = f"host memory: {plural(points, 'rewind point')} of {h.snapshot / GIB:.2f} GiB and a checkpoint's copy of "
     text += f"{h.checkpoint / GIB:.2f} a rank, {used / GIB:,.0f} GiB of {memory / GIB:,.0f} for {plural(ranks, 'rank')}"
     if points < h.points:
         text += f"; the recipe wants {h.points} points, for which there is no room"
@@ -163,7 +163,7 @@ def summary(found: Plan, tokens: float) -> str:
     return (
         f"step {time.seconds:.3g} s, {time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%} ({time.mfu_causal:.1%} "
         f"counting half of attention), bubble {bubble:.1%}\n"
-        f"{_tokens(tokens)} tokens: {days:{',.1f' if days >= 1 else '.2g'}} days, ${time.dollars(tokens):,.0f} at "
+        f"{in_short(tokens)} tokens: {in_days(days)} days, ${time.dollars(tokens):,.0f} at "
         f"${time.price:g} per GPU and hour (without failures, evaluation and restarts)"
     )
 
@@ -171,7 +171,12 @@ def summary(found: Plan, tokens: float) -> str:
 UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
-def _tokens(number: float) -> str:
+def in_days(days: float) -> str:
+    return f"{days:,.0f}" if days >= 100 else f"{days:.1f}" if days >= 1 else f"{days:.2g}"
+
+
+def in_short(number: float) -> str:
+    """7.24B, 125M."""
     size, unit = next((pair for pair in UNITS if number >= pair[0]), (1.0, ""))
     return f"{number / size:.3g}{unit}"
 
@@ -179,8 +184,8 @@ def _tokens(number: float) -> str:
 # Suggestions
 
 
-def suggestions(plans: Sequence[Plan], own: Plan | None) -> Table:
-    """One row a plan; the commands are `commands`."""
+def suggestions(plans: Sequence[Plan], own: Plan | None, tokens: float) -> Table:
+    """One row a plan, with days and cost of so many tokens; the commands are `commands`."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("#", no_wrap=True)
     numbers = ("TP", "PP", "DP", "CP", "ZeRO", "mb x n")
@@ -190,7 +195,7 @@ def suggestions(plans: Sequence[Plan], own: Plan | None) -> Table:
     eight = any(plan.config.precision.fp8 for plan in plans)
     if eight:
         table.add_column("FP8", no_wrap=True)
-    for name in ("GiB left", "step s", "MFU", "bubble", *(["speed"] * (own is not None))):
+    for name in ("GiB left", "step s", "MFU", "bubble", "days", "$", *(["speed"] * (own is not None))):
         table.add_column(name, justify="right", no_wrap=True)
     for number, found in enumerate(plans, 1):
         c, lay, time = Choice.of(found.config), found.layout, found.time
@@ -198,7 +203,8 @@ def suggestions(plans: Sequence[Plan], own: Plan | None) -> Table:
         row += [f"{c.micro_batch}x{found.accumulation}", c.recompute]
         row += [c.fp8.recipe if c.fp8 else "-"] if eight else []
         row += [f"{found.left / GIB:.1f}{'!' * found.tight}", f"{time.seconds:.3g}", f"{time.mfu:.1%}"]
-        row += [f"{time.parts['bubble'] / time.seconds:.1%}"]
+        row += [f"{time.parts['bubble'] / time.seconds:.1%}", in_days(time.days(tokens))]
+        row += [f"{time.dollars(tokens):,.0f}"]
         row += [f"x{own.time.seconds / time.seconds:.2f}"] if own is not None else []
         table.add_row(*row)
     return table
@@ -208,6 +214,18 @@ def commands(plans: Sequence[Plan], base: RunConfig) -> Iterator[str]:
     """Numbered, what to say after the recipe for each of `suggestions`. base: the recipe's RunConfig."""
     for number, found in enumerate(plans, 1):
         yield f"{number}: {' '.join(overrides(found.config, base)) or 'the recipe as it is'}"
+
+
+def with_and_without(own: Plan, other: Plan) -> str:
+    """The same layout in FP8 and without; `other` is the one of the two that the recipe does not say."""
+    eight, bf16 = (own, other) if own.config.precision.fp8 else (other, own)
+    assert eight.config.precision.fp8 is not None
+    gain, more = bf16.time.seconds / eight.time.seconds, (eight.tightest.total - bf16.tightest.total) / GIB
+    return (
+        f"FP8 ({eight.config.precision.fp8.recipe}) in this layout: a step of {eight.time.seconds:.3g} s for "
+        f"{bf16.time.seconds:.3g} s, x {gain:.2f}; {abs(more):.2f} GiB {'more' if more > 0 else 'less'} memory, "
+        f"{'fits' if eight.fits else 'does not fit'} (MFU is of the bf16 peak throughout)"
+    )
 
 
 # For programs

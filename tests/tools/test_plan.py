@@ -257,7 +257,7 @@ def test_a_picture(tmp_path: Path) -> None:
             "deepspeed=no.json: no such file",
         ),
         ([SMALL, "--gpus", "8", "precision.fp8.backend=emulated"], "leave precision.fp8 out"),
-        ([SMALL, "--gpus", "8", "--json", "no/such/folder/x.json"], "could not be written"),
+        ([SMALL, "--gpus", "8", "--json", "no/such/folder/x.json"], "there is no directory no/such/folder"),
     ],
 )
 def test_bad_input(arguments: list[object], message: str) -> None:
@@ -294,3 +294,31 @@ def test_help_shows_examples() -> None:
     code, out, _ = plan("--help")
     assert code == 0 and "tools/plan.py launch/recipes/70b.yaml --gpus 512" in " ".join(out.split())
     assert isinstance(load(ROOT / "launch/recipes/405b.yaml"), RunConfig)
+
+
+def test_fp8_beside_none_in_the_same_layout() -> None:
+    code, out, _ = plan(SMALL, "--gpus", "8", "--fixed", "--fp8")
+    assert code == 0
+    (line,) = [line for line in out.splitlines() if line.startswith("FP8 (current) in this layout")]
+    found = re.search(r"a step of ([\d.]+) s for ([\d.]+) s, x ([\d.]+);", line)
+    assert found is not None
+    with_fp8, without, gain = map(float, found.groups())
+    assert with_fp8 < without and gain == pytest.approx(without / with_fp8, abs=0.01)
+
+
+def test_another_batch_where_none_divides() -> None:
+    code, out, _ = plan("launch/recipes/7b.yaml", "--gpus", "10000")
+    assert code == 1
+    said = next(line for line in out.splitlines() if line.startswith("with another batch it fits:"))
+    batch, *rest = said.partition(": ")[2].split()
+    assert abs(int(batch.partition("=")[2]) - 1024) < 64
+    code, out, _ = plan("launch/recipes/7b.yaml", "--gpus", "10000", "--fixed", batch, *rest)
+    assert code == 0 and "fits:" in out
+
+
+def test_rates_in_the_wrong_unit_are_refused(tmp_path: Path) -> None:
+    text = Path("launch/clusters/h100.yaml").read_text()
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(re.sub(r"bf16: \S+?(?=[,}\s])", "bf16: 989.0e+12", text, count=1))
+    code, _, err = plan(SMALL, "--gpus", "8", "--cluster", wrong)
+    assert code == 2 and "tflops.bf16" in err

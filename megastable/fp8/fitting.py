@@ -1,0 +1,32 @@
+"""Which models Transformer Engine has FP8 products for, by their sizes alone. Pure; without torch."""
+
+from __future__ import annotations
+
+from megastable.config import RunConfig
+
+MULTIPLE = 16  # of what its FP8 products can be in size
+
+
+def misfit(config: RunConfig) -> str | None:
+    """Why it has no products for a model in this layout, on any GPU; None if it has."""
+    c, m, p = config, config.model, config.parallel
+    if c.precision.kind != "bf16":
+        return f"around Transformer Engine's FP8 everything is bf16, and precision.kind is {c.precision.kind}"
+    heads, kv, d = m.heads // p.tensor, m.key_value_heads // p.tensor, m.head_width
+    sizes = {
+        "model.hidden": m.hidden,
+        "queries, keys and values of a tensor rank (model.heads, kv_heads, head_dim)": (heads + 2 * kv) * d,
+        "the heads of a tensor rank (model.heads, head_dim)": heads * d,
+        "model.ffn of a tensor rank": m.ffn_width // p.tensor,
+        "tokens of a rank (train.micro_batch, model.sequence_length)": _tokens(config),
+    }
+    for name, size in sizes.items():
+        if size % MULTIPLE:
+            return f"its FP8 products want multiples of {MULTIPLE}, and of {name} there are {size:,}"
+    return None
+
+
+def _tokens(config: RunConfig) -> int:
+    p = config.parallel
+    shared = p.context * (p.tensor if p.sequence else 1)
+    return config.train.micro_batch * config.model.sequence_length // shared
