@@ -99,7 +99,8 @@ def check(
     material = gather(model, before + samples, text, tokenizer)
     batches = material.batches(model, size)
     warm, measured = batches[: before // size], batches[before // size :]
-    _say(in_words(model), material.origin, *(f"note: {note}" for note in material.notes))
+    spread = f"; {samples} of them measured, {before} before these for delayed scales" if before else ""
+    _say(in_words(model), f"{material.origin}{spread}", *(f"note: {note}" for note in material.notes))
     columns = TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=passes(len(measured), len(warm), configs))

@@ -119,7 +119,7 @@ def advice(outcomes: Sequence[Outcome], given: Mapping[str, object], most: int =
     if chosen is None:
         yield "verdict: not stable in FP8 by any of these recipes; leave precision.fp8 out"
         return
-    many = "the best of these: " if len(outcomes) > 1 else ""
+    many = "the best of these (speed not asked): " if len(outcomes) > 1 else ""
     kept = (
         f", {plural(len(chosen.keep), 'layer')} kept out" if chosen.keep else ", no layer has to be kept out"
     )
