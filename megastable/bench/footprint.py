@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megastable import deepspeed_config
+from megastable import deepspeed_config, durable
 from megastable.bench.ranks import launch
 from megastable.bench.volume import bounds
 from megastable.config import RunConfig
@@ -172,7 +172,7 @@ def measure(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: No
     rows = []
     for name in names or LAYOUTS:
         say(name)
-        rows += compare(name, LAYOUTS[name], launch(LAYOUTS[name].world, measure_rank, LAYOUTS[name]))
+        rows += compare(name, LAYOUTS[name], launch(LAYOUTS[name].world, measure_joined, LAYOUTS[name]))
     return rows
 
 
@@ -231,19 +231,6 @@ def table(rows: Iterable[Row]) -> Table:
 
 
 # On a rank
-
-
-def measure_rank(case: Case) -> Measured:
-    """One step of `case` on this rank, which is not yet in a process group."""
-    import torch
-
-    from megastable import engine
-
-    torch.set_num_threads(1)
-    engine.start_distributed(timeout=120)
-    found = measure_joined(case)
-    engine.stop_distributed()
-    return found
 
 
 def measure_joined(case: Case) -> Measured:
@@ -395,7 +382,7 @@ def main(
         rows = measure(layout or (), lambda name: Console(stderr=True).print(name, style="dim"))
         console.print(table(rows))
         if output is not None:
-            output.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+            durable.write_output(output, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ TIMEOUT = 240.0  # seconds
 def launch(world: int, function: Callable[[Any], Any], argument: Any, timeout: float = TIMEOUT) -> list[Any]:
     """`function(argument)` on every rank of a process group of `world` processes on this machine; by rank.
 
-    function, of a module, joins the group itself. Raises MegastableError when a rank fails.
+    function: of a module. Raises MegastableError when a rank fails.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -74,8 +74,14 @@ def _rank(
     if world > torch.cuda.device_count():
         os.environ["DS_ACCELERATOR"] = "cpu"
     gc.freeze()
+    torch.set_num_threads(1)
     try:
-        results.put((rank, False, function(argument)))
+        from megastable import engine
+
+        engine.start_distributed(timeout=120)
+        found = function(argument)
+        engine.stop_distributed()
+        results.put((rank, False, found))
     except BaseException as error:
         results.put((rank, True, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
         results.close()

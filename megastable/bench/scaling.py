@@ -158,7 +158,7 @@ def measure(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: No
     held = []
     for name in names or LAYOUTS:
         say(name)
-        held.append(compare(name, LAYOUTS[name], launch(LAYOUTS[name].world, count_case, LAYOUTS[name])))
+        held.append(compare(name, LAYOUTS[name], launch(LAYOUTS[name].world, count_joined, LAYOUTS[name])))
     return Found(held, machine(torch.device("cpu")))
 
 
@@ -349,19 +349,6 @@ def size_in_words(size: float) -> str:
 
 
 # Starting ranks
-
-
-def count_case(case: Case) -> Counted:
-    """On a rank that is not yet in a process group."""
-    import torch
-
-    from megastable import engine
-
-    torch.set_num_threads(1)
-    engine.start_distributed(timeout=120)
-    found = count_joined(case)
-    engine.stop_distributed()
-    return found
 
 
 def count_joined(case: Case) -> Counted:

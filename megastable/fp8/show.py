@@ -11,8 +11,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from megastable.errors import DataError
 from megastable.fp8.advice import LayerLoss, Limits, ModelLoss, Outcome, best
+from megastable.report.saving import save
 from megastable.report.told import plural
 
 LEGEND = (
@@ -200,9 +200,4 @@ def picture(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
     axes[0].set_yticks(range(len(names)), names, fontsize=6)
     figure.colorbar(image, ax=list(axes), label="relative error", shrink=0.8)
     figure.suptitle(title, parse_math=False)
-    try:
-        figure.savefig(path, dpi=110, format=path.suffix[1:] or "png")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} could not be written: {error}") from None
-    finally:
-        pyplot.close(figure)
+    save(figure, path)

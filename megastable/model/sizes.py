@@ -4,7 +4,9 @@ without torch, for tools that only plan.
 
 from __future__ import annotations
 
-from megastable.config import LINEARS, ModelConfig, RunConfig
+from functools import lru_cache
+
+from megastable.config import LINEARS, Fp8Config, ModelConfig, RunConfig
 
 # Logits at a time. A chunk must be long enough that adding up dW [rows, h], once for each, costs little.
 CPU_ELEMENTS = 2**26
@@ -36,8 +38,18 @@ def chunk_size(tokens: int, columns: int, elements: int) -> int:
 
 def in_fp8(config: RunConfig) -> frozenset[str]:
     """The linear layers that `precision.fp8` computes, by name; none without it."""
-    fp8, layers = config.precision.fp8, config.model.layers
-    if fp8 is None:
+    blocks = range(config.model.layers)
+    return frozenset(f"blocks.{i}.{linear}" for i in blocks for linear in fp8_linears(config, i))
+
+
+def fp8_linears(config: RunConfig, index: int) -> frozenset[str]:
+    """The same of block `index`, of `LINEARS`."""
+    fp8 = config.precision.fp8
+    return frozenset() if fp8 is None else _fp8_linears(fp8, config.model.layers, index)
+
+
+@lru_cache(maxsize=4096)  # whoever looks for a layout asks again and again
+def _fp8_linears(fp8: Fp8Config, layers: int, index: int) -> frozenset[str]:
+    if not fp8.keep_first <= index < layers - fp8.keep_last:
         return frozenset()
-    blocks = range(fp8.keep_first, layers - fp8.keep_last)
-    return frozenset(f"blocks.{i}.{linear}" for i in blocks for linear in LINEARS) - set(fp8.keep)
+    return frozenset(linear for linear in LINEARS if f"blocks.{index}.{linear}" not in fp8.keep)

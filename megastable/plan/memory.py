@@ -20,7 +20,7 @@ from megastable import deepspeed_config
 from megastable.bench.volume import Stage, bounds, element, parameters, stage_of
 from megastable.config import LINEARS, RunConfig
 from megastable.hostmemory import taken
-from megastable.model.sizes import CPU_ELEMENTS, GPU_ELEMENTS, chunk_size
+from megastable.model.sizes import CPU_ELEMENTS, GPU_ELEMENTS, chunk_size, fp8_linears
 from megastable.parallel.layout import Layout
 from megastable.plan import activations
 from megastable.plan.activations import FP32, Kernels
@@ -278,14 +278,7 @@ def _fp8_weights(config: RunConfig, held: Stage, first: int, kernels: Kernels, f
 
 def fp8_blocks(config: RunConfig, first: int, blocks: int, linear: str) -> int:
     """Of so many blocks from `first` on: those in which this linear layer, of `LINEARS`, computes in FP8."""
-    fp8 = config.precision.fp8
-    if fp8 is None:
-        return 0
-    last = config.model.layers - fp8.keep_last
-    first, end = max(first, fp8.keep_first), min(first + blocks, last)
-    return max(end - first, 0) - sum(
-        f"blocks.{i}.{linear}" in fp8.keep for i in range(first, end) if fp8.keep
-    )
+    return sum(linear in fp8_linears(config, index) for index in range(first, first + blocks))
 
 
 def _ends(config: RunConfig, held: Stage) -> Iterable[Item]:

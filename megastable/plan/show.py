@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from megastable.config import RunConfig
-from megastable.errors import DataError
 from megastable.hostmemory import SHARE
 from megastable.plan.items import KINDS, Device, Kind
 from megastable.plan.memory import footprints
 from megastable.plan.search import GIB, HEADROOM, Choice, Plan, overrides, room
+from megastable.report.saving import save
 from megastable.report.told import plural
 from megastable.stability.spacing import capacity
 
@@ -290,9 +290,4 @@ def picture(found: Plan, title: str, path: Path) -> None:
     right.barh(shown, [parts[kind] for kind in shown], color="tab:blue")
     right.set_xlabel(f"s, of a step of {found.time.seconds:.3g} s")
     figure.suptitle(f"{title}: {layout_in_words(found)}", parse_math=False, fontsize=10)
-    try:
-        figure.savefig(path, dpi=110, format=path.suffix[1:])
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} could not be written: {error}") from None
-    finally:
-        pyplot.close(figure)
+    save(figure, path)

@@ -24,6 +24,7 @@ from megastable.bench import volume
 from megastable.config import RunConfig
 from megastable.errors import ConfigError
 from megastable.model.flops import flops_per_token
+from megastable.model.sizes import fp8_linears
 from megastable.parallel.layout import Layout
 from megastable.plan import work
 from megastable.plan.cluster import ClusterConfig
@@ -263,7 +264,7 @@ class _Prediction:
         blocks = range(first, first + held.blocks)
         if self.config.precision.fp8 is None:
             return held, ((frozenset(), held.blocks),)
-        counted = Counter(work.eight_bits(self.config, index) for index in blocks)
+        counted = Counter(fp8_linears(self.config, index) for index in blocks)
         return held, tuple(sorted(counted.items(), key=lambda item: sorted(item[0])))
 
     def _operations(self, stage: int) -> Iterator[tuple[Operation, int, float]]:

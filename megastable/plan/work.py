@@ -87,17 +87,6 @@ def linears(z: Sizes) -> dict[str, tuple[float, float]]:
     )
 
 
-ALL = frozenset(LINEARS)
-
-
-def eight_bits(config: RunConfig, index: int) -> frozenset[str]:
-    """The linear layers of block `index` that FP8 computes."""
-    fp8, last = config.precision.fp8, config.model.layers
-    if fp8 is None or index < fp8.keep_first or index >= last - fp8.keep_last:
-        return frozenset()
-    return ALL if not fp8.keep else frozenset(n for n in LINEARS if f"blocks.{index}.{n}" not in fp8.keep)
-
-
 # Passes over memory that FP8 costs a tensor, in bytes an element: forward for an activation, for a weight, backward for
 # a gradient. A cast reads 2 and writes 1, and 1 more for the transposed copy, which products of gradients need on
 # Hopper; the largest magnitude of the tensor itself ("current") must be known first, which is another reading.
@@ -105,7 +94,7 @@ PASSES = {"current": 6.0, "delayed": 4.0, "block": 4.0}
 
 
 def block(config: RunConfig, z: Sizes, eight: Set[str], fused: bool) -> Iterator[Operation]:
-    """One block and one micro-batch, forward, recomputed and backward. eight: of `eight_bits`."""
+    """One block and one micro-batch, forward, recomputed and backward. eight: of `sizes.fp8_linears`."""
     p, fp8 = config.parallel, config.precision.fp8
     full, selective = p.recompute == "full", p.recompute == "selective"
     for name, (k, n) in linears(z).items():

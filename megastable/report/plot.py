@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from megastable.errors import DataError
+from megastable.report.saving import save
 from megastable.report.scale import drawable
 from megastable.stability.backtest import Judged, Recorded
 from megastable.stability.policy import Action
@@ -55,9 +55,4 @@ def backtest_plot(rows: Sequence[Recorded], judged: Sequence[Judged], title: str
     norm.set_ylabel("gradient norm")
     norm.set_xlabel("step")
     figure.suptitle(title, parse_math=False)
-    try:
-        figure.savefig(path, dpi=110, format=path.suffix[1:] or "png")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} could not be written: {error}") from None
-    finally:
-        pyplot.close(figure)
+    save(figure, path)

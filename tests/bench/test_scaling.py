@@ -22,7 +22,6 @@ from megastable.bench.scaling import (
     Case,
     Found,
     compare,
-    count_case,
     count_joined,
     expected,
     forecast_table,
@@ -223,7 +222,7 @@ def test_ranks_are_started_and_counted() -> None:
 
 def test_a_rank_that_fails_is_told() -> None:
     with pytest.raises(MegastableError, match=r"rank \d: ConfigError: 3 ranks cannot be laid out"):
-        launch(3, count_case, Case(3, {"tensor": 2}))
+        launch(3, count_joined, Case(3, {"tensor": 2}))
 
 
 # Telling
