@@ -282,7 +282,7 @@ class Engine:
             module = self._module()
             staged = config.precision.fp8 is not None and layout.pipeline > 1
             sharing = topology.stage_group() if staged else None
-            self.fp8 = apply(module, config, self.kernels.fp8, self.tp, sharing, self.device)
+            self.fp8 = apply(module, config, self.kernels.fp8, sharing, self.device)
             try:
                 self.ds, self.optimizer, *_ = deepspeed.initialize(
                     model=module,

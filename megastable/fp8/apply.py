@@ -1,6 +1,6 @@
 """FP8 applied from outside to a built model: which linear layers compute in it, switched on and off while it trains.
 
-    fp8 = apply(module, config, "emulated", tp, group)     # before deepspeed.initialize; None without precision.fp8
+    fp8 = apply(module, config, "emulated", group, device)  # before deepspeed.initialize; None without precision.fp8
     with fp8.computing(): ...                              # around forward and backward of a step, or an evaluation
     fp8.settle(applied)                                    # after it
     fp8.on = False                                         # from the next step on in the precision of the rest
@@ -22,14 +22,11 @@ from megastable.model.gpt import Block
 from megastable.model.sizes import in_fp8
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.sharding import placement_of
-from megastable.parallel.topology import TensorParallel
 
 Linear = ColumnParallelLinear | RowParallelLinear
 
 
-def apply(
-    module: nn.Module, config: RunConfig, backend: str, tp: TensorParallel, group: Any, device: torch.device
-) -> Fp8 | None:
+def apply(module: nn.Module, config: RunConfig, backend: str, group: Any, device: torch.device) -> Fp8 | None:
     """Make `module`, a built model or a stage of one, compute as `precision.fp8` says; None where it says nothing.
 
     backend: "emulated" or "te", see `kernels.choose`. group: the ranks that share delayed scales, all those that hold
@@ -40,7 +37,7 @@ def apply(
     if backend == "te":
         from megastable.fp8 import te  # nowhere else: it needs what most machines do not have
 
-        return te.apply(module, config, tp, group)
+        return te.apply(module, config, group, device)
     return emulate(module, config.precision.fp8, in_fp8(config), group, device)
 
 

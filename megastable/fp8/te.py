@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megastable.config import LINEARS, Fp8Config, RunConfig
+from megastable.config import Fp8Config, RunConfig
 from megastable.fp8.emulated import INPUT, WEIGHT, formats, metered, quantizers
 from megastable.fp8.fitting import misfit
 from megastable.fp8.formats import E5M2
@@ -43,7 +43,7 @@ from megastable.fp8.switch import Fp8, Metered, Record, tell
 from megastable.model.gpt import Block
 from megastable.model.mlp import MLP, swiglu
 from megastable.model.norm import RMSNorm
-from megastable.model.sizes import in_fp8
+from megastable.model.sizes import fp8_linears
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.topology import TensorParallel
 
@@ -102,8 +102,7 @@ class Fitted:
 
 def linears_of(block: Block, config: RunConfig) -> set[str]:
     """Which of `config.LINEARS` are in FP8 in this block."""
-    names = in_fp8(config)
-    return {linear for linear in LINEARS if f"{block.name}.{linear}" in names}
+    return set(fp8_linears(config, int(block.name.rpartition(".")[2])))
 
 
 def fit(block: Block, linears: Collection[str]) -> list[Fitted]:
@@ -226,15 +225,14 @@ class _Sum:
 # What the engine knows of it
 
 
-def apply(module: nn.Module, config: RunConfig, tp: TensorParallel, group: Any) -> Fp8:
+def apply(module: nn.Module, config: RunConfig, group: Any, device: torch.device) -> Fp8:
     """`module`, a built model or a stage of one, with its linear layers as `config.precision.fp8` says.
 
-    group: the ranks that share delayed scales, those of the stage; None: the world.
+    group: the ranks that share delayed scales, those of the stage; None: the world. device: where the module will be.
     """
     assert config.precision.fp8 is not None
     blocks = [part for part in module.modules() if isinstance(part, Block)]
     found = [one for block in blocks for one in fit(block, linears_of(block, config))]
-    device = torch.device("cuda", torch.cuda.current_device())  # where the module is about to be
     return TransformerEngine(found, config.precision.fp8, group, device)
 
 
