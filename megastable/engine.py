@@ -17,6 +17,7 @@ import io
 import logging
 import math
 import os
+import socket
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,13 +27,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-if not torch.cuda.is_available():
+# This count comes from NVML. torch.cuda.is_available() would start CUDA, and no process forked from this one
+# (bench/ranks.py) could use a GPU any more.
+if not torch.cuda.device_count():
     # Before the import: left to guess, DeepSpeed warns in every rank that it guessed the CPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
-from deepspeed.accelerator import get_accelerator
-from deepspeed.ops import __compatible_ops__
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -45,7 +48,7 @@ from deepspeed.utils import logger as deepspeed_logger
 
 from megastable.config import OptimizerConfig, RunConfig
 from megastable.data.loader import MicroBatch
-from megastable.errors import ConfigError
+from megastable.errors import ConfigError, MegastableError
 from megastable.flatstate import FlatState, Fragment
 from megastable.fp8.apply import apply
 from megastable.fp8.switch import History
@@ -111,9 +114,11 @@ def start_distributed(timeout: float) -> None:
     warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
     # It calls collectives by names that torch 2.13 replaced.
     warnings.filterwarnings("ignore", message=".*`torch.distributed.* is deprecated.*")
+    if os.environ.get("DS_ACCELERATOR") == "cpu" and get_accelerator().device_name() != "cpu":
+        # DeepSpeed decides once, at the import: for a forked rank that was in its parent.
+        set_accelerator(CPU_Accelerator())
     if device().type == "cuda":
-        # Object collectives of NCCL go through the current device: left alone, all ranks' would be GPU 0.
-        torch.cuda.set_device(device())
+        _take_gpu()
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             # Evaluation and recomputation ask for other sizes than training: without it they leave holes.
             # The second name warns in newer torch, and older ones have no other.
@@ -122,6 +127,8 @@ def start_distributed(timeout: float) -> None:
     else:
         # DeepSpeed refuses fp16 on CPUs without its instructions; torch computes it on all of them, slowly.
         get_accelerator().is_fp16_supported = lambda: True
+        # Its shared-memory collectives need a compiler and leave 66 MiB a rank in /dev/shm after every run.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if "OMP_NUM_THREADS" not in os.environ:
             # Every rank would start a thread per core: ranks of one host share them.
             ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
@@ -129,8 +136,6 @@ def start_distributed(timeout: float) -> None:
     # It warns of optimizers that it does not know; this one works element by element, as ZeRO needs it.
     if AdamW not in zero_utils.ZERO_SUPPORTED_OPTIMIZERS:
         zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(AdamW)
-    # Its shared-memory collectives need a compiler and leave 66 MiB a rank in /dev/shm after every run.
-    __compatible_ops__["deepspeed_shm_comm"] = False
     try:
         with _silence():
             deepspeed.init_distributed(
@@ -143,6 +148,18 @@ def start_distributed(timeout: float) -> None:
         raise ConfigError(
             f"the ranks cannot meet at {where}: {str(error).splitlines()[0]}. If another run is on this host, "
             "give this one a port of its own: deepspeed --master_port 29600 ..."
+        ) from None
+
+
+def _take_gpu() -> None:
+    """Make this rank's GPU the current one: object collectives of NCCL go through that, and all would use GPU 0."""
+    try:
+        torch.cuda.set_device(device())
+    except RuntimeError as error:  # too old a driver, more ranks than GPUs, a GPU that fell off the bus
+        raise MegastableError(
+            f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()} cannot use {device()} of "
+            f"{torch.cuda.device_count()}: {str(error).splitlines()[0]} (nvidia-smi shows the driver and its GPUs; "
+            "DS_ACCELERATOR=cpu trains without)"
         ) from None
 
 
