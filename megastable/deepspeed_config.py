@@ -176,6 +176,8 @@ def _filled(config: RunConfig, world: int) -> dict[str, Any]:
         "fp16": {"enabled": kind == "fp16"},
         # The defaults of these three corrupt activations under sequence parallelism or break the first stage.
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False, "use_reentrant": False},
+        # It waits for the device twice a micro-batch, for a report that nobody sees: records.py has the speed.
+        "timers": {"throughput": {"enabled": False}},
     }
     if kind == "bf16":
         filled["bf16"]["check_grad_overflow"] = True

@@ -45,6 +45,7 @@ from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import logger as deepspeed_logger
+from deepspeed.utils.timer import NoopTimer
 
 from megastable.config import OptimizerConfig, RunConfig
 from megastable.data.loader import MicroBatch
@@ -315,6 +316,9 @@ class Engine:
                 ) from error
         if isinstance(self.optimizer, BF16_Optimizer):
             self._mend_bf16_optimizer(self.optimizer)
+        if layout.pipeline > 1 and self.ds.steps_per_print() is None:
+            # Its pipeline times every step, and drops the times (two CUDA events each) only when it prints them.
+            self.ds.timers = NoopTimer()
         self._update = self.ds._take_model_step
         self.ds._take_model_step = self._gate
         self._judge: Judge | None = None

@@ -163,6 +163,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "communication": ({"communication_data_type": "bf16"}, "communication_data_type='bf16'"),
     "accumulation type": ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype='bf16'"),
     "reentrant": ({"pipeline": {"use_reentrant": True}}, "pipeline.use_reentrant=True"),
+    "timer": ({"timers": {"throughput": {"enabled": True}}}, "timers.throughput.enabled=True"),
 }
 
 
