@@ -27,11 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# This count comes from NVML. torch.cuda.is_available() would start CUDA, and no process forked from this one
-# (bench/ranks.py) could use a GPU any more.
-if not torch.cuda.device_count():
-    # Before the import: left to guess, DeepSpeed warns in every rank that it guessed the CPU.
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+from megastable.hardware import has_gpu
+
+# Before the import, which else asks torch and starts CUDA; where it finds no GPU, it warns of that in every rank.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if has_gpu() else "cpu")
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator, set_accelerator

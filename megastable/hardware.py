@@ -1,12 +1,14 @@
-"""What a device can do: its peak for MFU, and the memory in use."""
+"""What a device can do: whether there is a GPU, its peak for MFU, and the memory in use."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import psutil
 import torch
 
+DEVICES = Path("/dev")
 # Dense bf16 and fp16 peaks by NVIDIA's data sheets, in TFLOP/s; a more special name goes before a shorter one.
 NOMINAL = {
     "H100 PCIe": 756.0,
@@ -18,6 +20,18 @@ NOMINAL = {
     "A100": 312.0,
     "B200": 2250.0,
 }
+
+
+def has_gpu() -> bool:
+    """Whether torch would find a GPU, without starting CUDA as torch.cuda.is_available() does: no process forked from
+    one that has started it can use a GPU (bench/ranks.py)."""
+    if not torch.backends.cuda.is_built():
+        return False
+    if torch.version.hip is not None:
+        return torch.cuda.device_count() > 0
+    count = torch.cuda._device_count_nvml()
+    # Containers may lack NVML, and it does not count parts of a GPU (MIG): then a device file is enough.
+    return count > 0 or (count < 0 and any(DEVICES.glob("nvidia[0-9]*")))
 
 
 def nominal_tflops(name: str, dtype: torch.dtype) -> float | None:

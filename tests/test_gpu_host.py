@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# A host with a GPU, as far as an import can tell. Each of these two calls would start CUDA; torch.cuda.device_count()
-# makes neither where NVML answers.
+# A host with a GPU, as far as an import can tell. Each of these two calls starts CUDA; NVML, which counts here, does not.
 GPU_HOST = """
 import os, sys, traceback
 os.environ.pop("DS_ACCELERATOR", None)
@@ -27,6 +26,7 @@ def note(name, answer):
 torch._C._cuda_getDeviceCount = note("getDeviceCount", 1)
 torch._C._cuda_init = note("init", None)
 torch.cuda._device_count_nvml = lambda: 1
+torch.backends.cuda.is_built = lambda: True
 # torch's own import asks for these where the two above are there
 torch._C._cuda_getCurrentRawStream = torch._C._cuda_getCurrentStream = None
 """

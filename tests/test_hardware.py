@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 import pytest
 import torch
 
-from megastable.hardware import measured_tflops, memory_gib, nominal_tflops, peak_tflops
+from megastable import hardware
+from megastable.hardware import has_gpu, measured_tflops, memory_gib, nominal_tflops, peak_tflops
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("built", "nvml", "files", "there"),
+    [
+        (True, 2, [], True),
+        (True, 0, ["nvidia0"], False),  # CUDA_VISIBLE_DEVICES is empty
+        (True, -1, ["nvidia1", "nvidiactl"], True),  # no NVML in a container
+        (True, -1, ["nvidiactl", "null"], False),
+        (False, 2, ["nvidia0"], False),  # torch for CPUs on a host that has one
+    ],
+)
+def test_a_gpu_is_found_without_starting_cuda(
+    built: bool, nvml: int, files: list[str], there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(hardware, "DEVICES", tmp_path)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: nvml)
+    assert has_gpu() == there
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
