@@ -354,3 +354,18 @@ class TestOnAGPU:
         got = by_chunks(x, weight, labels, 512, 1e-2)
         torch.testing.assert_close(got.objective, objective.detach().float(), rtol=1e-4, atol=1e-4)
         assert error(got.dx, dx.double()) < 2**-6 and error(got.dw, dw.double()) < 2**-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_memory_held_before_does_not_matter(dtype: torch.dtype) -> None:
+    """With NaN in all memory that is taken; 250 columns of 256 are no multiple of what products take at once."""
+    given = inputs(64, 2, 32, 250, 256, dtype)
+    plain = by_chunks(*given, 250, 1e-4)
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        filled = by_chunks(*given, 250, 1e-4)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, other in ((plain.objective, filled.objective), (plain.dx, filled.dx), (plain.dw, filled.dw)):
+        assert torch.isfinite(other).all()
+        assert torch.equal(one, other)
