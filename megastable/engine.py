@@ -21,6 +21,7 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -54,12 +55,13 @@ from megastable.fp8.apply import apply
 from megastable.fp8.switch import History
 from megastable.hostcopy import Filled
 from megastable.model import gpt
-from megastable.model.kernels import Kernels, choose
+from megastable.model.init import cores, initialise
+from megastable.model.kernels import DTYPES, Kernels, choose
 from megastable.model.loss import LossFunction
 from megastable.optim.adamw import AdamW, decay_groups
 from megastable.parallel.mappings import sum_and_scatter
 from megastable.parallel.pipeline import partition
-from megastable.parallel.sharding import placement_of
+from megastable.parallel.sharding import placement_of, shape_of
 from megastable.parallel.topology import ContextParallel, TensorParallel, Topology
 from megastable.probe import Probe, Statistics
 from megastable.ranks import gathered, shared, strangers
@@ -131,8 +133,7 @@ def start_distributed(timeout: float) -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if "OMP_NUM_THREADS" not in os.environ:
             # Every rank would start a thread per core: ranks of one host share them.
-            ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+            torch.set_num_threads(cores())
     # It warns of optimizers that it does not know; this one works element by element, as ZeRO needs it.
     if AdamW not in zero_utils.ZERO_SUPPORTED_OPTIMIZERS:
         zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(AdamW)
@@ -226,42 +227,45 @@ class _Mpu:
 
 
 class _Spec(LayerSpec):
-    def __init__(self, layer: gpt.Layer) -> None:
+    def __init__(self, layer: gpt.Layer, make: gpt.Make) -> None:
         super().__init__(nn.Module)
-        self.layer = layer
+        self.layer, self.make = layer, make
 
     def build(self, log: bool = False) -> nn.Module:
-        return self.layer.build()
+        return self.make(self.layer.build)
 
 
 class _TiedSpec(TiedLayerSpec):
-    def __init__(self, layer: gpt.Layer, forward: Callable[..., Any] | None) -> None:
+    def __init__(self, layer: gpt.Layer, make: gpt.Make, forward: Callable[..., Any] | None) -> None:
         super().__init__("embedding", nn.Module, forward_fn=forward)
-        self.layer = layer
+        self.layer, self.make = layer, make
 
     def build(self, log: bool = False) -> nn.Module:
-        return self.layer.build()
+        return self.make(self.layer.build)
 
 
 class _Pipeline(PipelineModule):
     """A PipelineModule that is cut where `parallel.pipeline.partition` says."""
 
     def __init__(
-        self, config: RunConfig, kernels: Kernels, topology: Topology, loss: LossFunction, cp: ContextParallel
+        self,
+        config: RunConfig,
+        kernels: Kernels,
+        topology: Topology,
+        loss: LossFunction,
+        cp: ContextParallel,
+        make: gpt.Make,
     ) -> None:
         chunked, recompute = kernels.loss == "chunked", config.parallel.recompute
         head = gpt.LateHead if chunked else gpt.Head
-        self._layers = layers = gpt.layers(
-            config.model, loss.tp, recompute, config.run.seed, kernels, head, cp
-        )
+        self._layers = layers = gpt.layers(config.model, loss.tp, recompute, kernels, head, cp)
         specs: list[LayerSpec] = []
         for index, layer in enumerate(layers):
             if layer.tied:
-                specs.append(
-                    _TiedSpec(layer, (gpt.features if chunked else gpt.tied_head) if index else None)
-                )
+                forward = (gpt.features if chunked else gpt.tied_head) if index else None
+                specs.append(_TiedSpec(layer, make, forward))
             else:
-                specs.append(_Spec(layer))
+                specs.append(_Spec(layer, make))
         layout = topology.layout
         grid = PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data)
         super().__init__(specs, topology=grid, loss_fn=loss)
@@ -296,11 +300,11 @@ class Engine:
             )
         self.loss = LossFunction(config.model.vocab_size, config.model.z_loss, self.tp, self.kernels.compile)
         with _silence():
-            module = self._module()
-            staged = config.precision.fp8 is not None and layout.pipeline > 1
-            sharing = topology.stage_group() if staged else None
-            self.fp8 = apply(module, config, self.kernels.fp8, sharing, self.device)
             try:
+                module = self._module(ds_config)
+                staged = config.precision.fp8 is not None and layout.pipeline > 1
+                sharing = topology.stage_group() if staged else None
+                self.fp8 = apply(module, config, self.kernels.fp8, sharing, self.device)
                 self.ds, self.optimizer, *_ = deepspeed.initialize(
                     model=module,
                     optimizer=_adamw(module, config.optimizer, self.kernels.compile),
@@ -347,13 +351,33 @@ class Engine:
         self._summed = [parts[f.group][f.offset : f.offset + f.numel] for f in counted]
         o.get_grads_for_norm = lambda for_clipping=False: parts if for_clipping else (self._summed, {})
 
-    def _module(self) -> nn.Module:
+    def _module(self, ds_config: dict[str, Any]) -> nn.Module:
+        """The model, or this rank's stage, with initial weights; under ZeRO 3 this rank's part of them."""
         c = self.config
+        make = partial(self._make, ds_config)
+        module: nn.Module
         if self.topology.layout.pipeline == 1:
-            return gpt.GPT(
-                c.model, self.tp, c.parallel.recompute, c.run.seed, self.loss, self.kernels, self.cp
-            )
-        return _Pipeline(c, self.kernels, self.topology, self.loss, self.cp)
+            recompute = c.parallel.recompute
+            module = gpt.GPT(c.model, self.tp, recompute, None, self.loss, self.kernels, self.cp, make)
+        else:
+            module = _Pipeline(c, self.kernels, self.topology, self.loss, self.cp, make)
+        initialise(module, c.model, self.tp, c.run.seed, self.topology.data_rank)
+        return module
+
+    def _make(self, ds_config: dict[str, Any], build: Callable[[], nn.Module]) -> nn.Module:
+        """A layer, not yet filled, where and in what dtype it computes: `deepspeed.initialize` would hold it twice to
+        convert it, and whole to partition it."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(DTYPES[self.config.precision.kind])
+        try:
+            with self.device:
+                module = build()
+        finally:
+            torch.set_default_dtype(before)
+        if self.config.parallel.zero == 3:
+            group, mpu = self.topology.data_group, _Mpu(self.topology)
+            deepspeed.zero.Init(module, group, config_dict_or_path=ds_config, mpu=mpu)
+        return module
 
     # Training
 
@@ -641,13 +665,12 @@ class Engine:
             placement = placement_of(parameter)
             counted = not getattr(parameter, "ds_pipe_replicated", False)
             counted &= parameter.tensor_model_parallel or self.topology.tensor_rank == 0
+            shape = shape_of(parameter)
             if isinstance(o, DeepSpeedZeroOptimizer_Stage3):
-                shape = tuple(parameter.ds_shape)
                 group, offset, size = o.grad_position[o.get_param_id(parameter)]
                 start = self.topology.data_rank * size
                 numel = min(size, parameter.ds_numel - start)
             else:
-                shape = tuple(parameter.shape)
                 held = getattr(parameter, "_hp_mapping", None)
                 if held is None:
                     continue

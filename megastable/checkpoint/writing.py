@@ -128,7 +128,7 @@ def write_checkpoint(
 
 def _stages(run: RunConfig, count: int) -> list[dict[str, Described]]:
     """The parameters of every pipeline stage; a tied weight counts where it is first."""
-    layers = gpt.layers(run.model, TensorParallel(), "none", 0)
+    layers = gpt.layers(run.model, TensorParallel(), "none")
     bounds = partition([layer.cost for layer in layers], count, [layer.is_block for layer in layers])
     held = parameters(run.model)
     return [

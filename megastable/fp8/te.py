@@ -45,6 +45,7 @@ from megastable.model.mlp import MLP, swiglu
 from megastable.model.norm import RMSNorm
 from megastable.model.sizes import fp8_linears
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megastable.parallel.sharding import shape_of
 from megastable.parallel.topology import TensorParallel
 
 # For the first step, and the first one after FP8 was left; of weights the largest is looked up where they are here.
@@ -146,7 +147,7 @@ def _linear(linear: ColumnParallelLinear | RowParallelLinear, norm: RMSNorm | No
     """[norm,] x [s, b, in] (column: or its sequence shard) -> [s, b, out], as our own layers."""
     import transformer_engine.pytorch as te
 
-    (outputs, inputs), tp = linear.weight.shape, linear.tp
+    (outputs, inputs), tp = shape_of(linear.weight), linear.tp
     column = isinstance(linear, ColumnParallelLinear)
     told = _told(tp, linear.weight) | {
         "parallel_mode": None if tp.size == 1 else "column" if column else "row"
@@ -167,7 +168,7 @@ def _mlp(mlp: MLP, norm: RMSNorm) -> Any:
     """norm, then the MLP: x [s, b, hidden] (or its sequence shard) -> the same shape. Its SwiGLU has the gate first."""
     import transformer_engine.pytorch as te
 
-    tp, (hidden, width) = mlp.down.tp, mlp.down.weight.shape
+    tp, (hidden, width) = mlp.down.tp, shape_of(mlp.down.weight)
     with _quietly():
         module = te.LayerNormMLP(
             hidden, width * tp.size, eps=norm.eps, normalization="RMSNorm", activation="swiglu",
@@ -198,8 +199,8 @@ def _quietly() -> Iterator[None]:
 
 
 def _give(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    its = getattr(module, name)
-    assert its.shape == parameter.shape, f"{name}: {tuple(its.shape)} in place of {tuple(parameter.shape)}"
+    its, ours = tuple(getattr(module, name).shape), shape_of(parameter)
+    assert its == ours, f"{name}: {its} in place of {ours}"
     setattr(module, name, parameter)
 
 

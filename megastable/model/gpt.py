@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import call
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from megastable.parallel.mappings import enter
 from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
 
 Stream = Tensor | tuple[Tensor, Tensor]  # x, or (x, segments)
+Make = Callable[[Callable[[], nn.Module]], nn.Module]
 
 
 def _open(stream: Stream) -> tuple[Tensor, Tensor | None]:
@@ -149,7 +151,8 @@ def tied_head(embedding: VocabParallelEmbedding, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """One entry of the list: how it is built, what it costs (multiply-adds per token), how it is tied."""
+    """One entry of the list: how it is built (its weights are not yet filled), what it costs (multiply-adds per
+    token), how it is tied."""
 
     build: Callable[[], nn.Module]
     cost: float
@@ -161,34 +164,24 @@ def layers(
     config: ModelConfig,
     tp: TensorParallel,
     recompute: str,
-    seed: int,
     kernels: Kernels = PLAIN,
     head: type[Head] = Head,
     cp: ContextParallel = WHOLE,
 ) -> list[Layer]:
     """The model, layer by layer. With `config.tied` the last entry is the embedding again, used as head."""
-
-    def made(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        def build_filled() -> nn.Module:
-            module = build()
-            initialise(module, config, tp, seed)
-            return module
-
-        return build_filled
-
     c, vocabulary = config, config.padded_vocab
     costs = [cost for cost, _ in layer_costs(c)]
-    embedding = made(lambda: Embedding(vocabulary, c.hidden, tp, "embedding"))
+    embedding = partial(Embedding, vocabulary, c.hidden, tp, "embedding")
     return [
         Layer(embedding, cost=costs[0], tied=c.tied),
         *(
-            Layer(made(partial(Block, c, tp, i, recompute, kernels, cp)), cost=costs[1 + i], is_block=True)
+            Layer(partial(Block, c, tp, i, recompute, kernels, cp), cost=costs[1 + i], is_block=True)
             for i in range(c.layers)
         ),
-        Layer(made(lambda: FinalNorm(c.hidden, c.norm_eps, tp, "final_norm", tp.sequence)), cost=costs[-2]),
+        Layer(partial(FinalNorm, c.hidden, c.norm_eps, tp, "final_norm", tp.sequence), cost=costs[-2]),
         Layer(embedding, cost=costs[-1], tied=True)
         if c.tied
-        else Layer(made(lambda: head(c.hidden, (vocabulary,), tp, "head")), cost=costs[-1]),
+        else Layer(partial(head, c.hidden, (vocabulary,), tp, "head"), cost=costs[-1]),
     ]
 
 
@@ -197,6 +190,7 @@ class GPT(nn.Sequential):
 
     Children are named "0", "1", ... as DeepSpeed names the layers of a pipeline, so that checkpoints of one and
     of several stages speak of the same parameters. forward(inputs) gives logits, forward(inputs, labels) the loss.
+    seed: of the initial weights; None leaves them unfilled. make: what builds a layer and may place it.
     """
 
     def __init__(
@@ -204,13 +198,16 @@ class GPT(nn.Sequential):
         config: ModelConfig,
         tp: TensorParallel,
         recompute: str,
-        seed: int,
+        seed: int | None,
         loss: LossFunction | None = None,
         kernels: Kernels = PLAIN,
         cp: ContextParallel = WHOLE,
+        make: Make = call,
     ) -> None:
-        listed = layers(config, tp, recompute, seed, kernels, cp=cp)
-        super().__init__(*(layer.build() for layer in listed[: -1 if config.tied else None]))
+        listed = layers(config, tp, recompute, kernels, cp=cp)
+        super().__init__(*(make(layer.build) for layer in listed[: -1 if config.tied else None]))
+        if seed is not None:
+            initialise(self, config, tp, seed)
         self.loss = loss
         self.tied = config.tied
         self.chunked = kernels.loss == "chunked"

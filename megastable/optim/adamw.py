@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megastable.parallel.sharding import shape_of
+
 CHUNKS = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements at a time: what stays in a CPU's cache, or fills a GPU
 HIGH = -0x10000  # the bits of fp32 that bf16 has, as an int32
 # Odd, with bits everywhere: two make one number of a weight and a gradient, the third spreads it. Products wrap.
@@ -33,8 +35,8 @@ def decay_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict
     """For an optimizer, two groups, of which one may be empty: matrices decay, norms do not."""
     held = list(parameters)
     return [
-        {"params": [p for p in held if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in held if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for p in held if len(shape_of(p)) > 1], "weight_decay": weight_decay},
+        {"params": [p for p in held if len(shape_of(p)) <= 1], "weight_decay": 0.0},
     ]
 
 

@@ -53,6 +53,11 @@ def place(parameter: nn.Parameter, placement: Placement, size: int) -> None:
     parameter.tensor_model_parallel = placement.dim is not None and size > 1  # type: ignore[attr-defined]
 
 
+def shape_of(parameter: Tensor) -> tuple[int, ...]:
+    """The shape of a parameter of this tensor rank, also where ZeRO 3 has taken its elements away."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def placement_of(parameter: Tensor) -> Placement:
     """The placement that `place` gave."""
     placement = getattr(parameter, "placement", None)

@@ -12,6 +12,7 @@ from torch import Tensor
 from megastable.config import ModelConfig
 from megastable.model import gpt
 from megastable.model.gpt import GPT
+from megastable.model.init import initialise
 from megastable.model.kernels import PLAIN, Kernels
 from megastable.model.loss import LossFunction
 from megastable.parallel.pipeline import partition
@@ -188,11 +189,13 @@ def test_one_document_is_the_same_as_none() -> None:
 def test_the_list_of_layers_is_the_model(tied: bool) -> None:
     """Run one after the other, as a pipeline does, with the same names and bytes of the parameters."""
     c = config(tied=tied)
-    entries = gpt.layers(c, TensorParallel(), "none", seed=7)
+    entries = gpt.layers(c, TensorParallel(), "none")
     assert [entry.is_block for entry in entries] == [False, True, True, False, False]
     assert [entry.tied for entry in entries] == [tied, False, False, False, tied]
     model = GPT(c, TensorParallel(), "none", seed=7)
     modules = [entry.build() for entry in entries]
+    for module in modules:
+        initialise(module, c, TensorParallel(), seed=7)
     tokens, _, segments = batch()
     x: Any = (tokens, segments)
     with torch.no_grad():
@@ -208,7 +211,7 @@ def test_costs_spread_a_large_model_evenly() -> None:
     c = ModelConfig(
         layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, sequence_length=8192, vocab_size=128_000
     )
-    entries = gpt.layers(c, TensorParallel(), "full", seed=0)
+    entries = gpt.layers(c, TensorParallel(), "full")
     costs = [entry.cost for entry in entries]
     assert 1.0 < costs[-1] / costs[1] < 1.5
     bounds = partition(costs, 8, [entry.is_block for entry in entries])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megastable.config import ModelConfig
 from megastable.model.gpt import GPT, layers
+from megastable.model.init import initialise
 from megastable.parallel.sharding import Placement, placement_of, shard, unshard
 from megastable.parallel.topology import TensorParallel
 
@@ -92,7 +93,8 @@ def test_a_shard_of_qkv_holds_whole_heads_of_each() -> None:
 
 def test_one_layer_built_alone_is_the_same_as_in_the_model() -> None:
     c = config()
-    block = layers(c, TensorParallel(), "none", seed=1)[2].build()
+    block = layers(c, TensorParallel(), "none")[2].build()
+    initialise(block, c, TensorParallel(), 1)
     whole = weights(c)
     for p in block.parameters():
         assert torch.equal(p, whole[placement_of(p).name][0])
