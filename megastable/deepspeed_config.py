@@ -167,8 +167,7 @@ def _filled(config: RunConfig, world: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": steps,
         "gradient_clipping": config.optimizer.clip,
-        # Without the last, building for ZeRO 3 puts another product in the place of F.linear, for good.
-        "zero_optimization": {"stage": config.parallel.zero, "memory_efficient_linear": False},
+        "zero_optimization": {"stage": config.parallel.zero},
         "zero_allow_untested_optimizer": True,
         # Gradients are reduced and accumulated in fp32 whatever the parameters are.
         "communication_data_type": "fp32",

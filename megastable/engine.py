@@ -186,6 +186,17 @@ def _silence() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _refusals(file: str) -> Iterator[None]:
+    try:
+        yield
+    except (AssertionError, ValueError, KeyError, DeepSpeedConfigError) as error:
+        raise ConfigError(
+            f"deepspeed={file}: DeepSpeed refuses this configuration: {error}. Compare the file with those in "
+            "ds_configs/, and look at `python -m megastable.config RECIPE`"
+        ) from error
+
+
+@contextlib.contextmanager
 def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
     own = vars(owner)
     missing = object()
@@ -224,6 +235,15 @@ class _Mpu:
 
     def get_data_parallel_world_size(self) -> int:
         return self.t.layout.data
+
+
+class _Parts(deepspeed.zero.Init):
+    """Partitions the parameters of a module that are not yet filled."""
+
+    def _zero_init_param(self, param: nn.Parameter) -> None:
+        # Its own broadcasts them before: bytes of no meaning, which gloo holds whole for longer than they are needed.
+        self._convert_to_deepspeed_param(param)
+        param.partition()  # type: ignore[attr-defined]
 
 
 class _Spec(LayerSpec):
@@ -300,11 +320,11 @@ class Engine:
             )
         self.loss = LossFunction(config.model.vocab_size, config.model.z_loss, self.tp, self.kernels.compile)
         with _silence():
-            try:
-                module = self._module(ds_config)
-                staged = config.precision.fp8 is not None and layout.pipeline > 1
-                sharing = topology.stage_group() if staged else None
-                self.fp8 = apply(module, config, self.kernels.fp8, sharing, self.device)
+            module = self._module(ds_config)
+            staged = config.precision.fp8 is not None and layout.pipeline > 1
+            sharing = topology.stage_group() if staged else None
+            self.fp8 = apply(module, config, self.kernels.fp8, sharing, self.device)
+            with _refusals(config.deepspeed):
                 self.ds, self.optimizer, *_ = deepspeed.initialize(
                     model=module,
                     optimizer=_adamw(module, config.optimizer, self.kernels.compile),
@@ -312,11 +332,6 @@ class Engine:
                     mpu=_Mpu(topology) if layout.pipeline == 1 else None,
                     dist_init_required=False,
                 )
-            except (AssertionError, ValueError, KeyError, DeepSpeedConfigError) as error:
-                raise ConfigError(
-                    f"deepspeed={config.deepspeed}: DeepSpeed refuses this configuration: {error}. Compare the file "
-                    "with those in ds_configs/, and look at `python -m megastable.config RECIPE`"
-                ) from error
         if isinstance(self.optimizer, BF16_Optimizer):
             self._mend_bf16_optimizer(self.optimizer)
         if layout.pipeline > 1 and self.ds.steps_per_print() is None:
@@ -375,8 +390,12 @@ class Engine:
         finally:
             torch.set_default_dtype(before)
         if self.config.parallel.zero == 3:
+            # Else it puts a product of its own in the place of F.linear, for every layer that is built later.
+            zero = ds_config["zero_optimization"] | {"memory_efficient_linear": False}
+            given = ds_config | {"zero_optimization": zero}
             group, mpu = self.topology.data_group, _Mpu(self.topology)
-            deepspeed.zero.Init(module, group, config_dict_or_path=ds_config, mpu=mpu)
+            with _refusals(self.config.deepspeed):
+                _Parts(module, group, config_dict_or_path=given, mpu=mpu)
         return module
 
     # Training

@@ -2,9 +2,9 @@
 
     python -m megastable.bench.footprint --layout "TP2" --layout "PP2" --json footprint.json
 
-Every layout trains a small model on processes of this machine (gloo): what is there between two steps, by kind, and the
-most that a step allocates beside it (`bench/train.py`: torch.profiler on a CPU, without scratch space of oneDNN). On a
-GPU (one process) both are those of torch's allocator.
+Every layout trains a small model on processes of this machine (gloo): what is there between two steps, by kind, the
+most that a step allocates beside it (`bench/train.py`: torch.profiler on a CPU, without scratch space of oneDNN), and
+the most while the engine is built. On a GPU (one process) all are those of torch's allocator.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from megastable.config import RunConfig
 from megastable.errors import ConfigError, user_errors
 from megastable.parallel.layout import Layout
 from megastable.plan import memory
+from megastable.plan.items import BUILDING
 
 WARM = 2  # steps before the measured one: moments, tables and scratch are there, ZeRO 3 knows its order
 MIB = 2**20
@@ -129,11 +130,13 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank, in bytes. held: between two steps, by kind ("other" is the rest); step: the most beside it."""
+    """Of one rank, in bytes. held: between two steps, by kind ("other" is the rest); step: the most beside it;
+    building: the most before the first step, device and host together where they are one."""
 
     stage: int
     held: dict[str, int]
     step: int
+    building: int
     device: Literal["cpu", "cuda"] = "cpu"
 
     @property
@@ -154,6 +157,8 @@ class Row:
     total_expected: int
     peak: str
     kinds: dict[str, int]
+    building: int
+    building_expected: int
 
     @property
     def difference(self) -> float:
@@ -206,6 +211,9 @@ def compare(name: str, case: Case, ranks: Sequence[Measured]) -> list[Row]:
                 expected.total,
                 expected.peak,
                 {str(kind): size for kind, size in expected.kinds.items()},
+                measured.building,
+                # The copies that may be made on the host are made on the device, where there is room.
+                max(expected.host.building, *(sum(expected.at(phase).values()) for phase in BUILDING)),
             )
         )
     return rows
@@ -214,7 +222,7 @@ def compare(name: str, case: Case, ranks: Sequence[Measured]) -> list[Row]:
 def table(rows: Iterable[Row]) -> Table:
     """One row for every rank that differs from its neighbours of the same stage, otherwise one for a stage."""
     made = Table("layout", "stage", title="Memory of one rank in a training step, MiB")
-    for name in ("state", "by the formulas", "peak", "by the formulas", "difference", "most of it"):
+    for name in ("building", "formulas", "state", "formulas", "peak", "formulas", "difference", "most of it"):
         made.add_column(name, justify="right")
     seen = set()
     for row in rows:
@@ -223,7 +231,8 @@ def table(rows: Iterable[Row]) -> Table:
             continue
         seen.add(key)
         made.add_row(
-            row.layout, str(row.stage), f"{row.held / MIB:.2f}", f"{row.held_expected / MIB:.2f}",
+            row.layout, str(row.stage), f"{row.building / MIB:.2f}", f"{row.building_expected / MIB:.2f}",
+            f"{row.held / MIB:.2f}", f"{row.held_expected / MIB:.2f}",
             f"{row.total / MIB:.1f}", f"{row.total_expected / MIB:.1f}", f"{row.difference:+.1%}",
             max(row.kinds, key=lambda kind: row.kinds[kind]),
         )  # fmt: skip
@@ -238,7 +247,7 @@ def measure_joined(case: Case) -> Measured:
     import torch
     import torch.distributed as dist
 
-    from megastable.bench.train import living_bytes
+    from megastable.bench.train import living_bytes, peak_of
     from megastable.engine import Engine, device
     from megastable.model import sizes
     from megastable.parallel.topology import Topology
@@ -251,7 +260,18 @@ def measure_joined(case: Case) -> Measured:
     settings = deepspeed_config.build(config, case.world)
     settings["zero_optimization"] = case.zero
     topology = Topology(case.layout, dist.get_rank(), timeout=120)
-    engine = Engine(config, settings, topology)
+    made: list[Engine] = []
+
+    def build() -> None:
+        made.append(Engine(config, settings, topology))
+
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        build()
+        building = torch.cuda.max_memory_allocated() - before
+    else:
+        building = peak_of(build)
+    engine = made[0]
     batches = _batches(case, topology.sample_rank)
 
     def step() -> None:
@@ -273,7 +293,7 @@ def measure_joined(case: Case) -> Measured:
         most = _peak_of(step)
     held = _kinds(engine)
     held["other"] = all_held - before - sum(held.values())
-    return Measured(topology.stage, held, most, "cuda" if on_gpu else "cpu")
+    return Measured(topology.stage, held, most, building, "cuda" if on_gpu else "cpu")
 
 
 def _peak_of(step: Callable[[], None]) -> int:

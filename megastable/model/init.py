@@ -83,9 +83,12 @@ def fill(parts: Iterable[Part], config: ModelConfig, tp: TensorParallel, seed: i
     ordered = sorted(parts, key=lambda part: -math.prod(part.shape))
     draw = partial(_fill, config=config, tp=tp, seed=seed)
     before = torch.get_num_threads()
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        list(pool.map(draw, ordered))
-    torch.set_num_threads(before)  # of threads to come: those of the pool set it for all
+    try:
+        # One of torch's own for each: else each would start as many for its copies.
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            list(pool.map(draw, ordered))
+    finally:
+        torch.set_num_threads(before)  # a thread of the pool sets it for all threads to come
 
 
 @torch.no_grad()

@@ -8,11 +8,13 @@ from typing import Literal
 
 Kind = Literal["weights", "gradients", "master", "moments", "activations", "logits", "buffers"]
 # Of a step: the loss of a micro-batch; in its backward pass loss and head, the last blocks, the first block and
-# embedding; the update. And between two steps.
-Phase = Literal["loss", "head", "backward", "end", "update", "between"]
+# embedding; the update. Between two steps. And before the first one: layers are built, then the optimizer's state.
+Phase = Literal["loss", "head", "backward", "end", "update", "between", "layers", "optimizer"]
 Device = Literal["cuda", "cpu"]
 KINDS: tuple[Kind, ...] = ("weights", "gradients", "master", "moments", "activations", "logits", "buffers")
-PHASES: tuple[Phase, ...] = ("loss", "head", "backward", "end", "update", "between")
+STEP: tuple[Phase, ...] = ("loss", "head", "backward", "end", "update", "between")
+BUILDING: tuple[Phase, ...] = ("layers", "optimizer")
+PHASES = (*STEP, *BUILDING)
 WAITING: tuple[Phase, ...] = ("loss", "head", "backward")  # all that waits for the backward pass does so
 PASSES: tuple[Phase, ...] = (*WAITING, "end")
 BACK: tuple[Phase, ...] = ("head", "backward", "end")
@@ -25,17 +27,18 @@ class Item:
     kind: Kind
     name: str
     bytes: int
-    phases: tuple[Phase, ...] = PHASES
+    phases: tuple[Phase, ...] = STEP
 
 
 @dataclass(frozen=True)
 class Host:
     """In host memory of one rank. snapshot: one rewind point; points: as many as the recipe keeps; checkpoint: the
-    copy that is written behind the steps."""
+    copy that is written behind the steps. building: at most, before the first step, when none of these is there."""
 
     snapshot: int
     points: int
     checkpoint: int
+    building: int
 
     @property
     def total(self) -> int:
@@ -51,7 +54,7 @@ class Footprint:
     host: Host
 
     def at(self, phase: Phase) -> dict[Kind, int]:
-        """Bytes by kind at a moment of a step."""
+        """Bytes by kind at a moment."""
         found = dict.fromkeys(KINDS, 0)
         for item in self.items:
             if phase in item.phases:
@@ -60,7 +63,7 @@ class Footprint:
 
     @cached_property
     def peak(self) -> Phase:
-        """The moment of a step at which most is there."""
+        """The moment at which most is there."""
         sums = dict.fromkeys(PHASES, 0)
         for item in self.items:
             for phase in item.phases:
@@ -74,7 +77,7 @@ class Footprint:
 
     @cached_property
     def total(self) -> int:
-        """Bytes on the device at the peak of a step."""
+        """Bytes on the device at the peak."""
         return sum(self.kinds.values())
 
     @property

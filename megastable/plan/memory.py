@@ -24,7 +24,7 @@ from megastable.model.sizes import CPU_ELEMENTS, GPU_ELEMENTS, chunk_size, fp8_l
 from megastable.parallel.layout import Layout
 from megastable.plan import activations
 from megastable.plan.activations import FP32, Kernels
-from megastable.plan.items import BACK, PASSES, WAITING, Device, Footprint, Host, Item, Phase
+from megastable.plan.items import BACK, PASSES, PHASES, STEP, WAITING, Device, Footprint, Host, Item, Phase
 
 # On a CPU only, of model/ and optim/, which need torch.
 LOSS_BLOCK, SUM_CHUNK, UPDATE_CHUNK, SCORES = 2**19, 2**18, {"cpu": 2**17, "cuda": 2**24}, 2**20
@@ -96,6 +96,7 @@ def _footprint(
     items = [
         *_state(config, layout, held, groups),
         *_exchanged(config, layout, held, groups, steps, zero),
+        *_building(config, layout, held, groups),
         *_activations(config, held, first, kernels, min(layout.pipeline - stage, steps), block),
         *_fp8_weights(config, held, first, kernels, min(layout.pipeline - stage, steps)),
         *_ends(config, held),
@@ -150,17 +151,33 @@ def _sums(config: RunConfig) -> bool:
 
 
 def _state(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int]) -> Iterable[Item]:
-    """What lives from step to step."""
+    """What lives from step to step; the moments are made by the first update."""
     e, whole = element(config), sum(groups)
     own = whole // layout.data
     moment = 2 if config.optimizer.moments == "bf16" else FP32
-    yield Item("weights", "weights that compute", (own if config.parallel.zero == 3 else whole) * e)
-    yield Item("master", "fp32 master weights", own * FP32)
+    made: tuple[Phase, ...] = (*STEP, "optimizer")
+    yield Item("weights", "weights that compute", (own if config.parallel.zero == 3 else whole) * e, PHASES)
+    yield Item("master", "fp32 master weights", own * FP32, made)
     yield Item("moments", "Adam's moments", 2 * own * moment)
     if _sums(config):
-        yield Item("gradients", "fp32 sums of gradients", whole * FP32)
+        yield Item("gradients", "fp32 sums of gradients", whole * FP32, made)
     elif config.parallel.zero == 3:
-        yield Item("gradients", "fp32 sums of gradients, this rank's part", own * FP32)
+        yield Item("gradients", "fp32 sums of gradients, this rank's part", own * FP32, made)
+
+
+def _building(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int]) -> Iterable[Item]:
+    """What is there beside the state before the first step: under ZeRO 3 a layer that is not yet shared out, then a
+    parameter that is gathered for its hook. A second copy of the weights, flat, is `Host.building`."""
+    e = element(config)
+    if config.parallel.zero == 3:
+        matrices, _ = parameters(config.model, held, config.parallel.tensor)
+        block = parameters(config.model, Stage(1, first=False, last=False), config.parallel.tensor)
+        layer = max(sum(map(sum, block)), *matrices)
+        yield Item("weights", "a layer, whole", layer * e, ("layers",))
+        yield Item("weights", "a parameter, whole", max(matrices) * e, ("optimizer",))
+    elif not _sums(config):
+        copy = max(groups) // layout.data * FP32
+        yield Item("gradients", "the update's copy of this rank's part", copy, ("optimizer",))
 
 
 def _exchanged(
@@ -188,7 +205,7 @@ def _exchanged(
         yield Item("buffers", "a bucket in fp32, to be summed", full * FP32 * (e < FP32), ("end",))
         yield copy
     else:
-        yield Item("buffers", "bucket of gradients", bucket * FP32)
+        yield Item("buffers", "bucket of gradients", bucket * FP32, (*STEP, "optimizer"))
         yield Item("gradients", "gradients of a bucket", full * e, ("end",))
         yield Item("buffers", "a bucket in fp32, twice, to be summed", 2 * full * FP32, ("end",))
         live = int(zero.get("stage3_max_live_parameters", 1e9)) + int(
@@ -347,7 +364,7 @@ def _scratch(
     m, z = config.model, activations.sizes(config)
     yield Item("buffers", "table of rotations", m.sequence_length * m.head_width * FP32)
     if _sums(config) and device == "cpu":
-        yield Item("buffers", "gradients in fp32, a chunk", SUM_CHUNK * FP32)
+        yield Item("buffers", "gradients in fp32, a chunk", SUM_CHUNK * FP32, (*STEP, "optimizer"))
     if config.optimizer.moments == "bf16" and not kernels.compile:
         size = min(UPDATE_CHUNK[device], max(groups))
         yield Item("buffers", "the update's intermediate results", 5 * size * FP32, ("update",))
@@ -365,4 +382,13 @@ def _host(config: RunConfig, groups: Sequence[int], layout: Layout, device: Devi
     sizes = [n // layout.data * width for n in groups for width in (FP32, moment, moment)]
     state = sum(taken(size, device == "cuda") for size in sizes)
     kept = config.stability.snapshots
-    return Host(state, kept.keep if kept.interval else 0, state if config.checkpoint.asynchronous else 0)
+    copy = state if config.checkpoint.asynchronous else 0
+    return Host(state, kept.keep if kept.interval else 0, copy, _flattened(config, groups, layout))
+
+
+def _flattened(config: RunConfig, groups: Sequence[int], layout: Layout) -> int:
+    """Host memory in which DeepSpeed lays the weights one behind the other: under ZeRO 3 this rank's part; under ZeRO 1
+    and 2 old and new copy, if the GPU has no room for the new one. BF16_Optimizer does it on the device."""
+    if config.parallel.zero == 3:
+        return sum(groups) // layout.data * element(config)
+    return 0 if _sums(config) else (sum(groups) + max(groups)) * element(config)

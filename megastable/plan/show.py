@@ -118,16 +118,20 @@ def host(found: Plan) -> tuple[str, dict[str, Any]]:
     ranks, memory = min(found.cluster.gpus_per_host, found.layout.world), found.cluster.host_memory_gib * GIB
     budget = snapshots.memory_gib * GIB if snapshots.memory_gib else SHARE * memory / ranks
     points = capacity(h.points, h.snapshot, budget)
-    used = ranks * (points * h.snapshot + h.checkpoint)
+    used = ranks * max(points * h.snapshot + h.checkpoint, h.building)
     numbers = {
         "snapshot_bytes": h.snapshot, "wanted": h.points, "kept": points, "checkpoint_bytes": h.checkpoint,
-        "host_bytes": used, "host_memory_bytes": int(memory), "fits": used <= memory,
+        "building_bytes": h.building, "host_bytes": used, "host_memory_bytes": int(memory), "fits": used <= memory,
     }  # fmt: skip
     text = f"host memory: {plural(points, 'rewind point')} of {h.snapshot / GIB:.2f} GiB and a checkpoint's copy of "
     text += f"{h.checkpoint / GIB:.2f} a rank, {used / GIB:,.0f} GiB of {memory / GIB:,.0f} for {plural(ranks, 'rank')}"
     if points < h.points:
         text += f"; the recipe wants {h.points} points, for which there is no room"
-    if used > memory:
+    if h.building:
+        text += f"; before the first step up to {h.building / GIB:.2f} a rank"
+    if ranks * h.building > memory:
+        text += ": TOO MUCH; use more tensor or pipeline stages, or parallel.zero=3"
+    elif used > memory:
         text += ": TOO MUCH; lower stability.snapshots.keep, or checkpoint.asynchronous=false"
     return text, numbers
 

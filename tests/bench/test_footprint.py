@@ -14,7 +14,7 @@ from megastable.bench.footprint import LAYOUTS, Row
 from megastable.errors import ConfigError
 
 # The rest takes minutes: MEGASTABLE_FOOTPRINTS=all.
-SOME = ["one", "one, full", "PP2"]
+SOME = ["one", "one, fp16", "one, full", "PP2", "DP2 ZeRO 3 full"]
 ALL = os.environ.get("MEGASTABLE_FOOTPRINTS") == "all"
 
 
@@ -25,9 +25,12 @@ def test_formulas_hold() -> None:
         assert row.held == pytest.approx(row.held_expected, rel=0.005), row
         assert row.total_expected == pytest.approx(row.total, rel=0.05), row
         assert sum(row.kinds.values()) == row.total_expected
+        # Under ZeRO 3 gloo keeps some parameters that DeepSpeed gathers one by one, until its threads come to it.
+        more = 0.25 if "ZeRO 3" in row.layout else 0.01
+        assert 0.99 * row.building_expected <= row.building <= (1 + more) * row.building_expected, row
 
 
-ROW = Row("TP2", 0, 0, 100, 100, 1000, 1030, "head", {"weights": 1000, "logits": 30})
+ROW = Row("TP2", 0, 0, 100, 100, 1000, 1030, "head", {"weights": 1000, "logits": 30}, 500, 510)
 
 
 def test_difference_and_table() -> None:

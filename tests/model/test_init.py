@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megastable.config import ModelConfig
+from megastable.model import init
 from megastable.model.gpt import GPT, layers
-from megastable.model.init import initialise
+from megastable.model.init import Part, cores, fill, initialise, whole_weight
 from megastable.parallel.sharding import Placement, placement_of, shard, unshard
 from megastable.parallel.topology import TensorParallel
 
@@ -112,3 +116,93 @@ def test_standard_deviations() -> None:
         # Standard error of a standard deviation of n normal numbers: 1 / sqrt(2 n); five of them.
         assert float(w.std()) == pytest.approx(wanted, rel=5 / math.sqrt(2 * w.numel())), name
         assert abs(float(w.mean())) < 5 * wanted / math.sqrt(w.numel()), name
+
+
+# Drawn in chunks, by threads
+
+
+@given(st.integers(1, 90), st.integers(1, 90), st.integers(1, 700))
+@settings(deadline=None, max_examples=150)
+def test_chunks_are_the_bytes_of_the_whole(rows: int, columns: int, size: int) -> None:
+    whole = torch.empty(rows, columns).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(init, "CHUNK", size)
+        at = 0
+        for first, chunk in init._chunks(rows, columns, 0.02, torch.Generator().manual_seed(3)):
+            assert first == at and chunk.dtype == torch.float32
+            assert torch.equal(chunk, whole[first : first + len(chunk)])
+            # Sixteen rows at the least where the rows are odd, and what is left over.
+            assert chunk.numel() < max(size, init.BLOCK * columns) + init.BLOCK + columns
+            at += len(chunk)
+    assert at == rows
+
+
+def parts_of(
+    c: ModelConfig, tp: TensorParallel, data: int, dtype: torch.dtype
+) -> dict[tuple[str, int], tuple[Part, Tensor]]:
+    """Of every parameter and data rank what ZeRO 3 gives it, and the numbers that belong there; by name and rank."""
+    found = {}
+    for layer in layers(c, tp, "none"):
+        for p in layer.build().parameters():
+            placement, shape = placement_of(p), list(p.shape)
+            if placement.dim is not None:
+                shape[placement.dim] = sum(placement.sections)
+            flat = shard(whole_weight(placement, tuple(shape), c, 1), placement, tp.rank, tp.size).flatten()
+            size = -(-len(flat) // data)
+            padded = torch.cat((flat, torch.zeros(size * data - len(flat)))).to(dtype)
+            for rank in range(data):
+                into = torch.full((size,), torch.nan, dtype=dtype)
+                part = Part(placement, tuple(p.shape), into, rank * size)
+                found[placement.name, rank] = part, padded[rank * size : (rank + 1) * size]
+    return found
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(("size", "data", "dtype"), [(1, 1, "float32"), (1, 3, "bfloat16"), (2, 5, "float16")])
+def test_every_number_of_threads_and_ranks_gives_the_same_bytes(
+    threads: int, size: int, data: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(init, "CHUNK", 1000)
+    c = config(qk_norm="full", layers=1)
+    before = torch.get_num_threads()
+    for rank in range(size):
+        tp = TensorParallel(rank=rank, size=size)
+        made = parts_of(c, tp, data, getattr(torch, dtype))
+        fill([part for part, _ in made.values()], c, tp, 1, threads)
+        for name, (part, wanted) in made.items():
+            assert torch.equal(part.into, wanted), name
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_so_many_threads_draw_at_once(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the others; of torch's own threads they have one each, or there would be threads x threads."""
+    together, own = threading.Barrier(threads, timeout=30), []
+
+    def drawn(part: Part, **_: Any) -> None:
+        together.wait()
+        own.append(torch.get_num_threads())
+
+    monkeypatch.setattr(init, "_fill", drawn)
+    parts = [Part(Placement(str(i)), (2, 2), torch.empty(4)) for i in range(2 * threads)]
+    fill(parts, config(), TensorParallel(), 1, threads)
+    assert own == [1] * len(parts)
+
+
+def test_an_error_in_a_thread_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(part: Part, **_: Any) -> None:
+        raise torch.OutOfMemoryError(part.placement.name)
+
+    monkeypatch.setattr(init, "_fill", failing)
+    before = torch.get_num_threads()
+    with pytest.raises(torch.OutOfMemoryError, match="x"):
+        fill([Part(Placement("x"), (2, 2), torch.empty(4))] * 3, config(), TensorParallel(), 1, 2)
+    assert torch.get_num_threads() == before
+
+
+def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(96)))
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    for ranks, wanted in (("8", 12), ("1", 96), ("200", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert cores() == wanted
