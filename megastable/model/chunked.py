@@ -82,7 +82,9 @@ class _Chunked(torch.autograd.Function):
         dw = _WeightGradient(real, many=size < tokens) if grads[1] else None
         # Rows as long as with the padding: a vocabulary of 50257 would break the alignment that products want.
         buffer = flat.new_empty((size, columns))
-        buffer[:, rows:] = 0.0  # oneDNN's bf16 products read it, times zero: what is not a number there would spread
+        buffer[:, rows:] = (
+            0.0  # oneDNN's bf16 products read it, times zero: what is not a number there would spread
+        )
         buffer = buffer[:, :rows]
         for start in range(0, tokens, size):
             part = slice(start, start + size)

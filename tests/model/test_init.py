@@ -158,7 +158,9 @@ def parts_of(
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize(("size", "data", "dtype"), [(1, 1, "float32"), (1, 3, "bfloat16"), (2, 5, "float16")])
+@pytest.mark.parametrize(
+    ("size", "data", "dtype"), [(1, 1, "float32"), (1, 3, "bfloat16"), (2, 5, "float16")]
+)
 def test_every_number_of_threads_and_ranks_gives_the_same_bytes(
     threads: int, size: int, data: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

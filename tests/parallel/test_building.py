@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +13,16 @@ import torch
 from megastable.config import RunConfig
 from megastable.model.init import whole_weight
 from megastable.parallel.layout import Layout
-from megastable.parallel.sharding import Placement, placement_of, shard
+from megastable.parallel.sharding import Placement, placement_of, shape_of, shard
 from tests.distributed import run_ranks
 
-LAYERS, SCRATCH = 12, 4096  # elements drawn at a time: of a small model the usual chunk would be all
+LAYERS = 12
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def config(world: int, tied: bool = False, fp8: str | None = None, kind: str = "bf16", **parallel: Any) -> RunConfig:
+def config(
+    world: int, tied: bool = False, fp8: str | None = None, kind: str = "bf16", **parallel: Any
+) -> RunConfig:
     data = world // (parallel.get("tensor", 1) * parallel.get("pipeline", 1))
     model = dict(
         layers=LAYERS, hidden=64, heads=4, kv_heads=2, ffn=160, sequence_length=32, vocab_size=500, vocab_multiple=4,
@@ -34,11 +37,11 @@ def config(world: int, tied: bool = False, fp8: str | None = None, kind: str = "
 
 @dataclass
 class Built:
-    """On one rank. module, engine: most bytes at once until DeepSpeed gets the module, and until the engine is there;
-    whole, largest: elements of this tensor rank's model, of its largest layer; parts: that this rank keeps."""
+    """On one rank. module: most bytes of tensors at once until DeepSpeed gets the module; the chunks in which threads
+    draw are not among them (see tests/model/test_init.py). whole, largest: elements of this tensor rank's model, of its
+    largest layer; parts: that this rank keeps."""
 
     module: int
-    engine: int
     whole: int
     largest: int
     parts: int
@@ -53,10 +56,8 @@ def build(c: RunConfig, world: int) -> Built:
 
     from megastable import deepspeed_config
     from megastable.engine import Engine
-    from megastable.model import init
     from megastable.parallel.topology import Topology
 
-    init.CHUNK = SCRATCH
     p = c.parallel
     topology = Topology(Layout(p.tensor, p.pipeline, world // (p.tensor * p.pipeline)), dist.get_rank(), 120)
     initialize, made = deepspeed.initialize, []
@@ -72,20 +73,15 @@ def build(c: RunConfig, world: int) -> Built:
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
     events = profile.profiler.kineto_results.events()
     (begun,) = [e.start_ns() for e in events if e.name() == "initialize"]
-    now, most = 0, {True: 0, False: 0}
-    for at, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
-        now += size
-        most[at < begun] = max(most[at < begun], now)
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    most = max(itertools.accumulate(size for at, size in changes if at < begun))
     flat = made[0].flat_state()
-    of = {
-        name: math.prod(getattr(q, "ds_shape", q.shape))
-        for name, q in made[0].ds.module.named_parameters()
-    }
+    of = {name: math.prod(shape_of(q)) for name, q in made[0].ds.module.named_parameters()}
     by_layer: dict[str, int] = {}
     for name, size in of.items():
         by_layer[name.partition(".")[0]] = by_layer.get(name.partition(".")[0], 0) + size
     return Built(
-        most[True], max(most.values()), sum(of.values()), max(by_layer.values()),
+        most, sum(of.values()), max(by_layer.values()),
         sum(fragment.numel for fragment in flat.fragments),
         flat.shards("weight"),
         {placement_of(q).name: placement_of(q) for q in made[0].ds.module.parameters()},
@@ -98,6 +94,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "dp3": (3, {}),
     "dp3-tied": (3, {"tied": True}),
     "tp2-dp2": (4, {"tensor": 2}),
+    "dp2-fp16": (2, {"kind": "fp16"}),
     "tp2-dp3-fp8": (6, {"tensor": 2, "fp8": "current"}),
 }
 
@@ -108,13 +105,8 @@ def test_zero_3_builds_the_parts_and_no_more_than_a_layer(name: str) -> None:
     world, parts = CASES[name]
     c = config(world, zero=3, **parts)
     for built in run_ranks(world, build, c, world):
-        element, threads = 2, 2
-        # A thread draws in fp32 and has a copy of it in the parameter's dtype, of this rank's columns.
-        scratch = threads * 2 * (4 + element + 4) * SCRATCH
-        taken = (built.module - scratch) // element
-        print(name, built.module, built.engine, built.whole, built.largest, built.parts)
-        assert taken <= built.parts + built.largest + 4096, (name, built.whole)
-        assert built.module < element * built.whole, name
+        padded = built.parts + 13 * LAYERS  # a part of each of 11 parameters a block, and of some more
+        assert built.module / 2 <= padded + built.largest, f"{built.module / 2:,} of {built.whole:,}"
         check_weights(c, built)
 
 
@@ -133,7 +125,6 @@ def check_weights(c: RunConfig, built: Built) -> None:
 OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "dp2-zero2-fp32": (2, {"zero": 2, "kind": "fp32"}),
-    "zero3-fp16": (2, {"zero": 3, "kind": "fp16"}),
     "pp2-tied": (2, {"pipeline": 2, "tied": True}),
     "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
 }
@@ -145,8 +136,8 @@ def test_one_copy_of_the_weights_is_built(name: str) -> None:
     world, parts = OTHERS[name]
     c = config(world, **parts)
     for built in run_ranks(world, build, c, world):
-        element = DTYPES[c.precision.kind].itemsize
-        scratch = 2 * 2 * (4 + element + 4) * SCRATCH
-        print(name, built.module, built.engine, built.whole)
-        assert built.module <= element * (built.whole + 4096) + scratch, name
+        size = DTYPES[c.precision.kind].itemsize
+        assert built.module <= size * built.whole + 1000, (
+            f"{built.module:,} bytes of {built.whole:,} elements"
+        )
         check_weights(c, built)

@@ -60,6 +60,34 @@ def test_zero_shares_the_state_out() -> None:
     assert two.at("update")["gradients"] < one.at("update")["gradients"]
 
 
+def test_before_the_first_step_zero_3_holds_a_part_and_a_layer() -> None:
+    """Bytes of bf16; the largest layer is the embedding, 32,000 x 1,024."""
+    (found,) = planned(4, parallel={"zero": 3})
+    part = found.at("between")["weights"]
+    assert found.at("layers") == dict.fromkeys(KINDS, 0) | {"weights": part + 2 * 32_000 * 1024}
+    assert found.host.building == part
+    (large,) = planned(4, parallel={"zero": 3}, model={"vocab_size": 1000})
+    # A block: queries, keys, values, output, gate and up, down; its norms and those of queries and keys.
+    block = 1024 * 2048 + 1024**2 + 3 * 1024 * 2816 + 2 * 1024 + 2 * 64
+    assert large.at("layers")["weights"] == large.at("between")["weights"] + 2 * block
+
+
+@pytest.mark.parametrize(
+    ("zero", "kind", "copies", "on_host"),
+    [(1, "bf16", 1, 0), (2, "bf16", 1, 2), (1, "fp32", 1, 2), (2, "fp16", 1, 2)],
+)
+def test_before_the_first_step_the_others_hold_the_weights(
+    zero: int, kind: str, copies: int, on_host: int
+) -> None:
+    """And on the host twice, where DeepSpeed may flatten them there."""
+    (found,) = planned(4, parallel={"zero": zero}, precision={"kind": kind})
+    weights = found.at("between")["weights"]
+    assert found.at("layers") == dict.fromkeys(KINDS, 0) | {"weights": copies * weights}
+    assert found.host.building == pytest.approx(on_host * weights, rel=0.001)  # norms are not there twice
+    state = found.at("optimizer")
+    assert state["moments"] == state["activations"] == 0 and state["master"] == found.kinds["master"]
+
+
 def test_bf16_moments_are_half() -> None:
     (wide,), (narrow,) = planned(), planned(optimizer={"moments": "bf16"})
     assert narrow.at("between")["moments"] * 2 == wide.at("between")["moments"]
@@ -145,6 +173,7 @@ def test_kinds_add_up_and_more_samples_take_more(
             assert set(smaller.at(phase)) == set(KINDS)
             assert sum(smaller.at(phase).values()) <= smaller.total
         assert smaller.total == sum(smaller.kinds.values())
+        assert sum(smaller.at("layers").values()) > 0 == smaller.at("layers")["moments"]
         assert smaller.held <= smaller.total < larger.total
         assert smaller.held <= larger.held
 
