@@ -81,6 +81,11 @@ class Footprint:
         return sum(self.kinds.values())
 
     @property
+    def building(self) -> int:
+        """Bytes on the device at the most before the first step."""
+        return max(sum(self.at(phase).values()) for phase in BUILDING)
+
+    @property
     def held(self) -> int:
         """Bytes on the device between two steps."""
         return sum(self.at("between").values())

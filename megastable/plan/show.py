@@ -90,6 +90,7 @@ def memory(found: Plan) -> RenderableType:
     table.add_row(
         "", "in all", f"{tight.total / GIB:.2f}", f"of {room(found.cluster) / GIB:.2f} that training can have"
     )
+    table.add_row("", "building", f"{tight.building / GIB:.2f}", "at most, before the first step")
     stage = (
         f"stage {tight.stage}, the tightest of {found.layout.pipeline}"
         if found.layout.pipeline > 1
@@ -249,7 +250,7 @@ def tree(found: Plan, base: RunConfig, tokens: float) -> dict[str, Any]:
         "fits": found.fits,
         "memory": {
             "room_bytes": room(found.cluster), "left_bytes": found.left, "stage": tight.stage, "peak": tight.peak,
-            "kinds": tight.kinds,
+            "building_bytes": tight.building, "kinds": tight.kinds,
             "items": [
                 {"kind": i.kind, "name": i.name, "bytes": i.bytes, "phases": list(i.phases)} for i in tight.items
             ],
