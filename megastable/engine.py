@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megastable.hardware import has_gpu
+from megastable.hardware import has_gpu, ranks_of_host
 
 # Before the import, which else asks torch and starts CUDA; where it finds no GPU, it warns of that in every rank.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if has_gpu() else "cpu")
@@ -55,7 +55,7 @@ from megastable.fp8.apply import apply
 from megastable.fp8.switch import History
 from megastable.hostcopy import Filled
 from megastable.model import gpt
-from megastable.model.init import cores, initialise
+from megastable.model.init import initialise
 from megastable.model.kernels import DTYPES, Kernels, choose
 from megastable.model.loss import LossFunction
 from megastable.optim.adamw import AdamW, decay_groups
@@ -133,7 +133,7 @@ def start_distributed(timeout: float) -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if "OMP_NUM_THREADS" not in os.environ:
             # Every rank would start a thread per core: ranks of one host share them.
-            torch.set_num_threads(cores())
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_host()))
     # It warns of optimizers that it does not know; this one works element by element, as ZeRO needs it.
     if AdamW not in zero_utils.ZERO_SUPPORTED_OPTIMIZERS:
         zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(AdamW)

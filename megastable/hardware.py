@@ -1,7 +1,8 @@
-"""What a device can do: whether there is a GPU, its peak for MFU, and the memory in use."""
+"""What a device can do: whether there is a GPU, its peak for MFU, the memory in use; and who shares the host."""
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -70,3 +71,8 @@ def memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return psutil.Process().memory_info().rss / 2**30
+
+
+def ranks_of_host() -> int:
+    """As the launcher says; 1 without one."""
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megastable.config import ModelConfig
-from megastable.model.init import Part, cores, fill, whole_weight
+from megastable.model.init import Part, fill, threads_to_draw, whole_weight
 from megastable.parallel.sharding import Placement
 from megastable.parallel.topology import TensorParallel
 
@@ -67,7 +67,7 @@ def main(
         )
 
     row("whole tensors", whole)
-    for number in threads or [cores()]:
+    for number in threads or [threads_to_draw()]:
         row(f"{number} threads", partial(fill, parts, MODEL, TensorParallel(), 1, number))
     Console().print(table)
 

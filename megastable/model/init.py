@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megastable.config import ModelConfig
+from megastable.hardware import ranks_of_host
 from megastable.parallel.sharding import Placement, placement_of, shape_of, shard
 from megastable.parallel.topology import TensorParallel
 
@@ -26,10 +27,10 @@ CHUNK = 1 << 18  # numbers drawn at a time: in fp32 they stay in a core's cache
 BLOCK = 16  # numbers that torch draws together: cut in multiples of it, a tensor has the same numbers
 
 
-def cores() -> int:
-    """The cores of this rank: those of the process, shared with the other ranks of the host."""
-    ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+def threads_to_draw() -> int:
+    """The cores of this rank: its share of the host's, or fewer, where it is bound to some."""
+    share = (os.cpu_count() or 1) // ranks_of_host()
+    return max(1, min(len(os.sched_getaffinity(0)), share))
 
 
 def _drawn_by(placement: Placement, config: ModelConfig, seed: int) -> tuple[float, torch.Generator]:
@@ -73,7 +74,7 @@ def initialise(
             parts.append(Part(placement_of(p), shape_of(p), piece, data_rank * len(piece)))
         elif not p.is_meta:
             parts.append(Part(placement_of(p), shape_of(p), p.detach().view(-1)))
-    fill(parts, config, tp, seed, cores())
+    fill(parts, config, tp, seed, threads_to_draw())
 
 
 def fill(parts: Iterable[Part], config: ModelConfig, tp: TensorParallel, seed: int, threads: int) -> None:

@@ -25,8 +25,8 @@ def test_formulas_hold() -> None:
         assert row.held == pytest.approx(row.held_expected, rel=0.005), row
         assert row.total_expected == pytest.approx(row.total, rel=0.05), row
         assert sum(row.kinds.values()) == row.total_expected
-        # Under ZeRO 3 DeepSpeed gathers the parameters one by one, and gloo lets go of them when its threads come to it:
-        # all of them are 0.32 of the rest.
+        # Under ZeRO 3 DeepSpeed gathers the parameters one by one, and gloo lets go of them when its threads come to
+        # it: all of them are 0.32 of the rest.
         more = 0.35 if "ZeRO 3" in row.layout else 0.01
         assert 0.99 * row.building_expected <= row.building <= (1 + more) * row.building_expected, row
 

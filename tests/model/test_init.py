@@ -16,7 +16,7 @@ from torch import Tensor
 from megastable.config import ModelConfig
 from megastable.model import init
 from megastable.model.gpt import GPT, layers
-from megastable.model.init import Part, cores, fill, initialise, whole_weight
+from megastable.model.init import Part, fill, initialise, threads_to_draw, whole_weight
 from megastable.parallel.sharding import Placement, placement_of, shard, unshard
 from megastable.parallel.topology import TensorParallel
 
@@ -208,9 +208,15 @@ def test_an_error_in_a_thread_is_raised_and_later_threads_are_as_before(
         torch.set_num_threads(before)
 
 
-def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(96)))
+@pytest.mark.parametrize(
+    ("ranks", "bound_to", "wanted"), [(8, 96, 12), (1, 96, 96), (200, 96, 1), (8, 12, 12), (8, 4, 4)]
+)
+def test_ranks_of_a_host_share_its_cores(
+    ranks: int, bound_to: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm binds a task to cores of its own: these are its share already."""
+    monkeypatch.setattr("os.cpu_count", lambda: 96)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(bound_to)))
     monkeypatch.delenv("LOCAL_SIZE", raising=False)
-    for ranks, wanted in (("8", 12), ("1", 96), ("200", 1)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert cores() == wanted
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert threads_to_draw() == wanted
