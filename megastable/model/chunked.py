@@ -81,10 +81,9 @@ class _Chunked(torch.autograd.Function):
         dx = torch.empty_like(flat) if grads[0] else None
         dw = _WeightGradient(real, many=size < tokens) if grads[1] else None
         # Rows as long as with the padding: a vocabulary of 50257 would break the alignment that products want.
+        # The padding is zero because oneDNN's bf16 products read it and multiply it by zero: a NaN there would spread.
         buffer = flat.new_empty((size, columns))
-        buffer[:, rows:] = (
-            0.0  # oneDNN's bf16 products read it, times zero: what is not a number there would spread
-        )
+        buffer[:, rows:] = 0.0
         buffer = buffer[:, :rows]
         for start in range(0, tokens, size):
             part = slice(start, start + size)
