@@ -335,11 +335,6 @@ def _impossible(c: RunConfig) -> list[str]:
             "or divide by a loss scale that they never multiplied by (fp16); use parallel.zero=1, which costs nothing "
             "on one data-parallel rank"
         )
-    if m.tied and p.pipeline > 1 and c.precision.kind == "fp16":
-        bad.append(
-            "model.tied with parallel.pipeline and precision.kind=fp16: DeepSpeed does not sum the gradients of the "
-            "two copies, and they drift apart; use precision.kind=bf16, or model.tied=false"
-        )
     if c.train.global_batch % c.train.micro_batch:
         bad.append(
             f"train.micro_batch={c.train.micro_batch} does not divide train.global_batch={c.train.global_batch}: "

@@ -59,9 +59,11 @@ from megastable.model.init import initialise
 from megastable.model.kernels import DTYPES, Kernels, choose
 from megastable.model.loss import LossFunction
 from megastable.optim.adamw import AdamW, decay_groups
+from megastable.optim.fused import FusedAdamW
 from megastable.parallel.mappings import sum_and_scatter
 from megastable.parallel.pipeline import partition
 from megastable.parallel.sharding import placement_of, shape_of
+from megastable.parallel.tied import TiedGradient
 from megastable.parallel.topology import ContextParallel, TensorParallel, Topology
 from megastable.probe import Probe, Statistics
 from megastable.ranks import gathered, shared, strangers
@@ -134,9 +136,9 @@ def start_distributed(timeout: float) -> None:
         if "OMP_NUM_THREADS" not in os.environ:
             # Every rank would start a thread per core: ranks of one host share them.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_host()))
-    # It warns of optimizers that it does not know; this one works element by element, as ZeRO needs it.
-    if AdamW not in zero_utils.ZERO_SUPPORTED_OPTIMIZERS:
-        zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(AdamW)
+    # It warns of optimizers that it does not know; these work element by element, as ZeRO needs it.
+    known = zero_utils.ZERO_SUPPORTED_OPTIMIZERS
+    known += [optimizer for optimizer in (AdamW, FusedAdamW) if optimizer not in known]
     try:
         with _silence():
             deepspeed.init_distributed(
@@ -334,6 +336,7 @@ class Engine:
                 )
         if isinstance(self.optimizer, BF16_Optimizer):
             self._mend_bf16_optimizer(self.optimizer)
+        self.tied = self._tie() if config.model.tied and layout.pipeline > 1 else None
         if layout.pipeline > 1 and self.ds.steps_per_print() is None:
             # Its pipeline times every step, and drops the times (two CUDA events each) only when it prints them.
             self.ds.timers = NoopTimer()
@@ -365,6 +368,24 @@ class Engine:
         counted = [f for f in self.flat_state().fragments if f.counted]
         self._summed = [parts[f.group][f.offset : f.offset + f.numel] for f in counted]
         o.get_grads_for_norm = lambda for_clipping=False: parts if for_clipping else (self._summed, {})
+
+    def _tie(self) -> TiedGradient | None:
+        """Tied gradients are summed after the data-parallel sum, instead of by DeepSpeed before it. None on a stage
+        without a copy."""
+        group = self.topology.tied_group()
+        self.ds.module.tied_comms = {}  # what DeepSpeed would sum over
+        tied = {placement_of(p).name for p in self.ds.module.tied_modules.parameters()}
+        if not tied:
+            return None
+        self._tied = f = next((f for f in self.flat_state().fragments if f.name in tied), None)
+        held = range(f.start, f.start + f.numel) if f else range(0)
+        return TiedGradient(held, self.topology.stage, group)
+
+    def _sum_tied(self, tied: TiedGradient) -> None:
+        if (f := self._tied) is None:
+            tied.add(torch.empty(0, device=self.device))
+        else:
+            tied.add(self._gradients([f])[f.group, f.offset].view(-1)[: f.numel])
 
     def _module(self, ds_config: dict[str, Any]) -> nn.Module:
         """The model, or this rank's stage, with initial weights; under ZeRO 3 this rank's part of them."""
@@ -471,6 +492,8 @@ class Engine:
 
     def _gate(self, lr_kwargs: Any = None) -> None:
         """In place of DeepSpeed's update: measure, judge, then update or drop. Every rank decides alike."""
+        if self.tied is not None:
+            self._sum_tied(self.tied)
         part, valid, known = self._squared_norm()
         part = torch.where(valid, part, 0.0)
         extra = torch.cat((torch.stack((part, (~valid).double())), self._scalar(self._votes())))
@@ -487,7 +510,7 @@ class Engine:
         self.measured = Measured(losses, squares, norm_or_inf, tuple(votes), scale, overflow, in_fp8)
         if self.probe.watching:
             flat = self.flat_state()
-            self.probe.gradients(flat, self._gradients(flat), scale)
+            self.probe.gradients(flat, self._gradients(flat.fragments), scale)
         assert self._judge is not None
         self._wait_for_copies()
         if self._judge(self.measured):
@@ -537,12 +560,12 @@ class Engine:
             self._update(lr_kwargs)
         self.applied = bool(self.ds.was_step_applied())
 
-    def _gradients(self, flat: FlatState) -> dict[tuple[int, int], Tensor]:
+    def _gradients(self, fragments: Sequence[Fragment]) -> dict[tuple[int, int], Tensor]:
         """What the optimizer is about to use, times the loss scale, by the (group, offset) of its fragments."""
         o = self.optimizer
         if isinstance(o, BF16_Optimizer):
             buffers = o.fp32_groups_gradient_flat_partition
-            return {(f.group, f.offset): buffers[f.group][f.offset :] for f in flat.fragments}
+            return {(f.group, f.offset): buffers[f.group][f.offset :] for f in fragments}
         found = {}
         for group, pieces in o.averaged_gradients.items():
             offset = 0
@@ -774,4 +797,4 @@ def _adamw(module: nn.Module, config: OptimizerConfig, compiled: bool) -> torch.
     groups = decay_groups(module.parameters(), config.weight_decay)
     if config.moments == "bf16":
         return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, compiled=compiled)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return FusedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)

@@ -53,10 +53,6 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("parallel.zero=3", "parallel.pipeline=2", "use parallel.zero=1 or parallel.pipeline=1"),
     ),
     "zero-0": ({"parallel": {"zero": 0}}, ("parallel.zero=0", "use parallel.zero=1")),
-    "tied-fp16-pipeline": (
-        {"model": {"tied": True}, "parallel": {"pipeline": 2}, "precision": {"kind": "fp16"}},
-        ("model.tied", "parallel.pipeline", "precision.kind=fp16", "use precision.kind=bf16"),
-    ),
     "context-heads": (
         {"parallel": {"context": 4, "tensor": 2}},
         ("parallel.context=4", "parallel.tensor=2", "model.heads=12", "change one"),

@@ -46,7 +46,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "context2": (2, {"parallel": {"context": 2}}),
     "fp16-dp2": (2, {"precision": {"kind": "fp16", "initial_scale_power": 8}, "parallel": {"zero": 2}}),
     "fp8-delayed-pp2": (2, {"precision": {"fp8": "delayed"}, "parallel": {"pipeline": 2}}),
-    "fp32-pp2-tied": (2, {"precision": {"kind": "fp32"}, "parallel": {"pipeline": 2}, "tied": True}),
+    "fp32-pp2-dp4-tied": (8, {"precision": {"kind": "fp32"}, "parallel": {"pipeline": 2}, "tied": True}),
+    "pp2-dp3-tied": (6, {"parallel": {"pipeline": 2}, "tied": True, "batch": 12}),
 }
 
 
@@ -54,11 +55,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_resume_is_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
     world, parts = LAYOUTS[name]
     tied = {"tied": True} if "tied" in parts else {}
-    parts = {k: v for k, v in parts.items() if k != "tied"}
+    batch = parts.get("batch", 8)
+    parts = {k: v for k, v in parts.items() if k not in ("tied", "batch")}
     model = dict(tiny(corpus, tmp_path).model) | tied
 
     def at(run: str, steps: int) -> RunConfig:
-        train = {"steps": steps, "global_batch": 8, "micro_batch": 2, "eval_samples": 8, "eval_interval": 0}
+        train = {
+            "steps": steps, "global_batch": batch, "micro_batch": 2, "eval_samples": batch, "eval_interval": 0
+        }  # fmt: skip
         return tiny(corpus, tmp_path / run, **parts, model=model, train=train)
 
     run_ranks(world, train, at("straight", 20))
@@ -67,7 +71,7 @@ def test_resume_is_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
     straight, stopped = (tmp_path / r / "checkpoints/step-20" for r in ("straight", "stopped"))
     assert identical(straight, stopped) == 3 * world
     one, other = (json.loads((p / "state.json").read_text()) for p in (straight, stopped))
-    assert one["cursor"] == other["cursor"] == 160 and one["updates"] == other["updates"]
+    assert one["cursor"] == other["cursor"] == 20 * batch and one["updates"] == other["updates"]
     assert one["fp8"] == other["fp8"] and bool(one["fp8"]) == ("delayed" in name)
     table, again = (records.read(tmp_path / r / "steps") for r in ("straight", "stopped"))
     assert table.num_rows == 20

@@ -137,7 +137,7 @@ def _kinds(engine: Any) -> dict[str, str]:
         groups["data"].append(grid.get_data_parallel_group())
         groups["pipeline"] = [grid.get_pipe_parallel_group()]
         groups["model"] = [grid.get_model_parallel_group()]
-        groups["tied"] = [tied["group"] for tied in engine.ds.module.tied_comms.values()]
+        groups["tied"] = [engine.tied.group] if engine.tied is not None else []
     world = dist.group.WORLD
     assert world is not None
     found = {world.group_name: "world"}

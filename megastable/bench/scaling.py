@@ -23,6 +23,7 @@ from megastable.bench.counting import Counted, Message
 from megastable.bench.ranks import launch
 from megastable.config import RunConfig
 from megastable.errors import ConfigError
+from megastable.parallel.layout import Layout
 
 # Every size is another one, so that no two kinds of messages look alike.
 MODEL = dict(
@@ -37,7 +38,7 @@ TO_OWNER = {"use_multi_rank_bucket_allreduce": False}
 
 @dataclass(frozen=True)
 class Case:
-    """A layout of so many ranks, and what else it trains with. Accumulation is what the batch of 8 leaves."""
+    """A layout of so many ranks, and what else it trains with. Accumulation is what the global batch leaves."""
 
     world: int
     parallel: dict[str, Any] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class Case:
     loss: str = "chunked"
     precision: str = "bf16"
     micro_batch: int = 2
+    global_batch: int = 8
     apart: bool = False
     zero: dict[str, Any] = field(default_factory=dict)  # over DeepSpeed's section zero_optimization
     elements: int = 3000  # logits of a chunk
@@ -55,7 +57,7 @@ class Case:
             {
                 "model": MODEL | self.model,
                 "parallel": self.parallel,
-                "train": {"global_batch": 8, "micro_batch": self.micro_batch},
+                "train": {"global_batch": self.global_batch, "micro_batch": self.micro_batch},
                 "precision": {"kind": self.precision},
                 "kernels": {"attention": "reference", "loss": self.loss, "compile": False},
                 "data": {"keep_documents_apart": self.apart},
@@ -103,6 +105,8 @@ LAYOUTS = {
     "TP2xDP2": Case(4, TP2),
     "TP2xDP2 ZeRO 2": Case(4, TP2 | {"zero": 2}),
     "TP2xPP2": Case(4, TP2 | PP2),
+    "PP2xDP3 tied": Case(6, PP2, {"tied": True, "layers": 5}, global_batch=6, micro_batch=1),
+    "PP2xDP2 tied fp32": Case(4, PP2, {"tied": True}, precision="fp32"),
     "TP2+SPxPP2 tied full": Case(4, SP2 | PP2 | {"recompute": "full"}, {"tied": True}, apart=True),
     "PP2xDP2 fp32": Case(4, PP2, precision="fp32"),
     "TP2xPP2xDP2": Case(8, TP2 | PP2),
@@ -162,13 +166,15 @@ def measure(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: No
     return Found(held, machine(torch.device("cpu")))
 
 
-def expected(case: Case, stage: int) -> dict[Message, int]:
+def expected(case: Case, stage: int, data_rank: int = 0) -> dict[Message, int]:
     """What the formulas say that a rank of `stage` gives, message by message."""
     config = case.config
     data = deepspeed_config.data_parallel(config, case.world)
     zero = deepspeed_config.build(config, case.world)["zero_optimization"] | case.zero
     cut = volume.bounds(config)
-    terms = volume.step(config, data, stage, cut, case.loss, elements=case.elements, zero=zero)
+    terms = volume.step(
+        config, data, stage, cut, case.loss, elements=case.elements, zero=zero, data_rank=data_rank
+    )
     found: Counter[Message] = Counter()
     for term in terms:
         found[term.group, term.collective, term.bytes] += term.calls
@@ -178,8 +184,10 @@ def expected(case: Case, stage: int) -> dict[Message, int]:
 def compare(name: str, case: Case, ranks: Sequence[Counted]) -> Held:
     """What every rank counted, beside the formulas."""
     differences, by_stage = [], {}
+    p, config = case.config.parallel, case.config
+    layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(config, case.world), p.context)
     for rank, counted in enumerate(ranks):
-        wanted = expected(case, counted.stage)
+        wanted = expected(case, counted.stage, layout.coordinates(rank)[1])
         for message in sorted(counted.messages.keys() | wanted.keys()):
             n, m = counted.messages.get(message, 0), wanted.get(message, 0)
             if n != m:

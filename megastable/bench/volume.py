@@ -29,8 +29,8 @@ FP32, FP64, INT32 = 4, 8, 4
 class Term:
     """`calls` of one collective in a step, each of which is given `bytes` by this rank (a receive: gets).
 
-    group: "tensor", "context", "data", "pipeline" (all stages of one pipe), "model" (tensor x pipeline), "tied" (first
-    and last stage), "world".
+    group: "tensor", "context", "data", "pipeline" (all stages of one pipe), "model" (tensor x pipeline), "tied" (the
+    data ranks of the first and the last stage), "world".
     """
 
     what: str
@@ -49,7 +49,7 @@ def members(config: RunConfig, data: int) -> dict[str, int]:
     t, p = config.parallel.tensor, config.parallel.pipeline
     c = config.parallel.context
     groups = {"tensor": t, "context": c, "data": data, "pipeline": p}
-    return groups | {"model": t * p, "tied": 2, "world": t * p * data}
+    return groups | {"model": t * p, "tied": 2 * data, "world": t * p * data}
 
 
 def sent(term: Term, ranks: int) -> float:
@@ -58,6 +58,8 @@ def sent(term: Term, ranks: int) -> float:
     An all-reduce is a reduce-scatter and an all-gather. A link that carries both directions at once carries as much
     the other way.
     """
+    if term.group == "tied":
+        return term.total  # to the other stage, all of it
     rounds = {
         "all-reduce": 2 * (ranks - 1) / ranks,
         "reduce-scatter": (ranks - 1) / ranks,
@@ -124,12 +126,14 @@ def step(
     elements: int = GPU_ELEMENTS,
     votes: int = 0,
     zero: Mapping[str, Any] | None = None,
+    data_rank: int = 0,
 ) -> list[Term]:
     """All that a rank of pipeline stage `stage` gives in one training step that updates the weights.
 
     config: model.vocab_size must be known. data: data-parallel ranks. cut: of `bounds`. loss: "reference" or
     "chunked", in chunks of about `elements` logits. votes: of `Engine.train_step`. zero: the section zero_optimization
-    of DeepSpeed's configuration.
+    of DeepSpeed's configuration. data_rank: of the rank; only what is sent of a tied embedding depends on it, and the
+    first rank sends most.
 
     Calls are counted as if gradients (ZeRO 1 in fp32 and fp16, ZeRO 2 and 3) fitted into one bucket of DeepSpeed, and
     as if ZeRO 3 prefetched everything that it keeps, and nothing otherwise: other buckets cut the same bytes otherwise.
@@ -137,6 +141,7 @@ def step(
     held = stage_of(cut, stage)
     terms = [*_activations(config, data, held, loss, elements), *_context(config, data, held)]
     terms += _stages(config, data, held)
+    terms += _tied(config, data, held, data_rank)
     terms += _zero(config, data, held, zero or {})
     # Losses and squares of all samples, the norm and its validity, votes: the gate's one sum.
     terms.append(
@@ -252,10 +257,24 @@ def _stages(config: RunConfig, data: int, held: Stage) -> list[Term]:
         Term("DeepSpeed's loss", "data", "all-reduce", FP32, int(held.last and data > 1)),
         Term("DeepSpeed's loss", "pipeline", "broadcast", 2 * FP32, 1),
     ]
-    if m.tied and (held.first or held.last):
-        embedding = m.padded_vocab * m.hidden // p.tensor * FP32
-        terms.append(Term("tied embedding", "tied", "all-reduce", embedding, 1))
     return terms
+
+
+def tied_piece(config: RunConfig, data: int, held: Stage, data_rank: int = 0) -> int:
+    """Elements of a tied embedding on one of the data ranks, if two stages have it: it is their first matrix."""
+    if not (config.model.tied and config.parallel.pipeline > 1 and (held.first or held.last)):
+        return 0
+    matrices, _ = parameters(config.model, held, config.parallel.tensor)
+    size = _up(sum(matrices), 2 * data) // data
+    embedding = config.model.padded_vocab * config.model.hidden // config.parallel.tensor
+    return min(max(embedding - data_rank * size, 0), size)
+
+
+def _tied(config: RunConfig, data: int, held: Stage, data_rank: int) -> list[Term]:
+    """To the other stage the sum over this stage's data ranks, of the elements that this rank updates."""
+    copies = tied_piece(config, data, held) > 0  # the first data rank has always some
+    piece = tied_piece(config, data, held, data_rank)
+    return [Term("tied embedding", "tied", "all-to-all", piece * FP32, int(copies))]
 
 
 def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:

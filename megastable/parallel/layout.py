@@ -32,7 +32,8 @@ class Layout:
         return (stage * self.data + data) * self.tensor + tensor
 
     def groups(self, axis: str) -> list[list[int]]:
-        """The ranks of every group along `axis` ("tensor", "data", "stage": both of these, "context" or "pipeline")."""
+        """The ranks of every group along `axis`: "tensor", "data", "stage" (both of these), "context", "pipeline", or
+        "tied" (the data ranks of the first and the last stage)."""
         s, d, t = range(self.pipeline), range(self.data), range(self.tensor)
         match axis:
             case "tensor":
@@ -47,6 +48,8 @@ class Layout:
                     [self.rank(i, g * self.context + j, k) for j in c]
                     for i in s for g in range(self.samples) for k in t
                 ]  # fmt: skip
+            case "tied":
+                return [[self.rank(i, j, k) for i in (0, self.pipeline - 1) for j in d] for k in t]
             case "pipeline":
                 return [[self.rank(i, j, k) for i in s] for j in d for k in t]
         raise ValueError(f"no axis {axis!r}")

@@ -44,6 +44,11 @@ class Topology:
         """A new group of all ranks that hold parts of the layers that this one holds."""
         return self._group("stage")
 
+    def tied_group(self) -> Any:
+        """A new group of the data ranks of the first and the last stage, with this tensor rank; None on other stages.
+        Needs two stages."""
+        return self._group("tied")
+
     @property
     def is_last_stage(self) -> bool:
         return self.stage == self.layout.pipeline - 1

@@ -69,7 +69,7 @@ def crossing(group: str, layout: Layout, cluster: ClusterConfig) -> Crossing:
 
 def _stride(group: str, lay: Layout) -> tuple[int, int, Iterable[int]]:
     """(distance of neighbours, members, first ranks) of the groups of a kind. Of a pipeline two neighbours, who are
-    those that talk."""
+    those that talk, and of tied stages a rank of each."""
     t, d, c, p = lay.tensor, lay.data, lay.context, lay.pipeline
     starts = [stage * t * d + k for stage in range(p) for k in range(t)]  # of data-parallel groups
     match group:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from megastable import deepspeed_config
-from megastable.bench.volume import Stage, bounds, element, parameters, stage_of
+from megastable.bench.volume import Stage, bounds, element, parameters, stage_of, tied_piece
 from megastable.config import LINEARS, RunConfig
 from megastable.hostmemory import taken
 from megastable.model.sizes import CPU_ELEMENTS, GPU_ELEMENTS, chunk_size, fp8_linears
@@ -185,6 +185,8 @@ def _exchanged(
 ) -> Iterable[Item]:
     """What DeepSpeed takes for gradients and weights on their way between the data ranks."""
     if _sums(config):
+        other = tied_piece(config, layout.data, held)  # elsewhere the update's copy is larger
+        yield Item("gradients", "the other stage's gradient of the embedding", other * FP32, ("update",))
         return
     e, whole = element(config), sum(groups)
     own, stage = whole // layout.data, config.parallel.zero

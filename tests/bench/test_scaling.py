@@ -202,7 +202,9 @@ def test_nothing_is_missed() -> None:
         assert seen == both | {(own, 24): 1} and missed == 0
 
 
-@pytest.mark.parametrize("name", ["TP2+SP full", "DP4 ZeRO 2, to the owner", "TP2+SPxPP2 tied full"])
+@pytest.mark.parametrize(
+    "name", ["TP2+SP full", "DP4 ZeRO 2, to the owner", "TP2+SPxPP2 tied full", "PP2xDP3 tied"]
+)
 def test_real_steps_say_what_the_formulas_say(name: str) -> None:
     case = LAYOUTS[name]
     held = compare(name, case, run_ranks(case.world, count_joined, case))
