@@ -336,6 +336,9 @@ class Engine:
                 )
         if isinstance(self.optimizer, BF16_Optimizer):
             self._mend_bf16_optimizer(self.optimizer)
+        elif isinstance(self.optimizer, DeepSpeedZeroOptimizer):
+            # ZeRO 2 divides 16-bit gradients before it sums them in fp32: by 3, each is rounded once more.
+            self.optimizer.gradient_average = False
         self.tied = self._tie() if config.model.tied and layout.pipeline > 1 else None
         if layout.pipeline > 1 and self.ds.steps_per_print() is None:
             # Its pipeline times every step, and drops the times (two CUDA events each) only when it prints them.
@@ -492,6 +495,9 @@ class Engine:
 
     def _gate(self, lr_kwargs: Any = None) -> None:
         """In place of DeepSpeed's update: measure, judge, then update or drop. Every rank decides alike."""
+        if isinstance(self.optimizer, DeepSpeedZeroOptimizer):
+            for piece in self._gradients([]).values():
+                piece.div_(self.topology.layout.data)
         if self.tied is not None:
             self._sum_tied(self.tied)
         part, valid, known = self._squared_norm()
