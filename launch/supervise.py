@@ -8,6 +8,7 @@ crash or a hang, and leaves incidents/ for people to read. Or ask how a run stan
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from rich.console import Console
 
 from megastable import recipe, rundir
 from megastable.errors import user_errors
+from megastable.membership import check_alone
 from megastable.supervise import hooks
 from megastable.supervise.audience import Audience
 from megastable.supervise.status import Watch, as_json, exit_code, read_status
@@ -45,6 +47,7 @@ def supervise(arguments: Sequence[str], given: Sequence[str]) -> int:
     )
     parser.add_argument("--module", default=MODULE, help="what every rank runs (%(default)s)")
     args = parser.parse_intermixed_args(arguments)
+    check_alone(os.environ)
     config = recipe.load(args.recipe, args.overrides)
     hooks.check(config.supervise)  # before anything is made
     run = rundir.make(config, recipe.find(args.recipe))

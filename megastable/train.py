@@ -42,6 +42,7 @@ from megastable.engine import Engine, Judge, Measured, start_distributed, stop_d
 from megastable.errors import CheckpointError, SpaceError, UnstableError
 from megastable.hardware import peak_tflops
 from megastable.heartbeat import Heartbeat
+from megastable.membership import membership, tasks
 from megastable.messages import attempt_of
 from megastable.model.flops import parameters
 from megastable.model.kernels import DTYPES
@@ -562,7 +563,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher adds it
     parser.add_argument("--supervised", help=argparse.SUPPRESS)  # the supervisor's mark (messages.py)
     args = parser.parse_intermixed_args(arguments)
-    rank = int(os.environ.get("RANK", "0"))
+    try:
+        os.environ.update(membership(os.environ))
+    except errors.ConfigError as error:
+        together = tasks(os.environ)
+        if together is None or together.rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.code) from None
+    rank = int(os.environ["RANK"])
     try:
         config = recipe.load(args.recipe, args.overrides)
         deepspeed_config.build(config, int(os.environ.get("WORLD_SIZE", "1")))
@@ -572,10 +580,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             time.sleep(30)
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(error.code) from None
-    if "RANK" not in os.environ:
-        os.environ.update(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"
-        )
     try:
         start_distributed(config.run.timeout)
         code = train(config, recipe.find(args.recipe), attempt_of(args.supervised))

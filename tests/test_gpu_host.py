@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# A host with a GPU, as far as an import can tell. Each of these two calls starts CUDA; NVML, which counts here, does not.
+# A host with a GPU, as far as an import can tell. Each of the two calls starts CUDA; NVML, which counts, does not.
 GPU_HOST = """
 import os, sys, traceback
 os.environ.pop("DS_ACCELERATOR", None)
