@@ -161,8 +161,8 @@ def _take_gpu() -> None:
     except RuntimeError as error:  # too old a driver, more ranks than GPUs, a GPU that fell off the bus
         raise MegastableError(
             f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()} cannot use {device()} of "
-            f"{torch.cuda.device_count()}: {str(error).splitlines()[0]} (nvidia-smi shows the driver and the GPUs; every "
-            "rank must see all of its host; DS_ACCELERATOR=cpu trains without)"
+            f"{torch.cuda.device_count()}: {str(error).splitlines()[0]} (nvidia-smi shows the driver and the GPUs; "
+            "every rank must see all of its host; DS_ACCELERATOR=cpu trains without)"
         ) from None
 
 

@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # A host with a GPU, as far as an import can tell. Each of the two calls starts CUDA; NVML, which counts, does not.
 GPU_HOST = """
 import os, sys, traceback
-os.environ.pop("DS_ACCELERATOR", None)
+for name in ("DS_ACCELERATOR", "PYTORCH_NVML_BASED_CUDA_CHECK"):  # the second one DeepSpeed sets: too late for us
+    os.environ.pop(name, None)
 import torch
 started = []
 def note(name, answer):
