@@ -7,7 +7,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,6 +18,9 @@ from megastable.data.loader import MicroBatch
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from tests.conftest import tiny
+
+if TYPE_CHECKING:
+    from megastable.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -43,7 +46,7 @@ def config_of(**parts: Any) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
-def engine_of(config: RunConfig) -> Any:
+def engine_of(config: RunConfig) -> Engine:
     from megastable.engine import Engine
 
     torch.manual_seed(0)
@@ -62,7 +65,7 @@ def batches(seed: int) -> list[MicroBatch]:
     return found
 
 
-def state(engine: Any) -> dict[str, torch.Tensor]:
+def state(engine: Engine) -> dict[str, torch.Tensor]:
     found = {name: value.detach().clone() for name, value in engine.optimizer_state().items()}
     for index, parameter in enumerate(engine.ds.module.parameters()):
         found[f"low/{index}"] = parameter.detach().clone()
@@ -174,7 +177,7 @@ def test_the_host_waits_for_the_gpu_only_at_the_end_of_a_step(noisy_syncs: None)
             seen.append(sum("synchroniz" in str(w.message) for w in caught))
             return read(*args)
 
-        engine._collect = collect
+        engine._collect = collect  # type: ignore[method-assign, assignment]
         engine.train_step(batches(9), 1e-3, lambda m: m.finite, votes=lambda: (0.0, 1.0))
         total = sum("synchroniz" in str(w.message) for w in caught)
     assert seen == [0], f"{seen[0]} synchronisations before the gate's one read"

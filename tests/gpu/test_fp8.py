@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -31,6 +31,9 @@ from megastable.parallel.topology import TensorParallel
 from tests.conftest import tiny
 from tests.gpu.test_engine import SHAPE, batches, config_of, engine_of, same, state
 from tests.gpu.test_kernels import error
+
+if TYPE_CHECKING:
+    from megastable.engine import Engine
 
 pytestmark = [
     pytest.mark.usefixtures("world", "possible"),
@@ -62,7 +65,7 @@ def model_of(fp8: dict[str, Any], backend: str, gpu: torch.device, **model: Any)
     found: Fp8 | None = None
     assert c.precision.fp8 is not None
     if backend == "te":
-        found = by_te(gpt, c, TensorParallel(), None)
+        found = by_te(gpt, c, None, gpu)
     elif backend == "emulated":
         found = emulate(gpt, c.precision.fp8, in_fp8(c))
     block = gpt[1]
@@ -208,8 +211,13 @@ def accept(measured: Any) -> bool:
     return bool(measured.finite)
 
 
-def steps(engine: Any, numbers: range, lr: float = 3e-3) -> list[float]:
+def steps(engine: Engine, numbers: range, lr: float = 3e-3) -> list[float]:
     return [engine.train_step(batches(i % 3), lr, accept)[0].loss for i in numbers]
+
+
+def fp8_of(engine: Engine) -> Fp8:
+    assert engine.fp8 is not None
+    return engine.fp8
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -233,7 +241,7 @@ def test_it_learns_and_repeats_itself_bit_for_bit(recipe: str, kind: str) -> Non
     for _ in range(2):
         engine = engine_of(fp8_config(recipe, **KINDS[kind]))
         assert engine.kernels.fp8 == "te" and isinstance(engine.fp8, TransformerEngine)
-        runs.append((steps(engine, range(12)), state(engine), engine.fp8.history()))
+        runs.append((steps(engine, range(12)), state(engine), fp8_of(engine).history()))
         del engine
     assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1]) and runs[0][2] == runs[1][2]
     assert runs[0][0][-1] < runs[0][0][0] - 0.3
@@ -246,7 +254,7 @@ def test_a_step_is_looked_into(kind: str) -> None:
     engine.probe.watch()
     steps(engine, range(1))
     rows = engine.statistics().layers.items()
-    assert {n for n, row in rows if "input_underflow" in row} == {f"{n}.weight" for n in engine.fp8.layers}
+    assert {n for n, row in rows if "input_underflow" in row} == {f"{n}.weight" for n in fp8_of(engine).layers}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -264,20 +272,20 @@ def test_twenty_steps_are_close_to_bf16(recipe: str) -> None:
 def test_recomputation_changes_nothing(recipe: str, recompute: str) -> None:
     """By torch alone: scales do not move within a step, so that Transformer Engine has nothing to bring back."""
     plain = engine_of(fp8_config(recipe))
-    wanted, history = steps(plain, range(4)), plain.fp8.history()
+    wanted, history = steps(plain, range(4)), fp8_of(plain).history()
     del plain
     again = engine_of(fp8_config(recipe, parallel={"recompute": recompute}))
-    assert steps(again, range(4)) == wanted and again.fp8.history() == history
+    assert steps(again, range(4)) == wanted and fp8_of(again).history() == history
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_off_and_on_without_a_restart(recipe: str) -> None:
     engine, plain = engine_of(fp8_config(recipe)), engine_of(config_of(kernels=EAGER))
     for _ in range(2):
-        engine.fp8.on = True
+        fp8_of(engine).on = True
         steps(engine, range(2))
         on = engine.measure(batches(7))
-        engine.fp8.on = False
+        fp8_of(engine).on = False
         off = engine.measure(batches(7))
         assert (on.fp8, off.fp8) == (True, False) and on.loss != off.loss
         assert abs(on.loss - off.loss) < 0.02 * off.loss
@@ -310,18 +318,18 @@ def test_parameters_keep_their_names_places_and_marks(norms: str) -> None:
 def test_a_refused_update_leaves_no_trace(recipe: str) -> None:
     engine = engine_of(fp8_config(recipe))
     steps(engine, range(3))
-    before, history = state(engine), engine.fp8.history()
+    before, history = state(engine), fp8_of(engine).history()
     weight = next(p for p in engine.ds.module.parameters() if p.placement.name == "blocks.1.mlp.down.weight")
     handle = weight.register_hook(lambda g: torch.full_like(g, math.nan))
     measured, applied = engine.train_step(batches(3), 1e-3, accept)
     handle.remove()
     assert not applied and not measured.finite
-    assert same(before, state(engine)) and engine.fp8.history() == history
+    assert same(before, state(engine)) and fp8_of(engine).history() == history
     engine.evaluate(batches(4))
     engine.measure(batches(5))
-    assert engine.fp8.history() == history
+    assert fp8_of(engine).history() == history
     steps(engine, range(1))
-    assert (engine.fp8.history() == history) == (recipe == "current")
+    assert (fp8_of(engine).history() == history) == (recipe == "current")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -332,16 +340,16 @@ def test_a_rewind_point_brings_back_every_bit(recipe: str) -> None:
     steps(engine, range(3))
     ring = Ring(engine, capacity=2, interval=1)
     ring.take(3, None)
-    then = state(engine), engine.fp8.history()
+    then = state(engine), fp8_of(engine).history()
     first = steps(engine, range(3, 7))
-    after = state(engine), engine.fp8.history()
+    after = state(engine), fp8_of(engine).history()
     snapshot = ring.before(4)
     assert snapshot is not None and not same(then[0], after[0])
     ring.restore(snapshot)
     engine.refresh_weights()
-    assert same(then[0], state(engine)) and engine.fp8.history() == then[1]
+    assert same(then[0], state(engine)) and fp8_of(engine).history() == then[1]
     assert steps(engine, range(3, 7)) == first
-    assert same(after[0], state(engine)) and engine.fp8.history() == after[1]
+    assert same(after[0], state(engine)) and fp8_of(engine).history() == after[1]
 
 
 def trained(corpus: Path, run: Path, fp8: dict[str, Any] | None, steps: int) -> Path:
@@ -376,10 +384,10 @@ def test_its_checkpoints_are_everybodys(recipe: str, tmp_path: Path, corpus: Pat
 
     begun = trained(corpus, tmp_path / "te", {"recipe": recipe, "backend": "te"}, 6)
     assert names(begun) == names(trained(corpus, tmp_path / "bf16", None, 6))
-    for backend in ("emulated", None):
-        run = tmp_path / str(backend)
+    for name, fp8 in {"emulated": {"recipe": recipe, "backend": "emulated"}, "bf16": None}.items():
+        run = tmp_path / f"on-{name}"
         shutil.copytree(tmp_path / "te", run)
-        assert trained(corpus, run, backend and {"recipe": recipe, "backend": backend}, 9).exists()
+        assert trained(corpus, run, fp8, 9).exists()
         assert "resumed" in (run / "journal.jsonl").read_text()
 
 
@@ -392,7 +400,7 @@ def test_pieces_are_compiled_once_for_all_blocks(recipe: str, recompute: str, gp
     for compiled in (False, True):
         model = GPT(c.model, TensorParallel(), recompute, 3, kernels=Kernels(compile=compiled))
         model = model.to(gpu, torch.bfloat16)
-        switch = by_te(model, c, TensorParallel(), None)
+        switch = by_te(model, c, None, gpu)
         counters.clear()
         graphs: list[int] = []
         for _ in range(4):
@@ -428,7 +436,7 @@ def test_the_host_does_not_wait_for_the_gpu_within_a_step(recipe: str, noisy_syn
             seen.append(sum("synchroniz" in str(w.message) for w in caught))
             return read(*args)
 
-        engine._collect = collect
+        engine._collect = collect  # type: ignore[method-assign, assignment]
         steps(engine, range(1))
     assert seen == [0], f"{seen[0]} synchronisations before the gate's one read"
 
@@ -444,7 +452,7 @@ def test_sizes_that_do_not_fit_are_told_and_emulated() -> None:
 def test_nothing_of_it_is_left_where_a_block_is_kept(gpu: torch.device) -> None:
     c = config_of(precision={"fp8": {"backend": "te", "keep_first": 1}})
     model = GPT(c.model, TensorParallel(), "none", 3)
-    by_te(model, c, TensorParallel(), None)
+    by_te(model, c, None, gpu)
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule as Base
 
     def its(block: nn.Module) -> int:

@@ -49,7 +49,7 @@ def test_attention_inside_documents(groups: int, gpu: torch.device) -> None:
     check_core("sdpa", [(b, heads, s, width), *[(b, heads // groups, s, width)] * 2], segments, gpu)
 
 
-def check_core(name: str, shapes: list[tuple[int, ...]], segments: Tensor | None, gpu: torch.device) -> None:
+def check_core(name: str, shapes: list[tuple[int, int, int, int]], segments: Tensor | None, gpu: torch.device) -> None:
     """Forward and the three gradients; q, k and v lie in memory as in the model: sequence first."""
     generator = torch.Generator(gpu).manual_seed(0)
     inputs = []
@@ -59,10 +59,11 @@ def check_core(name: str, shapes: list[tuple[int, ...]], segments: Tensor | None
     upstream = torch.randn(shapes[0], generator=generator, device=gpu, dtype=torch.bfloat16)
 
     core = CORES[name]
-    y = core.run(*inputs, None if segments is None else core.prepare(segments))
+    q, k, v = inputs
+    y = core.run(q, k, v, None if segments is None else core.prepare(segments))
     got = [y, *torch.autograd.grad(y, inputs, upstream)]
-    wide = [x.detach().float().requires_grad_() for x in inputs]
-    right = reference_attention(*wide, segments)
+    wide = q, k, v = [x.detach().float().requires_grad_() for x in inputs]
+    right = reference_attention(q, k, v, segments)
     wanted = [right, *torch.autograd.grad(right, wide, upstream.float())]
     for mine, its in zip(got, wanted, strict=True):
         assert mine.dtype == torch.bfloat16 and mine.shape == its.shape
