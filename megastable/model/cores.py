@@ -37,6 +37,9 @@ FUSED = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+# What the fused kernels that know grouped queries compute in: cuDNN's and flash attention, on GPUs. The one for fp32
+# (EFFICIENT_ATTENTION) does not know them.
+GROUPED = (torch.bfloat16, torch.float16)
 
 
 def document_mask(segments: Tensor) -> Tensor:
@@ -65,10 +68,9 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | BlockMas
         # Compiled: without that it writes out all scores. Inside of a block that is compiled it becomes a part of it.
         flex: Any = flex_attention if torch.compiler.is_compiling() else _flex()
         return flex(q, k, v, block_mask=documents, enable_gqa=groups > 1)
-    if groups > 1 and not on_gpu:
-        # Of the fused kernels only those of GPUs know grouped queries; elsewhere torch would fall back to the unfused
-        # one, and its scores [b, q, s, s].
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    if groups > 1 and not (on_gpu and q.dtype in GROUPED):
+        # For the others torch would fall back to the unfused kernel, and its scores [b, q, s, s].
+        k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
     if not on_gpu:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=documents, is_causal=documents is None)
     with sdpa_kernel(FUSED, set_priority=True):

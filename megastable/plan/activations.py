@@ -212,7 +212,8 @@ def _repeats(config: RunConfig, kernels: Kernels) -> bool:
     m, p = config.model, config.parallel
     kv = lcm(m.key_value_heads // p.tensor, p.context)
     grouped = kv < m.heads // p.tensor
-    return kernels.attention == "reference" or (kernels.attention == "sdpa" and grouped and not kernels.gpu)
+    on_gpu = kernels.gpu and (config.precision.kind != "fp32" or config.data.keep_documents_apart)
+    return kernels.attention == "reference" or (kernels.attention == "sdpa" and grouped and not on_gpu)
 
 
 def _core(config: RunConfig, z: Sizes, kernels: Kernels, selective: bool) -> list[Operation]:

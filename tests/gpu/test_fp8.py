@@ -254,7 +254,9 @@ def test_a_step_is_looked_into(kind: str) -> None:
     engine.probe.watch()
     steps(engine, range(1))
     rows = engine.statistics().layers.items()
-    assert {n for n, row in rows if "input_underflow" in row} == {f"{n}.weight" for n in fp8_of(engine).layers}
+    assert {n for n, row in rows if "input_underflow" in row} == {
+        f"{n}.weight" for n in fp8_of(engine).layers
+    }
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

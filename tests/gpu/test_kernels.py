@@ -49,7 +49,9 @@ def test_attention_inside_documents(groups: int, gpu: torch.device) -> None:
     check_core("sdpa", [(b, heads, s, width), *[(b, heads // groups, s, width)] * 2], segments, gpu)
 
 
-def check_core(name: str, shapes: list[tuple[int, int, int, int]], segments: Tensor | None, gpu: torch.device) -> None:
+def check_core(
+    name: str, shapes: list[tuple[int, int, int, int]], segments: Tensor | None, gpu: torch.device
+) -> None:
     """Forward and the three gradients; q, k and v lie in memory as in the model: sequence first."""
     generator = torch.Generator(gpu).manual_seed(0)
     inputs = []

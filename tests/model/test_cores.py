@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 
 from megastable.model.cores import CORES, document_mask, reference_attention, see
@@ -67,6 +68,29 @@ def close(got: list[Tensor], wanted: list[Tensor], tolerance: float) -> None:
     for mine, right in zip(got, wanted, strict=True):
         assert mine.dtype == right.dtype and mine.shape == right.shape
         assert (mine.double() - right.double()).norm() / right.double().norm() < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_no_gpu_is_asked_for_grouped_queries_in_fp32(
+    kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its fused kernels know them in 16 bits only. With tensors that claim to be on a GPU, and hold no numbers."""
+    asked: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        assert k.shape == v.shape
+        asked.append((q, k, how))
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    with FakeTensorMode():
+        q, kv = (torch.empty(B, heads, S, D, dtype=dtype, device="cuda") for heads in (4, kv_heads))
+        CORES["sdpa"].run(q, kv, kv, None)
+    ((q, k, how),) = asked
+    grouped = kv_heads < 4 and dtype != torch.float32
+    assert how == {"is_causal": True, "enable_gqa": grouped}
+    assert k.shape[1] == (kv_heads if grouped else 4) and (q.dtype, k.dtype) == (dtype, dtype)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
