@@ -20,7 +20,7 @@ from megastable.drills.stage import OVERRIDES, RANKS, Stage
 from megastable.errors import MegastableError
 from megastable.recipe import ROOT
 from megastable.rundir import RunDirectory
-from megastable.supervise.processes import free_port
+from megastable.supervise.processes import LAUNCHER, free_port
 
 WORKER = "megastable.drills.worker"
 VICTIM = 1  # the rank that is killed or stopped
@@ -63,9 +63,8 @@ def command(policy: Policy, recipe: Path, overrides: list[str]) -> list[str]:
     if policy is Policy.OURS:
         supervise = str(ROOT / "launch/supervise.py")
         return [sys.executable, supervise, "--module", WORKER, str(recipe), *overrides, "--", *ranks]
-    deepspeed = str(Path(sys.executable).with_name("deepspeed"))
     port = ["--master_port", str(free_port())]
-    return [deepspeed, *ranks, *port, "--module", WORKER, str(recipe), *overrides]
+    return [*LAUNCHER, *ranks, *port, "--module", WORKER, str(recipe), *overrides]
 
 
 def environment() -> dict[str, str]:

@@ -20,6 +20,8 @@ from megastable.errors import ConfigError
 from megastable.messages import mark
 from megastable.rundir import RunDirectory
 
+# Not the script `deepspeed` beside the interpreter: where DeepSpeed is on PYTHONPATH there is none.
+LAUNCHER = (sys.executable, "-m", "deepspeed.launcher.runner")
 FLAG = "--supervised"
 SCAN = 2.0  # seconds between two searches through all processes of the host
 BASE_PORT = 29500
@@ -172,15 +174,14 @@ def _fate(pid: int) -> Fate | None:
 def command(
     run: RunDirectory, number: int, module: str, recipe: str, overrides: Sequence[str], given: Sequence[str]
 ) -> list[str]:
-    """What starts an attempt: the deepspeed launcher of this installation; `given`: further arguments for it."""
-    launcher = Path(sys.executable).with_name("deepspeed")
+    """What starts an attempt: the deepspeed launcher of this interpreter; `given`: further arguments for it."""
     several = any(a.startswith(("--hostfile", "-H", "--num_nodes")) for a in given)
     # Of another host nobody can say from here which port is free.
     port = BASE_PORT + number % 64 if several else free_port()
     ports = [] if any(a.startswith("--master_port") for a in given) else ["--master_port", str(port)]
     quiet = [] if any(a in ("--quiet", "-q") or a.startswith("--log_level") for a in given) else ["--quiet"]
     return [
-        str(launcher), *quiet, *ports, *given, "--module", module, recipe, *overrides,
+        *LAUNCHER, *quiet, *ports, *given, "--module", module, recipe, *overrides,
         f"run.dir={run.root}", f"{FLAG}={mark(run, number)}",
     ]  # fmt: skip
 

@@ -7,14 +7,17 @@ import os
 import socket
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
-from megastable.supervise.processes import free_port
+from megastable.drills import runner
+from megastable.drills.plan import Policy
+from megastable.rundir import RunDirectory
+from megastable.supervise.processes import LAUNCHER, command, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-DEEPSPEED = Path(sys.executable).with_name("deepspeed")
 TINY = (
     "model.layers=2 model.hidden=64 model.heads=2 model.kv_heads=2 model.ffn=128 model.sequence_length=64 "
     "train.steps=3 train.global_batch=8 train.micro_batch=2 train.eval_interval=0 train.eval_samples=8 "
@@ -24,7 +27,7 @@ TINY = (
 
 def launch(ranks: int, *arguments: str, port: int = 0) -> subprocess.CompletedProcess[str]:
     command = [
-        str(DEEPSPEED), "--num_gpus", str(ranks), "--master_port", str(port or free_port()), "--module",
+        *LAUNCHER, "--num_gpus", str(ranks), "--master_port", str(port or free_port()), "--module",
         "megastable.train",
         "launch/recipes/quickstart.yaml", *arguments,
     ]  # fmt: skip
@@ -69,3 +72,19 @@ def test_a_port_in_use_is_told_with_the_remedy(tmp_path: Path) -> None:
         done = launch(1, *TINY, f"run.dir={tmp_path / 'run'}", port=taken.getsockname()[1])
     assert done.returncode == 2 and "--master_port" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_the_launcher_needs_no_script_beside_the_interpreter(tmp_path: Path) -> None:
+    """As where DeepSpeed is on PYTHONPATH: a python alone in its folder."""
+    alone = tmp_path / "python"
+    alone.symlink_to(Path(sys.executable).resolve())
+    started = [
+        command(RunDirectory(tmp_path), 1, "megastable.train", "recipe.yaml", [], []),
+        runner.command(Policy.CLIPPING, tmp_path / "recipe.yaml", []),
+    ]
+    environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "DS_ACCELERATOR": "cpu"}
+    for made in started:
+        assert made[0] == sys.executable
+        command_line = [alone, *made[1:3], "--help"]
+        done = subprocess.run(command_line, env=environment, timeout=60, text=True, capture_output=True)
+        assert done.returncode == 0 and "--master_port" in done.stdout, done.stderr

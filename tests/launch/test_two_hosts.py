@@ -6,17 +6,15 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megastable import records
-from megastable.supervise.processes import free_port
+from megastable.supervise.processes import LAUNCHER, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO_HOSTS = Path(__file__).with_name("two_hosts.sh")
-DEEPSPEED = Path(sys.executable).with_name("deepspeed")
 STEPS = 6
 # Whatever is started behind this ends with it, and it ends with the tests.
 CONTAINED = "setpriv --pdeathsig KILL unshare --pid --fork --kill-child --mount-proc".split()
@@ -72,9 +70,9 @@ def test_two_hosts_train_what_one_does(corpus: Path, tmp_path: Path) -> None:
         pytest.skip(reason)
     hosts = tmp_path / "hosts"
     hosts.mkdir()
-    launcher: list[str | Path] = [DEEPSPEED, "--hostfile", hosts / "hostfile"]
+    launcher: list[str | Path] = [*LAUNCHER, "--hostfile", hosts / "hostfile"]
     printed = train("bash", TWO_HOSTS, hosts, *launcher, *arguments(corpus, tmp_path / "across"))
-    launcher = [DEEPSPEED, "--num_gpus", "2", "--master_port", str(free_port())]
+    launcher = [*LAUNCHER, "--num_gpus", "2", "--master_port", str(free_port())]
     train(*CONTAINED, *launcher, *arguments(corpus, tmp_path / "single"))
 
     summary = json.loads((tmp_path / "across" / "summary.json").read_text())
