@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend
 
 from megastable.config import ModelConfig
+from megastable.model import cores
 from megastable.model.chunked import chunked_objective
 from megastable.model.cores import CORES, reference_attention
 from megastable.model.gpt import GPT
@@ -47,6 +49,20 @@ def test_attention_inside_documents(groups: int, gpu: torch.device) -> None:
     begins = torch.rand(b, s, generator=torch.Generator().manual_seed(5)) < 0.01
     segments = begins.cumsum(1).to(torch.int32).to(gpu)
     check_core("sdpa", [(b, heads, s, width), *[(b, heads // groups, s, width)] * 2], segments, gpu)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_attention_writes_out_all_scores(
+    dtype: torch.dtype, groups: int, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the kernel that does, torch says so where no other fits."""
+    monkeypatch.setattr(cores, "FUSED", [kernel for kernel in cores.FUSED if kernel != SDPBackend.MATH])
+    q, k, v = (
+        torch.randn(2, heads, 512, 64, device=gpu, dtype=dtype) for heads in (8, 8 // groups, 8 // groups)
+    )
+    got = CORES["sdpa"].run(q, k, v, None)
+    assert error(got, reference_attention(q, k, v, None)) < 2 * BF16
 
 
 def check_core(

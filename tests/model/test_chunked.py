@@ -309,53 +309,6 @@ def test_where_products_can_be_in_fp32_there_is_one_sum(
     assert first is not None and first.dtype == torch.float32 and first.shape == (50, 8)
     dw.add(gradient, x)
     assert dw.total is first
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-class TestOnAGPU:
-    @pytest.mark.parametrize("compiled", [False, True])
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-    @pytest.mark.parametrize("elements", [2**22, 2**14], ids=["one chunk", "chunks"])
-    def test_it_is_about_as_exact_as_the_reference(
-        self, elements: int, dtype: torch.dtype, compiled: bool
-    ) -> None:
-        torch._dynamo.reset()
-        x, weight, labels = (t.detach().cuda() for t in inputs(96, 3, 64, 500, 512, dtype))
-        case = x.requires_grad_(), weight.requires_grad_(), labels
-        got = by_chunks(*case, 500, 1e-2, elements=elements, compiled=compiled)
-        plain, wanted = reference(*case, 500, 1e-2), exact(*case, 500, 1e-2)
-        for name in vars(wanted):
-            ours, theirs = (error(getattr(r, name), getattr(wanted, name)) for r in (got, plain))
-            assert ours <= 1.5 * theirs + 1e-6, (name, ours, theirs)
-
-    def test_the_host_does_not_wait(self) -> None:
-        x, weight, labels = (t.detach().cuda() for t in inputs(dtype=torch.bfloat16))
-        x.requires_grad_(), weight.requires_grad_()
-        by_chunks(x, weight, labels, VOCABULARY, 0.1, elements=500)
-        upstream = torch.ones((), device="cuda")
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            objective, _ = chunked_objective(x, weight, labels, VOCABULARY, 0.1, ONE, elements=500)
-            torch.autograd.grad(objective, (x, weight), upstream)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    def test_it_is_ligers(self) -> None:
-        """No padding: Liger knows none."""
-        ops = pytest.importorskip("liger_kernel.ops.fused_linear_cross_entropy")
-        x, weight, labels = (t.detach().cuda() for t in inputs(96, 3, 64, 512, 512, torch.bfloat16))
-        x.requires_grad_(), weight.requires_grad_()
-        theirs = ops.LigerFusedLinearCrossEntropyFunction.apply(
-            x.flatten(0, 1), weight, labels.t().reshape(-1), None, None, -100, 1e-2
-        )
-        objective = theirs[0] if isinstance(theirs, tuple) else theirs
-        dx, dw = torch.autograd.grad(objective, (x, weight))
-        got = by_chunks(x, weight, labels, 512, 1e-2)
-        torch.testing.assert_close(got.objective, objective.detach().float(), rtol=1e-4, atol=1e-4)
-        assert error(got.dx, dx.double()) < 2**-6 and error(got.dw, dw.double()) < 2**-6
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_memory_held_before_does_not_matter(dtype: torch.dtype) -> None:
     """With NaN in all memory that is taken; 250 columns of 256 are no multiple of what products take at once."""
