@@ -309,6 +309,8 @@ def test_where_products_can_be_in_fp32_there_is_one_sum(
     assert first is not None and first.dtype == torch.float32 and first.shape == (50, 8)
     dw.add(gradient, x)
     assert dw.total is first
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_memory_held_before_does_not_matter(dtype: torch.dtype) -> None:
     """With NaN in all memory that is taken; 250 columns of 256 are no multiple of what products take at once."""
