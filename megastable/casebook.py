@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megastable.checkpoint.store import RunState, step_of
-from megastable.data.documents import documents_at
+from megastable.data.documents import Document, documents_at
 from megastable.data.order import LAST_POSITION
-from megastable.data.skips import SkipEntry, append
+from megastable.data.skip_ledger import AnyEntry, SkipEntry, append_all, sample_entries
 from megastable.data.source import Source
 from megastable.errors import DataError, SpaceError
 from megastable.evidence import Trained
@@ -29,6 +30,8 @@ from megastable.stability.attribution import Conclusion
 from megastable.stability.incident import Breakdown, Incident, Outcome, kind_of
 from megastable.stability.policy import Action, Cause, Decision, PolicyState
 from megastable.stability.signals import Verdict
+
+Int64s = npt.NDArray[np.int64]
 
 NAMED = 1000  # documents of an incident that are named; a swapped corpus would fill the journal
 SHOWN = 16  # suspects of an incident whose numbers are kept
@@ -115,20 +118,22 @@ class Casebook:
         """
         incident = self._present()
         skipped: list[tuple[int, int]] = []
+        reason = f"{found.cause}: {found.reason}"
         if found.cause is Cause.DATA:
             skipped = attribution.ranges(found.guilty)
+            guilty = np.array(found.guilty)
+            documents = documents_at(self.source, guilty)
+            self._convict(guilty, reason, documents[:NAMED])
+            known = {str(d) for d in incident.documents}
+            incident.documents += [d for d in map(Document.model_dump, documents) if str(d) not in known]
+            del incident.documents[NAMED:]
         elif found.cause is Cause.STATE:
             skipped = _positions(window)
-        self._skip(skipped, f"{found.cause}: {found.reason}")
+            self._pass_over(skipped, reason)
         if swap is not None:
-            reason = f"corpus {swap} was guilty again and again"
-            self._skip([(min(found.guilty), LAST_POSITION)], reason, swap)
+            because = f"corpus {swap} was guilty again and again"
+            self._pass_over([(min(found.guilty), LAST_POSITION)], because, swap)
             self.say(f"  swapped out: corpus {swap}")
-        if found.cause is Cause.DATA:
-            known = {str(d) for d in incident.documents}
-            named = [d.model_dump() for d in documents_at(self.source, np.array(found.guilty))]
-            incident.documents += [d for d in named if str(d) not in known]
-            del incident.documents[NAMED:]
         incident.cause = found.cause
         incident.actions.append(action)
         incident.reasons.append(f"{found.reason}; {remedy}")
@@ -142,8 +147,9 @@ class Casebook:
         self.say(f"  cause: {found.cause}: {found.reason}")
         if skipped:
             count = sum(b - a for a, b in skipped)
-            documents = f" of {len(incident.documents)} documents" if incident.documents else ""
-            self.say(f"  skipped from now on: {count} samples{documents} (positions {_readable(skipped)})")
+            of = f" of {len(incident.documents)} documents" if incident.documents else ""
+            how = "in this and every later epoch" if found.cause is Cause.DATA else "in this epoch"
+            self.say(f"  skipped {how}: {count} samples{of} (positions {_readable(skipped)})")
 
     def rewound(self, step: int, cursor: int) -> None:
         """The run goes on after `step`, from the position `cursor`."""
@@ -169,7 +175,7 @@ class Casebook:
         data was not found to be innocent. Raises SpaceError."""
         incident = self._present()
         skipped = _positions(window) if skip else []
-        self._skip(skipped, f"the window of incident {incident.number}: {decision.reason}")
+        self._pass_over(skipped, f"the window of incident {incident.number}: {decision.reason}")
         incident.positions = sorted({*incident.positions, *skipped})
         incident.actions.append(decision.action)
         incident.reasons.append(decision.reason)
@@ -190,26 +196,26 @@ class Casebook:
         assert self.incident is not None, "an action belongs to an incident that was opened"
         return self.incident
 
-    def _skip(self, ranges: Sequence[tuple[int, int]], reason: str, corpus: str | None = None) -> None:
-        incident = self._present()
+    def _convict(self, guilty: Int64s, reason: str, documents: Sequence[Document]) -> None:
+        """Leave out the samples at these positions, for as long as the run goes: they are bad in every epoch."""
+        incident, order = self._present(), self.source.order
+        self._skip(sample_entries(order, guilty, reason, documents, incident.number, incident.step))
 
+    def _pass_over(self, ranges: Sequence[tuple[int, int]], reason: str, corpus: str | None = None) -> None:
+        """Leave out these positions; nothing is said of their samples, which may come again in the next epoch."""
+        incident = self._present()
+        told = {"reason": reason, "incident": incident.number, "step": incident.step, "corpus": corpus}
+        self._skip([SkipEntry.model_validate({"first": a, "end": b, **told}) for a, b in ranges])
+
+    def _skip(self, entries: Sequence[AnyEntry]) -> None:
         def write() -> None:
-            for begin, end in ranges:
-                entry = SkipEntry(
-                    first=begin,
-                    end=end,
-                    reason=reason,
-                    incident=incident.number,
-                    step=incident.step,
-                    corpus=corpus,
-                )
-                try:
-                    append(self.run.skips, entry)
-                except DataError as error:
-                    raise SpaceError(
-                        f"{error}. What incident {incident.number} wants skipped is not written down: make room and "
-                        "start again; the run goes on from its newest checkpoint, and meets it again"
-                    ) from None
+            try:
+                append_all(self.run.skips, entries)
+            except DataError as error:
+                raise SpaceError(
+                    f"{error}. What incident {self._present().number} wants skipped is not written down: make room and "
+                    "start again; the run goes on from its newest checkpoint, and meets it again"
+                ) from None
 
         first(write)
 

@@ -93,7 +93,7 @@ class Laboratory:
         steps = window[: self.config.window]
         positions = np.concatenate([t.positions for t in steps])
         corpora, losses = self.corpora(positions), self.losses(positions)
-        known = self._known(history)
+        known = self._known(history, selection)
         end = int(positions.max()) + 1
 
         def judge(threshold: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
@@ -143,8 +143,9 @@ class Laboratory:
     def _read(self, positions: Int64s) -> list[MicroBatch]:
         return agree(lambda: self.loader.read(positions))
 
-    def _known(self, history: Sequence[Trained]) -> Known:
-        """What was recorded of `history`: losses of samples not trained on yet, just as the suspects are not."""
+    def _known(self, history: Sequence[Trained], selection: Skips | Selection) -> Known:
+        """What was recorded of `history`: losses of samples not trained on yet, just as the suspects are not. What was
+        convicted since then is no measure of harmless ones."""
         steps: list[Trained] = []
         for step in reversed(history):
             if len(steps) * self.batch >= RECORDED:
@@ -152,6 +153,8 @@ class Laboratory:
             steps.insert(0, step)
         positions = np.concatenate([np.empty(0, np.int64), *(t.positions for t in steps)])
         losses = np.concatenate([np.empty(0), *(t.losses for t in steps)])
+        kept = ~selection.mask(positions)
+        positions, losses = positions[kept], losses[kept]
         return Known(positions, losses, self.corpora(positions))
 
     def _more(self, known: Known, corpora: Int64s, cursor: int, selection: Skips | Selection) -> Known:

@@ -36,18 +36,25 @@ def append(path: Path, line: str) -> None:
 
 
 def read(path: Path) -> tuple[list[bytes], bytes]:
-    """(whole lines, torn rest) of a file; nothing when there is none. Raises DataError when it cannot be read.
+    """(whole lines, torn rest) of a file; see `content`."""
+    whole, torn = content(path)
+    return whole.removesuffix(b"\n").split(b"\n") if whole else [], torn
+
+
+def content(path: Path) -> tuple[bytes, bytes]:
+    """(whole lines in one, torn rest) of a file; nothing when there is none. Raises DataError when it cannot be read.
 
     A last line without a newline that is valid JSON all the same counts as whole.
     """
     try:
-        content = path.read_bytes()
+        given = path.read_bytes()
     except FileNotFoundError:
-        return [], b""
+        return b"", b""
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    *lines, tail = content.split(b"\n")
-    return ([*lines, tail], b"") if tail and _whole(tail) else (lines, tail)
+    ended = given.rfind(b"\n") + 1
+    tail = given[ended:]
+    return (given, b"") if not tail or _whole(tail) else (given[:ended], tail)
 
 
 def _lock(file: IO[bytes]) -> None:

@@ -23,7 +23,7 @@ from megastable.checkpoint import store
 from megastable.checkpoint.store import RunState
 from megastable.config import RunConfig
 from megastable.data.loader import Loader, Step
-from megastable.data.skips import Selection, entries_that_can_be, read_ledger
+from megastable.data.skips import Selection
 from megastable.data.source import Source
 from megastable.engine import Engine, Measured
 from megastable.errors import HandoverError, MegastableError, UnstableError
@@ -32,6 +32,7 @@ from megastable.ranks import agree, first, gathered, shared
 from megastable.recall import TELLING, Memory, recall
 from megastable.rng import rng_state, set_rng_state
 from megastable.rundir import RunDirectory
+from megastable.skipping import Skipping
 from megastable.stability import attribution
 from megastable.stability.attribution import Conclusion
 from megastable.stability.detector import Detector, DetectorState
@@ -48,8 +49,9 @@ Floats = npt.NDArray[np.float64]
 
 
 class Recovery:
-    """The stability system of one training process. note, say, phase: the trainer's journal, console and heartbeat;
-    settle: waits until no checkpoint is under way, so that those that are there can be counted."""
+    """The stability system of one training process. skipping: what it leaves out, and adds to; note, say, phase: the
+    trainer's journal, console and heartbeat; settle: waits until no checkpoint is under way, so that those that are
+    there can be counted."""
 
     def __init__(
         self,
@@ -57,13 +59,14 @@ class Recovery:
         engine: Engine,
         source: Source,
         run: RunDirectory,
+        skipping: Skipping,
         note: Callable[..., None],
         say: Callable[[str], None],
         phase: Callable[[str], None],
         settle: Callable[[], None] = lambda: None,
     ) -> None:
         self.config, self.settings = config, config.stability
-        self.engine, self.source, self.run = engine, source, run
+        self.engine, self.source, self.run, self.skipping = engine, source, run, skipping
         self.note, self.say, self.phase, self.settle_saves = note, say, phase, settle
         self.decision: Decision | None = None
         self.indicators: dict[str, float] = {}
@@ -303,19 +306,18 @@ class Recovery:
         if numerics and self.engine.fp8 is not None:
             self.engine.fp8.on = False  # what has failed is no measure of samples and states
         left_out = self._selection()
-        found = self._restore(finding.onset, 1 if recurred and not numerics else 0, left_out)
-        if found is None:
+        snapshot = self._restore(finding.onset, 1 if recurred and not numerics else 0, left_out)
+        if snapshot is None:
             cause = Cause.NUMERICS if numerics else Cause.UNKNOWN
             left = policy.leave(decision, f"no snapshot is good{numerics and f'; {numerics}'}", cause)
             raise self._end(left, state, skip=not damage and not numerics)
-        snapshot, harmless = found
         saved, random_states, detector = snapshot.extra
         if damage:
             conclusion = Conclusion(Cause.HARDWARE, [], [], damage)
         elif numerics:
             conclusion = Conclusion(Cause.NUMERICS, [], [], numerics)
         else:
-            conclusion = self._examine(window, harmless, left_out, recurred)
+            conclusion = self._examine(window, snapshot, left_out, recurred)
         culprit = self._culprit(conclusion)
         may_swap = culprit is not None and left_out.share_without(culprit) >= 1 - c.swap_most
         action, reason = policy.remedy(conclusion.cause, saved.updates, culprit, may_swap)
@@ -376,17 +378,16 @@ class Recovery:
         corpora = self.source.order.locate(np.array(found.guilty)).corpus
         return self.source.order.corpora[int(np.bincount(corpora).argmax())].name
 
-    def _restore(self, onset: int, older: int, left_out: Selection) -> tuple[Snapshot, Int64s] | None:
-        """Put the engine back to the newest snapshot before `onset` that is still good; with it, the positions of
-        harmless samples of before it."""
+    def _restore(self, onset: int, older: int, left_out: Selection) -> Snapshot | None:
+        """Put the engine back to the newest snapshot before `onset` that is still good."""
         while (snapshot := self.ring.before(onset, older)) is not None:
             self.ring.restore(snapshot)
             self.engine.refresh_weights()
-            harmless, recorded, now = self._reference(snapshot, left_out)
+            recorded, now = self._reference(snapshot, left_out)
             norms = self.engine.flat_state().norms()
             finite = math.isfinite(norms.parameters + norms.second_moment)
             if finite and not attribution.is_worse(now[: recorded.size], recorded):
-                return snapshot, harmless
+                return snapshot
             why = "is worse on what it was trained on" if finite else "is not finite"
             self.note("snapshot_rejected", step=snapshot.step, reason=why)
             self.say(f"  the state after step {snapshot.step} {why} already: further back")
@@ -394,31 +395,34 @@ class Recovery:
             onset = snapshot.step
         return None
 
-    def _reference(self, snapshot: Snapshot, left_out: Selection) -> tuple[Int64s, Floats, Floats]:
-        """Harmless samples of before a snapshot: positions, losses when they were trained on, losses on its state.
+    def _reference(self, snapshot: Snapshot, left_out: Selection) -> tuple[Floats, Floats]:
+        """Of harmless samples of before a snapshot: losses when they were trained on, losses on its state.
 
-        Right after a start their losses are not known: then the second is empty.
+        Right after a start the former are not known, and empty.
         """
         assert self.laboratory is not None
         count, saved = self.settings.attribution.reference, snapshot.extra[0]
         before = [t for t in self._trained if t.step <= snapshot.step and t.applied]
-        positions = np.concatenate([np.empty(0, np.int64), *(t.positions for t in before)])[-count:]
-        recorded = np.concatenate([np.empty(0), *(t.losses for t in before)])[-count:]
+        positions = np.concatenate([np.empty(0, np.int64), *(t.positions for t in before)])
+        kept = np.flatnonzero(~left_out.mask(positions))[-count:]  # convicted since then is not harmless
+        positions, recorded = (
+            positions[kept],
+            np.concatenate([np.empty(0), *(t.losses for t in before)])[kept],
+        )
         if not positions.size:
-            kept, _ = left_out.next_kept(max(0, saved.cursor - count), count)
-            positions = kept[kept < saved.cursor]
-        return positions, recorded, self.laboratory.losses(positions)
+            latest, _ = left_out.next_kept(max(0, saved.cursor - count), count)
+            positions = latest[latest < saved.cursor]
+        return recorded, self.laboratory.losses(positions)
 
     def _examine(
-        self, window: list[Trained], harmless: Int64s, left_out: Selection, recurred: bool
+        self, window: list[Trained], snapshot: Snapshot, left_out: Selection, recurred: bool
     ) -> Conclusion:
         assert self.laboratory is not None
-        cursor = int(harmless[-1]) + 1 if harmless.size else 0
-        history = [t for t in self._trained if t.applied and t.positions[-1] < cursor]
-        return self.laboratory.examine(window, history, cursor, left_out, recurred)
+        history = [t for t in self._trained if t.applied and t.step <= snapshot.step]
+        return self.laboratory.examine(window, history, snapshot.extra[0].cursor, left_out, recurred)
 
     def _selection(self) -> Selection:
-        found, odd = selection_that_can_be(self.config, self.source, self.run)
+        found, odd = self.skipping.usable(self.source.order)
         for problem in odd:
             self.note("skips_refused", problem=problem)
         return found
@@ -467,24 +471,3 @@ class Recovery:
 
     def _since(self, onset: int) -> list[Trained]:
         return [t for t in self._trained if t.step >= onset]
-
-
-def selection(config: RunConfig, source: Source, run: RunDirectory, strict: bool = True) -> Selection:
-    """What the recipe and the ledger leave of the data. Rank 0 reads: no rank sees a line that others do not.
-
-    strict: a line that somebody got wrong is an error, where a person has started the run and can mend it.
-    """
-    if not strict:
-        return selection_that_can_be(config, source, run)[0]
-    entries = first(lambda: read_ledger(run.skips))
-    return Selection(source.order, entries, config.data.skip)
-
-
-def selection_that_can_be(
-    config: RunConfig, source: Source, run: RunDirectory
-) -> tuple[Selection, list[str]]:
-    """As `selection`, in the middle of a run, which a line that somebody got wrong does not end: those lines are left
-    out, and what is wrong with them is the second answer."""
-
-    entries, odd = first(lambda: entries_that_can_be(run.skips, source.order, config.data.skip))
-    return Selection(source.order, entries, config.data.skip), odd

@@ -35,7 +35,8 @@ from megastable.data.blends import BlendEntry, moved_skips
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.loader import Loader, Step
 from megastable.data.order import BLOCK
-from megastable.data.skips import Selection, Skips, append, append_all, read_ledger
+from megastable.data.skip_ledger import append, append_all, read_ledger
+from megastable.data.skips import Selection, Skips
 from megastable.data.source import Source
 from megastable.data.statistics import token_counts, unigram_entropy
 from megastable.engine import Engine, Judge, Measured, start_distributed, stop_distributed
@@ -51,11 +52,12 @@ from megastable.optim.schedule import rate
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from megastable.ranks import agree, first, shared
-from megastable.recovery import Recovery, selection, selection_that_can_be
+from megastable.recovery import Recovery
 from megastable.report.observer import Observer
 from megastable.report.summary import incidents, summarise
 from megastable.report.told import plural
 from megastable.rundir import RunDirectory
+from megastable.skipping import Skipping
 from megastable.startup import StopRequest, open_data, open_run
 
 COLLECT = 100  # steps between two collections of garbage, by all ranks at once: one alone makes all wait
@@ -66,10 +68,17 @@ class Trainer:
     """One run on this rank: what it is made of, and where it stands."""
 
     def __init__(
-        self, config: RunConfig, run: RunDirectory, corpora: Corpora, stop: StopRequest, heart: Heartbeat
+        self,
+        config: RunConfig,
+        run: RunDirectory,
+        skipping: Skipping,
+        corpora: Corpora,
+        stop: StopRequest,
+        heart: Heartbeat,
     ) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
         self.config, self.run, self.corpora, self.stop, self.heart = config, run, corpora, stop, heart
+        self.skipping = skipping
         self.first = rank == 0
         p = config.parallel
         data = deepspeed_config.data_parallel(config, world)
@@ -150,6 +159,18 @@ class Trainer:
         append_all(self.run.skips, moved)
         return sum(entry.end - entry.first for entry in moved)
 
+    def tell_foreign(self) -> None:
+        """Say, once in the life of a run, which corpora the skip ledger names samples of that it does not have: their
+        content was another one then, or the run was."""
+        known = first(lambda: [event.get("fingerprint") for event in self.run.events("skips_foreign")])
+        for corpus, fingerprint in self.skipping.foreign(self.corpora.train.order):
+            if fingerprint not in known:
+                self.note("skips_foreign", step=self.state.step, corpus=corpus, fingerprint=fingerprint)
+                self.say(
+                    f"note: {self.run.skips.name} names samples of corpus {corpus} as it was with fingerprint "
+                    f"{fingerprint[:12]}..., which is none of this run's: they are not skipped"
+                )
+
     def _check_order(self, saved: store.RunState, found: Path) -> None:
         if not saved.cursor or saved.order_fingerprint == self.corpora.fingerprint_until(saved.cursor):
             return
@@ -191,10 +212,11 @@ class Trainer:
         self.validation = agree(self._validation_batches)
         source = self.corpora.train
         self.recovery = Recovery(
-            c, self.engine, source, self.run, self.note, self.say, self.heart.phase, self.checkpoints.settle
-        )
+            c, self.engine, source, self.run, self.skipping, self.note, self.say, self.heart.phase,
+            self.checkpoints.settle,
+        )  # fmt: skip
         first(self.heart.skips_read)
-        loader = self._loader(source, selection(c, source, self.run, self.heart.strict), s.cursor)
+        loader = self._loader(source, self.skipping.selection(source.order, self.heart.strict), s.cursor)
         total = c.schedule.total_steps or c.train.steps
         tokens = c.train.global_batch * c.model.sequence_length
         stopping = False
@@ -328,15 +350,16 @@ class Trainer:
         )
 
     def _skip_more(self, loader: Loader, cursor: int) -> None:
-        """Somebody added to the skip ledger: go on at `cursor` without those positions."""
+        """Somebody added to the skip ledger: go on at `cursor` without what it names."""
         first(self.heart.skips_read)
-        wanted, odd = selection_that_can_be(self.config, self.corpora.train, self.run)
+        wanted, odd = self.skipping.usable(self.corpora.train.order)
         for problem in odd:
             self.note("skips_refused", step=self.state.step, problem=problem)
             self.say(f"WARNING: {problem}. Training goes on without that line")
-        before = loader.skips.entries if isinstance(loader.skips, Selection) else 0
+        before = loader.skips.lines if isinstance(loader.skips, Selection) else 0
         loader.go_to(cursor, wanted)
-        if (more := wanted.entries - before) > 0:
+        self.tell_foreign()
+        if (more := wanted.lines - before) > 0:
             self.note("skips_read", step=self.state.step, cursor=cursor, entries=more)
             self.say(
                 f"step {self.state.step}: {plural(more, 'new line')} in {self.run.skips.name}: skipped from now on"
@@ -508,46 +531,28 @@ def _train(
     config: RunConfig, corpora: Corpora, run: RunDirectory, stop: StopRequest, heart: Heartbeat
 ) -> int:
     # Before anything long begins; another blend may be what leaves something to train on.
+    skipping = Skipping(config, run)
     if corpora.reblended:
-        first(lambda: read_ledger(run.skips, None if heart.strict else []))
+        skipping.check(heart.strict)
     else:
-        selection(config, corpora.train, run, heart.strict)
+        skipping.selection(corpora.train.order, heart.strict)
     changed = first(lambda: run.compare(config))
-    trainer = Trainer(config, run, corpora, stop, heart)
+    trainer = Trainer(config, run, skipping, corpora, stop, heart)
     trainer.resume()
     trainer.follow_blend()
     source = trainer.corpora.train
-    left_out = selection(config, source, run, heart.strict)
+    left_out = skipping.selection(source.order, heart.strict)
     first(lambda: run.freeze(config, corpora.fingerprints, trainer.ds_config))
     if changed:
         trainer.note("config_changed", changes=changed)
         trainer.say(f"changed since this run was started: {'; '.join(changed)}")
-    if count := left_out.skips.count():
-        trainer.say(f"{count:,} positions are skipped (data.skip, {run.skips.name})")
+    if left_out.text:
+        trainer.say(f"skipped: {left_out.text} (data.skip, {run.skips.name})")
         ahead = int(left_out.next_kept(trainer.state.cursor, 1)[0][0]) - trainer.state.cursor
         if ahead > sum(source.order.sequences):
             trainer.say(f"WARNING: the next position is {ahead:,} further on: whole epochs are skipped")
-    s, t = trainer.state, config.train
-    end = s.cursor + max(0, t.steps - s.step) * t.global_batch
-    for e in first(lambda: _skips_that_end(run, end)):
-        trainer.note(
-            "skips_end", step=s.step, corpus=e["corpus"], documents=e["documents"], until=e["until"], end=end
-        )
-        trainer.say(
-            f"WARNING: this run is to go on to position {end:,}, but {plural(e['documents'], 'document')} of corpus "
-            f"{e['corpus']} were skipped up to {e['until']:,} only: say prune_data.py skip again with the same plan"
-        )
+    trainer.tell_foreign()
     return trainer.train()
-
-
-def _skips_that_end(run: RunDirectory, end: int) -> list[dict[str, Any]]:
-    """What a person had skipped up to a position before `end`, because the run was to be shorter; and not since."""
-    furthest: dict[tuple[str, int], dict[str, Any]] = {}
-    for event in run.events("skips_added"):
-        if event["documents"]:
-            key = event["corpus"], event["documents"]
-            furthest[key] = max(event, furthest.get(key, event), key=lambda e: int(e["until"]))
-    return [event for event in furthest.values() if event["until"] < end]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

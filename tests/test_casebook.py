@@ -18,7 +18,8 @@ from megastable.checkpoint.store import LayoutState, RunState
 from megastable.data.corpora import open_corpora
 from megastable.data.order import LAST_POSITION
 from megastable.data.plant import Planted
-from megastable.data.skips import read_ledger
+from megastable.data.skip_ledger import Ledger, SkipEntry, read_ledger
+from megastable.data.skips import Selection
 from megastable.errors import SpaceError
 from megastable.evidence import Trained
 from megastable.recall import TELLING, recall
@@ -70,7 +71,15 @@ class Book:
 
     @property
     def skipped(self) -> list[tuple[int, int, str | None]]:
-        return [(e.first, e.end, e.corpus) for e in read_ledger(self.run.skips)]
+        """By position."""
+        return [(e.first, e.end, e.corpus) for e in read_ledger(self.run.skips) if isinstance(e, SkipEntry)]
+
+    @property
+    def convicted(self) -> list[int]:
+        """The positions of the first epoch that are left out by identity."""
+        order = self.source.order
+        chosen = Selection(order, Ledger.read(self.run.skips).exclusions)
+        return chosen.named_between(0, order.sequences[0]).tolist()
 
     def shown(self) -> list[tuple[int, str, Any]]:
         return [(i["number"], i["outcome"], i["action"]) for i in incidents(self.run, self.config)]
@@ -95,7 +104,8 @@ def test_only_what_is_not_innocent_is_skipped(book: Book) -> None:
         before = len(book.skipped)
         book.open()
         book.attribute(cause, guilty)
-        assert [entry[:2] for entry in book.skipped[before:]] == ranges
+        assert book.convicted == [250, 251, 260]
+        assert [entry[:2] for entry in book.skipped[before:]] == (ranges if cause is Cause.STATE else [])
         assert book.book.incident is not None and book.book.incident.positions == ranges
         assert bool(book.book.incident.documents) == (cause is Cause.DATA)
         book.book.close(state(70), "healed")
@@ -106,7 +116,7 @@ def test_a_corpus_is_swapped_out_from_the_first_guilty_sample_on(book: Book) -> 
     name = book.source.order.corpora[0].name
     book.open()
     book.attribute(Cause.DATA, [260, 262], swap=name)
-    assert book.skipped == [(260, 261, None), (262, 263, None), (260, LAST_POSITION, name)]
+    assert book.skipped == [(260, LAST_POSITION, name)] and book.convicted == [260, 262]
     assert f"  swapped out: corpus {name}" in book.said
 
 

@@ -21,7 +21,7 @@ import pytest
 from megastable import errors, records
 from megastable.checkpoint import store
 from megastable.config import RunConfig
-from megastable.data.skips import SkipEntry, append
+from megastable.data.skip_ledger import SkipEntry, append
 from megastable.rundir import RunDirectory
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks

@@ -32,6 +32,7 @@ def trainer_of(config: RunConfig) -> Any:
     import torch.distributed as dist
 
     from megastable.heartbeat import Heartbeat
+    from megastable.skipping import Skipping
     from megastable.startup import StopRequest, open_data, open_run
     from megastable.train import Trainer
 
@@ -39,7 +40,7 @@ def trainer_of(config: RunConfig) -> Any:
     config, run = open_run(config, Path("recipe.yaml"))
     config, corpora = open_data(config)
     heart = Heartbeat(run, dist.get_rank(), dist.get_world_size(), config.train.steps, stop, None)
-    return Trainer(config, run, corpora, stop, heart)
+    return Trainer(config, run, Skipping(config, run), corpora, stop, heart)
 
 
 def train_poisoned(config: RunConfig, bad: list[int], where: str) -> dict[str, Any]:

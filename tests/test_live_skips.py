@@ -14,7 +14,7 @@ from megastable import records
 from megastable.config import RunConfig
 from megastable.data.blends import read_blends
 from megastable.data.order import BLOCK
-from megastable.data.skips import SkipEntry, read_ledger
+from megastable.data.skip_ledger import SkipEntry, read_ledger
 from megastable.forensics.history import History
 from megastable.forensics.skip import skip_documents
 from tests.conftest import tiny, write_corpus

@@ -12,7 +12,8 @@ from megastable import errors, records
 from megastable.config import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.plant import Planted, plant
-from megastable.data.skips import Selection, read_ledger
+from megastable.data.skip_ledger import Ledger, SkipEntry, read_ledger
+from megastable.data.skips import Selection
 from megastable.rundir import RunDirectory
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
@@ -78,7 +79,7 @@ def hit_and_told(hit: RunConfig, told: RunConfig) -> tuple[tuple[int, str], tupl
     """A run that meets the bad region, and one that is told from the start to leave out what the first one skipped."""
     assert hit.run.dir is not None
     first = train(hit)
-    skips = [(e.first, e.end) for e in read_ledger(hit.run.dir / "skips.jsonl")]
+    skips = [tuple(r) for incident in incidents(hit.run.dir) for r in incident["positions"]]
     return first, train(told.model_copy(update={"data": told.data.model_copy(update={"skip": skips})}))
 
 
@@ -353,9 +354,9 @@ def test_a_guilty_corpus_is_swapped_out(tmp_path: Path) -> None:
     assert incident["actions"] == ["swap_corpus"] and incident["outcome"] == "healed"
     guilty = [p for a, b in incident["positions"] for p in range(a, b)]
     assert set(guilty) <= set(positions[places.corpus == 1].tolist()) and len(guilty) > 3
-    (entry,) = [e for e in read_ledger(run / "skips.jsonl") if e.corpus is not None]
+    (entry,) = [e for e in read_ledger(run / "skips.jsonl") if isinstance(e, SkipEntry)]
     assert entry.corpus == "bad" and entry.first == guilty[0]
-    chosen = Selection(source.order, read_ledger(run / "skips.jsonl"))
+    chosen = Selection(source.order, Ledger.read(run / "skips.jsonl").exclusions)
     trained = chosen.next_kept(guilty[0], 500)[0]
     assert set(source.order.locate(trained).corpus.tolist()) == {0}
     last = records.read(run / "steps").to_pylist()[-1]

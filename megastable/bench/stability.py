@@ -47,6 +47,7 @@ from megastable.recovery import Recovery
 from megastable.report.observer import Observer
 from megastable.rng import rng_state
 from megastable.rundir import RunDirectory
+from megastable.skipping import Skipping
 from megastable.stability.policy import Action
 from megastable.stability.signals import Signals
 
@@ -124,7 +125,9 @@ class Bench:
         self.engine = Engine(c, deepspeed_config.build(c, 1), Topology(layout, 0, c.run.timeout))
         held = LayoutState(**vars(layout), zero=c.parallel.zero, precision=c.precision.kind)
         self.state = RunState(order_fingerprint=corpora.order_fingerprint, layout=held)
-        self.recovery = Recovery(c, self.engine, corpora.train, run, run.note, say, lambda _: None)
+        self.recovery = Recovery(
+            c, self.engine, corpora.train, run, Skipping(c, run), run.note, say, lambda _: None
+        )
         with redirect_stdout(io.StringIO()):  # no progress line of a training run
             self.observer = Observer(c, run, layout, self.engine.device, peak=1.0, done=0)
         self.observer.live.console.quiet = True

@@ -20,7 +20,8 @@ from megastable.data.ledger import Entry
 from megastable.data.manifest import Stream
 from megastable.data.order import BLOCK, LAST_POSITION, Order, Phase
 from megastable.data.shards import Shard
-from megastable.data.skips import SkipEntry, Skips
+from megastable.data.skip_ledger import AnyEntry, SkipEntry
+from megastable.data.skips import Skips
 from megastable.errors import DataError
 
 MOST = 1 << 24  # positions: a longer range of the ledger is no choice of samples
@@ -71,16 +72,18 @@ def phases(entries: Sequence[BlendEntry]) -> list[Phase]:
 
 
 def moved_skips(
-    entries: Sequence[SkipEntry], old: Order, new: Order, position: int, since: datetime | None = None
+    entries: Sequence[AnyEntry], old: Order, new: Order, position: int, since: datetime | None = None
 ) -> list[SkipEntry]:
     """The lines that the ledger needs where `new` takes the place of `old` from `position` on, so that the samples that
-    are skipped behind it stay so: they stand elsewhere now. since: lines of before it were moved already."""
+    are skipped by position behind it stay so: they stand elsewhere now. Those that are named by identity are found
+    wherever they stand. since: lines of before it were moved already."""
     by_reason: dict[str, list[tuple[int, int]]] = {}
-    for e in entries:
+    places = [e for e in entries if isinstance(e, SkipEntry)]
+    for e in places:
         later = since is None or e.time is None or e.time >= since
         if later and e.corpus is None and e.end > position and e.end - e.first <= MOST:
             by_reason.setdefault(e.reason, []).append((max(e.first, position), e.end))
-    known = Skips.of((e.first, e.end) for e in entries if e.corpus is None)
+    known = Skips.of((e.first, e.end) for e in places if e.corpus is None)
     found = []
     for reason, chosen in by_reason.items():
         positions = np.concatenate([np.arange(first, end) for first, end in Skips.of(chosen).ranges])

@@ -109,10 +109,9 @@ def open_corpora(
     streams = [Stream(path, manifest, "train") for path, manifest in here.values()]
     train = Order(
         [
-            Corpus(m.name, stream.tokens, c.weight)
-            for m, stream, c in zip(manifests, streams, given, strict=True)
-        ]
-        + [Corpus(share.name, share.tokens, share.weight) for share in out.values()],
+            Corpus(share.name, share.tokens, share.weight, share.fingerprint)
+            for share in (*shares, *out.values())
+        ],
         sequence_length,
         seed,
         phases=phases(valid),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -32,7 +33,7 @@ def append(path: Path, entry: Entry) -> None:
     append_all(path, [entry])
 
 
-def append_all(path: Path, entries: list[E]) -> None:
+def append_all(path: Path, entries: Sequence[Entry]) -> None:
     """Add lines that belong together, all at once. Raises DataError when that fails."""
     now = datetime.now(UTC)
     stamped = [e if e.time is not None else e.model_copy(update={"time": now}) for e in entries]
@@ -53,7 +54,7 @@ def read(path: Path, kind: type[E], odd: list[str] | None = None) -> list[E]:
     found = []
     for number, line in enumerate(lines, start=1):
         try:
-            found += [_parse(path, number, line, kind)] if line.strip() else []
+            found += [parse(path, number, line, lambda _: kind)] if line.strip() else []
         except DataError as error:
             if odd is None:
                 raise
@@ -61,10 +62,12 @@ def read(path: Path, kind: type[E], odd: list[str] | None = None) -> list[E]:
     return found
 
 
-def _parse(path: Path, number: int, line: bytes, kind: type[E]) -> E:
+def parse(path: Path, number: int, line: bytes, kind: Callable[[Any], type[E]]) -> E:
+    """Line `number` of `path`, of the kind that is chosen by its content. Raises DataError that says what is wrong."""
     remedy = f"correct or delete line {number} of {path}, nothing else depends on it"
     try:
-        return kind.model_validate(json.loads(line))
+        content = json.loads(line)
+        return kind(content).model_validate(content)
     except ValueError as error:  # not UTF-8, not JSON, not an entry
         problem = error
     if isinstance(problem, ValidationError):

@@ -49,11 +49,15 @@ LAST_POSITION = 2**62
 
 @dataclass(frozen=True)
 class Corpus:
-    """What the order needs to know of a corpus: its name, its tokens, its share of the blend (any scale)."""
+    """What the order needs to know of a corpus: its name, its tokens, its share of the blend (any scale).
+
+    fingerprint: of its manifest, by which the skip ledger knows it; it has no influence on the order.
+    """
 
     name: str
     tokens: int
     weight: float
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,43 +1,36 @@
-"""Positions that are not trained on: ranges of absolute positions, and the ledger that keeps them.
+"""What is not trained on: ranges of absolute positions, and samples by identity, wherever the order puts them.
 
-`skips.jsonl` is append-only: one JSON object per line, on the disk before `append` returns. A skipped
-position is passed over by a lookup; nothing is read and thrown away. Ranges are half-open, [first, end).
+A **position** is met once: a range of positions is left out in this pass over the corpora only. A sample has an
+**identity**, its tokens in the stream of its corpus, and is left out in every epoch, whatever the blend, the sequence
+length and the number of steps. What is left out is passed over by a lookup; nothing is read and thrown away. Ranges are
+half-open, [first, end).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Annotated, Self
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, StrictInt, model_validator
 
-from megastable.data import ledger
-from megastable.data.ledger import Entry, append, append_all
+from megastable.data.bitmap import Bitmap
 from megastable.data.order import LAST_POSITION, Order
 from megastable.errors import DataError
 
-__all__ = [
-    "Range",
-    "Selection",
-    "SkipEntry",
-    "Skips",
-    "append",
-    "append_all",
-    "entries_that_can_be",
-    "read_ledger",
-]
-
 Range = tuple[int, int]
-Position = Annotated[StrictInt, Field(ge=0, le=LAST_POSITION)]
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+AT_ONCE = 1 << 16  # positions that are looked at together where most are left out
 
 
 class Skips:
-    """A set of positions as sorted ranges that neither overlap nor touch. Immutable."""
+    """A set of numbers (positions, tokens, sequences) as sorted ranges that neither overlap nor touch. Immutable."""
 
-    def __init__(self, firsts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
+    def __init__(self, firsts: Int64s, ends: Int64s) -> None:
         self._firsts, self._ends = firsts, ends
 
     @classmethod
@@ -46,14 +39,21 @@ class Skips:
 
         Raises DataError for a range that is not 0 <= first < end <= 2^62 in whole numbers.
         """
-        merged: list[list[int]] = []
-        for first, end in sorted(_checked(item) for item in ranges):
-            if merged and first <= merged[-1][1]:
-                merged[-1][1] = max(merged[-1][1], end)
-            else:
-                merged.append([first, end])
-        edges = np.array(merged, dtype=np.int64).reshape(-1, 2)
-        return cls(edges[:, 0].copy(), edges[:, 1].copy())
+        return cls.merged(np.array([_checked(item) for item in ranges], dtype=np.int64).reshape(-1, 2))
+
+    @classmethod
+    def merged(cls, edges: Int64s) -> Skips:
+        """The union of n ranges, int64 [n, 2], each of them first < end."""
+        edges = edges[np.argsort(edges[:, 0], kind="stable")]
+        reach = np.maximum.accumulate(edges[:, 1])
+        apart = edges[1:, 0] > reach[:-1]
+        begins = np.flatnonzero(np.concatenate([np.ones(min(1, len(edges)), dtype=bool), apart]))
+        return cls(edges[begins, 0], reach[np.append(begins[1:], len(edges)) - 1] if begins.size else reach)
+
+    @property
+    def edges(self) -> Int64s:
+        """All ranges, ascending: int64 [n, 2]."""
+        return np.column_stack([self._firsts, self._ends])
 
     @property
     def ranges(self) -> list[Range]:
@@ -69,16 +69,24 @@ class Skips:
         index = int(np.searchsorted(self._firsts, position, side="right")) - 1
         return index >= 0 and position < int(self._ends[index])
 
-    def mask(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def mask(self, positions: Int64s) -> Bools:
         """Which of `positions`, int64 [n], are skipped: bool [n]."""
         index = np.searchsorted(self._firsts, positions, side="right") - 1
         if not self._ends.size:
             return np.zeros(positions.shape, dtype=bool)
         return np.asarray((index >= 0) & (positions < self._ends[index]))
 
-    def next_kept(self, cursor: int, count: int) -> tuple[npt.NDArray[np.int64], int]:
+    def next_kept(self, cursor: int, count: int) -> tuple[Int64s, int]:
         """The next `count` positions from `cursor` on that are not skipped, int64 [count], and the cursor
-        after the last of them. O(count + log n), however long the skipped ranges are."""
+        after the last of them. O(count + log n), however long the skipped ranges are. Raises DataError where fewer are
+        left."""
+        positions = self.up_to(cursor, count)
+        if positions.size < count:
+            raise nothing_left(cursor, count)
+        return positions, int(positions[-1]) + 1 if count else cursor
+
+    def up_to(self, cursor: int, count: int) -> Int64s:
+        """As `next_kept`, but fewer where fewer are left."""
         # At least one kept position lies between two ranges, so no more than these can be passed.
         low = int(np.searchsorted(self._ends, cursor, side="right"))
         firsts, ends = self._firsts[low : low + count], self._ends[low : low + count]
@@ -87,10 +95,7 @@ class Skips:
         lengths = np.maximum(np.concatenate((firsts, [LAST_POSITION])) - starts, 0)
         before = np.minimum(np.cumsum(lengths) - lengths, count)
         taken = np.minimum(lengths, count - before)
-        positions = np.repeat(starts - before, taken) + np.arange(taken.sum())
-        if positions.size < count:
-            raise DataError(f"from position {cursor} on fewer than {count} are left: all others are skipped")
-        return positions, int(positions[-1]) + 1 if count else cursor
+        return np.repeat(starts - before, taken) + np.arange(taken.sum())
 
     def between(self, first: int, end: int) -> list[Range]:
         """The skipped ranges inside [first, end), cut off at its edges."""
@@ -105,47 +110,110 @@ class Skips:
         some = firsts < ends
         return Skips(firsts[some], ends[some])
 
+    @classmethod
+    def union_of(cls, parts: Iterable[Skips]) -> Skips:
+        """The numbers that are in any of the parts."""
+        return cls.merged(np.concatenate([np.empty((0, 2), np.int64), *(part.edges for part in parts)]))
+
     def union(self, other: Skips) -> Skips:
-        """The positions that are in either."""
-        return Skips.of([*self.ranges, *other.ranges])
+        """The numbers that are in either."""
+        return Skips.union_of((self, other))
+
+
+NONE = Skips(np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+class Identity(NamedTuple):
+    """A corpus by its name and its manifest's fingerprint: with other content it is another one."""
+
+    corpus: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Exclusions:
+    """What a ledger says. positions: of any corpus; swapped: positions by the corpus that is left out there; tokens: of
+    the training streams of corpora. lines: how many there are."""
+
+    positions: Skips = NONE
+    swapped: Mapping[str, Skips] = field(default_factory=dict)
+    tokens: Mapping[Identity, Skips] = field(default_factory=dict)
+    lines: int = 0
+
+    @classmethod
+    def of(cls, parts: Sequence[Exclusions]) -> Exclusions:
+        """What any of the parts leaves out."""
+        positions = Skips.union_of(part.positions for part in parts)
+        swapped, tokens = (
+            {
+                key: Skips.union_of(part[key] for part in some if key in part)
+                for key in dict.fromkeys(chain(*some))
+            }
+            for some in ([part.swapped for part in parts], [part.tokens for part in parts])
+        )
+        return cls(positions, swapped, tokens, sum(part.lines for part in parts))
+
+
+NOTHING = Exclusions()
 
 
 class Selection:
-    """Which positions a run trains on: those not skipped, nor of a corpus where that was swapped out."""
+    """Which positions a run trains on: those that are not left out, in whichever way. This alone decides."""
 
-    def __init__(self, order: Order, entries: Iterable[SkipEntry], more: Iterable[Range] = ()) -> None:
-        """entries: of the ledger; more: further ranges. Raises DataError where a corpus is not one of `order`, or
-        all of them are out. `entries` is how many there are."""
-        entries = list(entries)
-        self.entries = len(entries)
-        self.skips = Skips.of([*more, *((e.first, e.end) for e in entries if e.corpus is None)])
+    def __init__(self, order: Order, excluded: Exclusions = NOTHING, more: Iterable[Range] = ()) -> None:
+        """excluded: of the ledger; more: further positions. Raises DataError where a corpus that is swapped out is not
+        one of `order`, or nothing is left.
+
+        `lines`: of the ledger; `positions`: what is left out by position, of any corpus; `sequences`: what is left out
+        by identity, by the index of the corpus.
+        """
+        self.lines = excluded.lines
+        self.positions = Skips.of(more).union(excluded.positions)
+        self._order = order
         names = [corpus.name for corpus in order.corpora]
-        out: dict[str, list[Range]] = {}
-        for entry in entries:
-            if entry.corpus is not None:
-                out.setdefault(entry.corpus, []).append((entry.first, entry.end))
-        if unknown := sorted(set(out) - set(names)):
+        if unknown := sorted(set(excluded.swapped) - set(names)):
             raise DataError(
                 f"the skip ledger swaps out corpus {unknown[0]!r}, which is none of {names}: correct its name, or "
                 "delete that line"
             )
-        self._order = order
-        for index, name in enumerate(names):
-            if absent := order.absent(index):
-                out.setdefault(name, []).extend(absent)
-        self._out = {names.index(name): Skips.of(ranges) for name, ranges in out.items()}
+        self.sequences: dict[int, Skips] = {}
+        self._bitmaps: dict[int, Bitmap] = {}
+        self._out: dict[int, Skips] = {}
+        for index, corpus in enumerate(order.corpora):
+            out = excluded.swapped.get(corpus.name, NONE).union(Skips.of(order.absent(index)))
+            tokens = excluded.tokens.get(Identity(corpus.name, corpus.fingerprint), NONE)
+            chosen = sequences_of(tokens, order.sequence_length, order.sequences[index])
+            if chosen.count() == order.sequences[index]:
+                out = Skips.of([(0, LAST_POSITION)])  # or the search for one that is left would not end
+            elif chosen.count():
+                self._bitmaps[index] = Bitmap(order.sequences[index], *chosen.edges.T)
+            if chosen.count():
+                self.sequences[index] = chosen
+            if out.count():
+                self._out[index] = out
         if not self.corpora_left:
             raise DataError(
-                "the skip ledger swaps out every corpus: delete one of those lines, or blend in another corpus"
+                "the skip ledger swaps out every corpus, or names all samples of those that it leaves: delete one of "
+                "those lines, or blend in another corpus"
             )
+        self._passed = self.positions
         if len(self._out) == len(names):
             # Where every corpus is out there is nothing to look for, however far that reaches.
-            in_some = Skips.of(kept for skips in self._out.values() for kept in skips.gaps().ranges)
-            self.skips = self.skips.union(in_some.gaps())
+            in_some = Skips.union_of(skips.gaps() for skips in self._out.values())
+            self._passed = self._passed.union(in_some.gaps())
+
+    @property
+    def text(self) -> str:
+        """How much is left out, for people; empty for nothing."""
+        told = [f"{count:,} positions"] if (count := self.positions.count()) else []
+        for index, sequences in self.sequences.items():
+            of = f"of corpus {self._order.corpora[index].name} in every epoch"
+            told.append(f"{sequences.count():,} of {self._order.sequences[index]:,} samples {of}")
+        return ", ".join(told)
 
     @property
     def corpora_left(self) -> int:
-        """How many corpora are not swapped out for good."""
+        """How many corpora are not left out for good."""
         return len(self._order.corpora) - len(self._gone())
 
     def share_without(self, *corpora: str) -> float:
@@ -155,75 +223,80 @@ class Selection:
         left = [quota for index, quota in enumerate(self._order.quotas) if index not in gone]
         return sum(left) / sum(self._order.quotas)
 
+    @property
+    def kept(self) -> float:
+        """Which part of the positions of the blend, as it is now, is trained on in the long run, but for those that are
+        left out by position."""
+        gone, order = self._gone(), self._order
+        left = (
+            quota * (1 - self.sequences.get(index, NONE).count() / order.sequences[index])
+            for index, quota in enumerate(order.quotas)
+            if index not in gone
+        )
+        return sum(left) / sum(order.quotas)
+
     def mix(self, position: int) -> dict[str, float]:
-        """The share of each corpus around a position, as far as it is not swapped out there."""
+        """The share of each corpus around a position, as far as it is not left out there as a whole."""
         quotas = self._order.quotas_at(position)
         out = {index for index, skips in self._out.items() if skips.contains(position)}
         left = {i: quota for i, quota in enumerate(quotas) if quota and i not in out}
         return {self._order.corpora[i].name: quota / sum(left.values()) for i, quota in left.items()}
 
-    def _gone(self) -> set[int]:
-        return {index for index, skips in self._out.items() if skips.ranges[-1][1] == LAST_POSITION}
+    def mask(self, positions: Int64s) -> Bools:
+        """Which of n `positions` are left out: bool [n]."""
+        return self._passed.mask(positions) | self._left_out(positions)
 
-    def next_kept(self, cursor: int, count: int) -> tuple[npt.NDArray[np.int64], int]:
+    def next_kept(self, cursor: int, count: int) -> tuple[Int64s, int]:
         """As `Skips.next_kept`."""
-        if not self._out:
-            return self.skips.next_kept(cursor, count)
-        found: list[npt.NDArray[np.int64]] = []
-        missing = count
+        found = [np.empty(0, np.int64)]
+        at, missing, asked = cursor, count, count
         while missing:
-            positions, cursor = self.skips.next_kept(cursor, missing)
-            corpora = self._order.locate(positions).corpus
-            kept = np.ones(positions.size, dtype=bool)
-            for corpus, skips in self._out.items():
-                kept &= (corpora != corpus) | ~skips.mask(positions)
-            found.append(positions[kept])
-            missing -= found[-1].size
-        chosen = np.concatenate([np.empty(0, np.int64), *found])
+            positions = self._passed.up_to(at, asked)
+            if not positions.size:
+                raise nothing_left(cursor, count)
+            kept = positions[~self._left_out(positions)][:missing]
+            found.append(kept)
+            at, missing = int(positions[-1]) + 1, missing - kept.size
+            # Where little is left, ever more at once.
+            asked = missing if 2 * kept.size > asked else max(missing, min(2 * asked, AT_ONCE))
+        chosen = np.concatenate(found)
         return chosen, int(chosen[-1]) + 1 if count else cursor
 
+    def named_between(self, first: int, end: int) -> Int64s:
+        """The positions in [first, end) of the samples that are left out by identity: int64, ascending. O(samples) for
+        each epoch."""
+        found = [np.empty(0, np.int64)]
+        for index, sequences in self.sequences.items():
+            numbers = sequences.gaps().next_kept(0, sequences.count())[0]
+            found.append(self._order.positions_of(index, numbers, first, end))
+        return np.sort(np.concatenate(found))
 
-class SkipEntry(Entry):
-    """A line of the ledger: positions [first, end), why, by which incident, noticed at which step.
+    def _left_out(self, positions: Int64s) -> Bools:
+        """Which of n positions hold a sample that is left out for what it is, or for its corpus: bool [n]."""
+        out = np.zeros(positions.shape, dtype=bool)
+        if not self._out and not self._bitmaps:
+            return out
+        places = self._order.locate(positions)
+        for corpus, skips in self._out.items():
+            out |= (places.corpus == corpus) & skips.mask(positions)
+        for corpus, bitmap in self._bitmaps.items():
+            mine = np.flatnonzero(places.corpus == corpus)
+            out[mine] |= bitmap[places.sequence[mine]]
+        return out
 
-    corpus: only the positions of that corpus; from `first` on it is swapped out.
-    """
-
-    first: Position
-    end: Position
-    reason: str
-    incident: int | None = None
-    step: int | None = None
-    corpus: str | None = None
-
-    @model_validator(mode="after")
-    def _forward(self) -> Self:
-        if self.first >= self.end:
-            raise ValueError(f"first {self.first} is not below end {self.end}")
-        return self
+    def _gone(self) -> set[int]:
+        return {index for index, skips in self._out.items() if skips.edges[-1, 1] == LAST_POSITION}
 
 
-def read_ledger(path: Path, odd: list[str] | None = None) -> list[SkipEntry]:
-    """The entries of skips.jsonl, oldest first; see `ledger.read`."""
-    return ledger.read(path, SkipEntry, odd)
+def nothing_left(cursor: int, count: int) -> DataError:
+    return DataError(f"from position {cursor} on fewer than {count} are left: all others are skipped")
 
 
-def entries_that_can_be(
-    path: Path, order: Order, more: Iterable[Range] = ()
-) -> tuple[list[SkipEntry], list[str]]:
-    """The entries of skips.jsonl that `Selection` takes, for who works while somebody else writes there; and what is
-    wrong with the others."""
-    odd: list[str] = []
-    entries = read_ledger(path, odd)
-    known = {corpus.name for corpus in order.corpora}
-    odd += [f"{path}: there is no corpus {e.corpus!r}" for e in entries if e.corpus not in (None, *known)]
-    entries = [e for e in entries if e.corpus is None or e.corpus in known]
-    try:
-        Selection(order, entries, more)
-    except DataError as error:
-        odd.append(str(error))
-        entries = [e for e in entries if e.corpus is None]
-    return entries, odd
+def sequences_of(tokens: Skips, length: int, count: int) -> Skips:
+    """Those of the `count` sequences of a stream that have any of its `tokens` among their own `length`."""
+    first, end = tokens.edges.T
+    edges = np.column_stack([first // length, np.minimum(-(-end // length), count)])
+    return Skips.merged(edges[edges[:, 0] < edges[:, 1]])
 
 
 def _checked(item: Range) -> Range:

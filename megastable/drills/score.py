@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from megastable.data.skips import Range, read_ledger
+from megastable.data.skips import Range
 from megastable.drills.plan import Policy
 from megastable.drills.scenarios import Scenario
 from megastable.rundir import RunDirectory
@@ -76,11 +76,12 @@ def score(
     directory = RunDirectory(run)
     events = list(directory.events())
     summary = json.loads(directory.summary.read_text()) if directory.summary.exists() else {}
-    ours, skips = policy is Policy.OURS, read_ledger(directory.skips)
+    ours = policy is Policy.OURS
     # Only ours undoes what has happened; under the others whatever comes later may be its consequence.
     explained, unexplained = alarms(events, scenario, struck, REACH if ours else math.inf)
     incidents = _latest(explained)
-    skipped = {position for entry in skips for position in range(entry.first, entry.end)}
+    left_out = [r for incident in _latest(events) for r in incident.get("positions", ())]
+    skipped = {position for first, end in left_out for position in range(first, end)}
     kinds, causes = [i["kind"] for i in incidents], causes_of(incidents, events)
     return Score(
         scenario=scenario.name,

@@ -17,7 +17,6 @@ from megastable.data.blends import GoneStream
 from megastable.data.documents import Document, Part, parts_by_position
 from megastable.data.manifest import Stream
 from megastable.data.shards import Shard
-from megastable.data.skips import Selection
 from megastable.data.tokenizer import Tokenizer
 from megastable.forensics.history import History
 from megastable.forensics.oddness.kinds import KINDS
@@ -174,7 +173,7 @@ def to_come(history: History, steps: int) -> tuple[int, Int64s]:
     """The step that the run has come to, and the positions that its next `steps` steps will read, by what is skipped
     today."""
     step, cursor = live_place(history)
-    selection = Selection(history.library().source.order, history.ledger, history.config.data.skip)
+    selection = history.selection(history.library())
     positions, _ = selection.next_kept(cursor, steps * history.config.train.global_batch)
     return step, positions
 

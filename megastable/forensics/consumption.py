@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,8 +65,8 @@ def run_sheet(history: History) -> Sheet:
         ("tokens", f"{total * length:,}"), ("refused batches", f"{len(refused):,}"),
         ("steps undone", f"{len(undone):,}"), ("skipped samples", f"{sum(r['skipped'] for r in rows):,}"),
     ]  # fmt: skip
-    reasons = Counter(e.reason for e in history.ledger)
-    notes = [f"skip ledger, {plural(count, 'line')}: {reason}" for reason, count in reasons.most_common(20)]
+    reasons = history.ledger.reasons.most_common(20)
+    notes = [f"skip ledger, {plural(count, 'line')}: {reason}" for reason, count in reasons]
     blends = in_force(history.blends)
     if len(blends) > 1:
         notes += [f"blend {text}" for text in blends_text(blends)]
@@ -83,9 +82,9 @@ def run_sheet(history: History) -> Sheet:
 
 def _out(history: History, done: Sequence[Done]) -> list[Range]:
     """What was left out whatever its corpus: on the ledger, and not read before it came there."""
-    told = Skips.of(
-        [*history.config.data.skip, *((e.first, e.end) for e in history.ledger if e.corpus is None)]
-    )
+    selection = history.selection(history.library())
+    named = selection.named_between(0, history.cursor)
+    told = selection.positions.union(Skips.merged(np.column_stack([named, named + 1])))
     few = [(first, end) for first, end in told.between(0, history.cursor) if end - first <= FEW]
     positions = np.concatenate([np.empty(0, np.int64), *(np.arange(first, end) for first, end in few)])
     read = (p for _, mine in history.that_read(positions, done) for p in mine.tolist())
@@ -95,17 +94,17 @@ def _out(history: History, done: Sequence[Done]) -> list[Range]:
 def _swapped_out(history: History, corpus: str, done: Sequence[Done]) -> list[Range]:
     """From where on a corpus was left out: what was read before that was decided stays read."""
     order, found = history.library().source.order, []
-    for e in (e for e in history.ledger if e.corpus == corpus):
-        then = -math.inf if e.time is None else e.time.timestamp()
+    for (begin, end), time in history.ledger.swaps(corpus):
+        then = -math.inf if time is None else time.timestamp()
         at = bisect_right(done, then, key=lambda d: d.time)
-        first = max(e.first, done[at - 1].next_position) if at else e.first
+        first = max(begin, done[at - 1].next_position) if at else begin
         if 0 < at < len(done):
             # The step that was on its way.
             places = order.locate(history.positions(done[at])).corpus
             if any(order.corpora[index].name == corpus for index in np.unique(places)):
                 first = max(first, done[at].next_position)
-        if first < e.end:
-            found.append((first, e.end))
+        if first < end:
+            found.append((first, end))
     return found
 
 

@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 from megastable import jsonl
 from megastable.data.blends import BlendEntry, Share, in_force, read_blends
-from megastable.data.skips import SkipEntry, Skips, read_ledger
+from megastable.data.skip_ledger import Ledger, usable
+from megastable.data.skips import Selection, Skips
 from megastable.errors import DataError
 from megastable.recipe import load
 from megastable.records import SCHEMA
@@ -148,13 +149,16 @@ class History:
         return found
 
     @cached_property
-    def ledger(self) -> list[SkipEntry]:
-        return read_ledger(self.run.skips, self.problems)
+    def ledger(self) -> Ledger:
+        return Ledger.read(self.run.skips, self.problems)
 
-    @cached_property
-    def skipped(self) -> Skips:
-        """What is left out by now, whatever its corpus."""
-        return self._ledger_then(math.inf)
+    def selection(self, library: Library) -> Selection:
+        """What the ledger of now leaves of the order of `library`."""
+        found, problems = usable(
+            self.ledger.exclusions, [], self.run.skips, library.source.order, self.config.data.skip
+        )
+        self.problems += [p for p in problems if p not in self.problems]
+        return found
 
     @property
     def step(self) -> int:
@@ -182,8 +186,8 @@ class History:
         return Skips.of(zip(done.skipped[::2], done.skipped[1::2], strict=True))
 
     def _ledger_then(self, time: float) -> Skips:
-        told = (e for e in self.ledger if e.corpus is None and (e.time is None or e.time.timestamp() <= time))
-        return Skips.of([*self.config.data.skip, *((e.first, e.end) for e in told)])
+        # Versions that wrote no `skipped` knew of no other lines.
+        return Skips.of(self.config.data.skip).union(self.ledger.until(time).exclusions.positions)
 
     def _undone(self, step: int, time: float) -> bool:
         times, lowest = self._goings_back

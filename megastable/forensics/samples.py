@@ -171,7 +171,7 @@ def _add(
     """A row for every part of a document in every sample, and the text of the first `texts` rows."""
     order = library.source.order
     places = order.locate(positions)
-    now = history.skipped
+    now = history.selection(library).mask(positions)
     of = parts_by_position(library.source, positions)
     for index, position in enumerate(positions.tolist()):
         suspect = history.suspects.get(position)
@@ -189,7 +189,7 @@ def _add(
             "gradient_norm": suspect.gradient_norm if suspect else None,
             "corpus": order.corpora[int(places.corpus[index])].name,
             "epoch": int(places.epoch[index]),
-            "skipped": now.contains(position),
+            "skipped": bool(now[index]),
         }
         for part in of[position]:
             if tokens is not None and len(rows) < texts:

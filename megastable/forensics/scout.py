@@ -23,7 +23,8 @@ from megastable import recipe
 from megastable.config import RunConfig
 from megastable.data.blends import BlendEntry, read_blends
 from megastable.data.order import Order
-from megastable.data.skips import Selection, SkipEntry, append_all, entries_that_can_be
+from megastable.data.skip_ledger import SkipLedger, append_all, sample_entries, usable
+from megastable.data.skips import Selection
 from megastable.errors import user_errors
 from megastable.forensics.ahead import COUNTED, Found, Lookout, passage
 from megastable.forensics.places import checkpoint_cursor
@@ -34,7 +35,7 @@ from megastable.stability.attribution import ranges as as_ranges
 
 Int64s = npt.NDArray[np.int64]
 
-REASON = "looked ahead: "  # lines of the ledger that begin so were written here
+REASON = "looked ahead: "  # of the lines that are written here
 FREE = 64  # positions that may be skipped before a share counts
 PAUSE = 1.0  # seconds between two looks
 CHUNK = 1 << 19  # tokens after which what was found is written down
@@ -47,7 +48,9 @@ class Scout:
     def __init__(self, config: RunConfig, run: RunDirectory) -> None:
         self.config, self.run, self.settings = config, run, config.data.look_ahead
         self.looked = self.begin = self.seen = 0
-        self._ledger: tuple[object, list[SkipEntry]] = None, []
+        self._used = 0  # samples that were skipped from `begin` on
+        self._ledger = SkipLedger(run.skips)
+        self._selection: tuple[object, Selection] | None = None
         self._blends: list[BlendEntry] | None = None
         self._lookout: Lookout | None = None
         self._spent = False
@@ -58,9 +61,9 @@ class Scout:
         order, batch = lookout.source.order, self.config.train.global_batch
         if not self.looked or cursor < self.begin:
             self.begin = self.looked = cursor  # the first look, or the run went back to before that
+            self._used = self._skipped_before()
         self.looked = max(self.looked, cursor)
-        ledger = self._entries(order)
-        selection = Selection(order, ledger, self.config.data.skip)
+        selection = self._left(order)
         _, end = selection.next_kept(cursor, self.settings.steps * batch)
         if self.looked >= end:
             return False
@@ -68,7 +71,7 @@ class Scout:
         positions = positions[positions < end]
         self.looked, self.seen = min(after, end), self.seen + positions.size
         if positions.size:
-            self._skip(self._clear(lookout.look(positions, self.settings.score)), ledger)
+            self._skip(self._clear(lookout.look(positions, self.settings.score)))
         return True
 
     def _ready(self) -> Lookout:
@@ -91,16 +94,23 @@ class Scout:
             pass
         return checkpoint_cursor(self.run, max)
 
-    def _entries(self, order: Order) -> list[SkipEntry]:
-        """The ledger, read again where it is another one: it may be long. The run says what is wrong with a line."""
+    def _left(self, order: Order) -> Selection:
+        """What the ledger leaves, read again where it is another one: it may be long. The run says what is wrong with a
+        line."""
         try:
             found = self.run.skips.stat()
+            state = found.st_size, found.st_mtime_ns, order
         except OSError:
-            return []
-        state = found.st_size, found.st_mtime_ns, order
-        if state != self._ledger[0]:
-            self._ledger = state, entries_that_can_be(self.run.skips, order, self.config.data.skip)[0]
-        return self._ledger[1]
+            state = 0, 0, order
+        if self._selection is None or state != self._selection[0]:
+            left, _ = usable(*self._ledger.read(), self.run.skips, order, self.config.data.skip)
+            self._selection = state, left
+        return self._selection[1]
+
+    def _skipped_before(self) -> int:
+        """How many samples from `begin` on a scout of before skipped, or this one until the run went back."""
+        told = [r for event in self.run.events("looked_ahead") for r in event.get("positions", ())]
+        return sum(end - first for first, end in told if first >= self.begin)
 
     def _clear(self, found: Sequence[Found]) -> dict[int, list[Found]]:
         """Those samples of which enough looks corrupt, by position."""
@@ -111,14 +121,13 @@ class Scout:
         least = max(COUNTED, self.settings.share * self.config.model.sequence_length)
         return {p: some for p, some in by_position.items() if sum(one.odd for one in some) >= least}
 
-    def _skip(self, clear: dict[int, list[Found]], ledger: Sequence[SkipEntry]) -> None:
+    def _skip(self, clear: dict[int, list[Found]]) -> None:
         # Of what was looked at: neither the run's length says anything of it nor what was skipped before.
-        used = sum(e.end - e.first for e in ledger if e.first >= self.begin and e.reason.startswith(REASON))
-        left = FREE + int(self.settings.most * self.seen) - used
+        left = FREE + int(self.settings.most * self.seen) - self._used
         chosen = dict(list(clear.items())[: max(0, left)])
         if len(chosen) < len(clear) and not self._spent:
             self.run.note(
-                "look_ahead_spent", found=len(clear), left=max(0, left), used=used, looked=self.looked,
+                "look_ahead_spent", found=len(clear), left=max(0, left), used=self._used, looked=self.looked,
                 evidence=self._evidence(list(clear.values())[len(chosen) :]),
             )  # fmt: skip
         self._spent = len(chosen) < len(clear)
@@ -129,7 +138,10 @@ class Scout:
         positions = as_ranges(sorted(chosen))
         documents = dict.fromkeys(one.document for some in chosen.values() for one in some)
         # First the ledger: what is told of a skip that is not there would be a lie, the other way it comes again.
-        append_all(self.run.skips, [SkipEntry(first=a, end=b, reason=REASON + what) for a, b in positions])
+        assert self._lookout is not None
+        order = self._lookout.source.order
+        append_all(self.run.skips, sample_entries(order, np.array(sorted(chosen)), REASON + what, documents))
+        self._used += len(chosen)
         self.run.note(
             "looked_ahead", positions=positions, samples=len(chosen), kinds=dict(kinds), looked=self.looked,
             documents=[document.model_dump() for document in list(documents)[:200]],
@@ -137,7 +149,7 @@ class Scout:
         )  # fmt: skip
         print(
             f"ahead of the run: {plural(len(chosen), 'sample')} of {plural(len(documents), 'document')} will be "
-            f"skipped, positions {ranges(positions, 4)} ({what})",
+            f"skipped in every epoch, positions {ranges(positions, 4)} ({what})",
             flush=True,
         )
 

@@ -1,13 +1,13 @@
 """Documents, or a whole corpus, onto the skip ledger of a run: a live one leaves them out from its next step on.
 
-A skip is a range of positions. The order is a pure function, so that all positions to come whose samples hold a
-document are known: to the end of the run as its recipe says.
+Documents are named by their tokens in the stream of their corpus: no sample that holds one of these is trained on any
+more, in any epoch, however long the run becomes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,12 +18,20 @@ from megastable import durable
 from megastable.data.blends import GoneStream
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import LAST_POSITION
-from megastable.data.skips import Selection, SkipEntry, Skips, append_all
+from megastable.data.skip_ledger import (
+    RANGES,
+    AnyEntry,
+    Ledger,
+    SampleEntry,
+    ShardDocuments,
+    SkipEntry,
+    append_all,
+)
+from megastable.data.skips import NONE, Exclusions, Range, Selection, Skips, sequences_of
 from megastable.errors import DataError
 from megastable.forensics.history import History
 from megastable.forensics.places import checkpoint_cursor, live_place
 from megastable.forensics.pruning.plan import read_plan
-from megastable.stability.attribution import ranges as as_ranges
 
 Int64s = npt.NDArray[np.int64]
 
@@ -32,15 +40,15 @@ PATIENCE = 60.0  # seconds that a live run has to take it up
 
 @dataclass(frozen=True)
 class Skipped:
-    """What was added. until: positions up to there were looked at; taken_up: the step after which a live run reads
-    without them, None where none is live (it reads the ledger when it starts) or did not say so yet."""
+    """What was added. samples: different ones that are left out by it, in every epoch; already: those of the documents'
+    samples that were left out before; taken_up: the step after which a live run reads without them, None where none is
+    live (it reads the ledger when it starts) or did not say so yet."""
 
     corpus: str
     documents: int
     samples: int
     lines: int
     already: int
-    until: int
     live: bool
     taken_up: int | None
 
@@ -48,13 +56,13 @@ class Skipped:
     def text(self) -> str:
         if not self.documents:
             head = f"corpus {self.corpus} is swapped out{'' if self.lines else ' already'}"
-        elif not self.samples:
-            head = f"nothing to do: none of the {self.documents:,} documents of corpus {self.corpus} is in a sample to "
-            head += f"come that is not skipped already (up to position {self.until:,}, the end of the run)"
+        elif not self.lines:
+            head = f"nothing to do: none of the {self.documents:,} documents of corpus {self.corpus} is in a sample "
+            head += "that is not skipped already"
         else:
-            head = f"{self.documents:,} documents of corpus {self.corpus}: {self.samples:,} samples to come are skipped"
-            head += f" (up to position {self.until:,}, the end of the run"
-            head += f"; {self.already:,} of its samples were skipped already)" if self.already else ")"
+            head = f"{self.documents:,} documents of corpus {self.corpus}: {self.samples:,} samples are skipped in "
+            head += "every epoch from now on"
+            head += f" ({self.already:,} of its samples were skipped already)" if self.already else ""
         if not self.lines:
             return head
         if self.taken_up is not None:
@@ -70,33 +78,28 @@ def skip_documents(
     Raises DataError where the run has no such corpus, or nothing would be left.
     """
     library = history.library()
-    step, cursor = live_place(history)
-    order, back = library.source.order, goes_back_to(history, cursor)
+    order = library.source.order
     corpus = [c.name for c in order.corpora].index(history.share(fingerprint).name)
-    selection = Selection(order, history.ledger, history.config.data.skip)
-    stream = library.source.streams[corpus]
+    name, stream = order.corpora[corpus].name, library.source.streams[corpus]
     if isinstance(stream, GoneStream):
-        raise DataError(f"the run no longer trains on corpus {order.corpora[corpus].name}: nothing to skip")
-    sequences = _sequences(stream, documents, order.sequence_length, order.sequences[corpus])
-    share = selection.share_without()
-    until, before, entries = end_of(history, selection.skips, share, step, cursor), -1, list[SkipEntry]()
-    while until > before:  # what is left out moves the end, and more of it comes before that
-        before = until
-        positions = order.positions_of(corpus, sequences, back, until)
-        new = positions[~selection.skips.mask(positions)]
-        ranges = as_ranges(new.tolist())
-        until = end_of(history, selection.skips.union(Skips.of(ranges)), share, step, cursor)
-    entries = [SkipEntry(first=a, end=b, reason=reason) for a, b in ranges]
+        raise DataError(f"the run no longer trains on corpus {name}: nothing to skip")
+    found = list(_tokens(stream, documents))
+    edges = np.array([tokens for _, _, tokens in found], dtype=np.int64).reshape(-1, 2)
+    known = history.selection(library).sequences.get(corpus, NONE)
+    samples = sequences_of(Skips.merged(edges), order.sequence_length, order.sequences[corpus])
+    new = known.union(samples).count() - known.count()
+    entries: list[AnyEntry] = []
+    for part in (found[at : at + RANGES] for at in range(0, len(found) if new else 0, RANGES)):
+        shards: dict[str, list[int]] = {}
+        for shard, number, _ in part:
+            shards.setdefault(shard, []).append(number)
+        of = [ShardDocuments(shard=shard, documents=numbers) for shard, numbers in shards.items()]
+        tokens = [list(tokens) for _, _, tokens in part]
+        entries.append(
+            SampleEntry(corpus=name, fingerprint=fingerprint, tokens=tokens, reason=reason, documents=of)
+        )
     count = sum(numbers.size for numbers in documents.values())
-    # Those behind the cursor come again only if the run goes back to a checkpoint.
-    ahead, samples = int((positions >= cursor).sum()), int((new >= cursor).sum())
-    return _add(
-        history,
-        entries,
-        Skipped(
-            order.corpora[corpus].name, count, samples, len(entries), ahead - samples, until, False, None
-        ),
-    )
+    return _add(history, entries, Skipped(name, count, new, len(entries), samples.count() - new, False, None))
 
 
 def skip_plan(history: History, path: Path) -> Skipped:
@@ -127,11 +130,11 @@ def swap_out(history: History, corpus: str, reason: str = "swapped out by a pers
         raise DataError(
             f"{history.run.root} has no corpus {corpus!r} in its blend; it has {', '.join(names) or 'none'}"
         )
-    if any(e.corpus == corpus and e.end == LAST_POSITION for e in history.ledger):
-        return Skipped(corpus, 0, 0, 0, 0, LAST_POSITION, _is_live(history), None)
+    if any(end == LAST_POSITION for (_, end), _ in history.ledger.swaps(corpus)):
+        return Skipped(corpus, 0, 0, 0, 0, _is_live(history), None)
     first = goes_back_to(history, cursor)
     entry = SkipEntry(first=first, end=LAST_POSITION, reason=reason, corpus=corpus)
-    return _add(history, [entry], Skipped(corpus, 0, 0, 1, 0, LAST_POSITION, False, None))
+    return _add(history, [entry], Skipped(corpus, 0, 0, 1, 0, False, None))
 
 
 def goes_back_to(history: History, cursor: int) -> int:
@@ -139,39 +142,22 @@ def goes_back_to(history: History, cursor: int) -> int:
     return min(cursor, checkpoint_cursor(history.run, min))
 
 
-def end_of(history: History, skips: Skips, share: float, step: int, cursor: int) -> int:
-    """A position that a run does not come to in the steps that its recipe has left, with a tenth to spare for what will
-    be skipped on the way. share: of the blend that is not swapped out."""
-    c = history.config
-    left = max(0, c.train.steps - step) * c.train.global_batch / share
-    end, before = cursor + int(1.1 * left), -1
-    while end > before:
-        before = end
-        skipped = sum(last - first for first, last in skips.between(cursor, end))
-        end = min(LAST_POSITION, cursor + int(1.1 * left) + skipped)
-    return end
-
-
-def _sequences(stream: Stream, documents: Mapping[str, Int64s], length: int, count: int) -> Int64s:
-    """Those of the `count` sequences of a stream that hold a token of any of the documents, ascending. Documents for
-    validation, and those in no split, are in none."""
-    found = [np.empty(0, np.int64)]
+def _tokens(stream: Stream, documents: Mapping[str, Int64s]) -> Iterator[tuple[str, int, Range]]:
+    """Shard, number and tokens of the stream of each of the documents. Those for validation, and those in no split,
+    have none."""
     for name, numbers in documents.items():
         shard = stream.open(name)
         for number in numbers.tolist():
             first, end = shard.document_bounds(number)
             begin = stream.offset_of(name, first) if first < end else None
             if begin is not None:
-                last = (begin + end - first - 1) // length
-                found.append(np.arange(begin // length, min(last, count - 1) + 1))
-    return np.unique(np.concatenate(found))
+                yield name, number, (begin, begin + end - first)
 
 
-def _add(history: History, entries: list[SkipEntry], added: Skipped) -> Skipped:
-    order = history.library().source.order
-    Selection(
-        order, [*history.ledger, *entries], history.config.data.skip
-    )  # nothing that a run could not live with
+def _add(history: History, entries: Sequence[AnyEntry], added: Skipped) -> Skipped:
+    order, more = history.library().source.order, history.config.data.skip
+    both = Exclusions.of([history.ledger.exclusions, Ledger.of(entries).exclusions])
+    Selection(order, both, more)  # nothing that a run could not live with
     live, before = _is_live(history), len(_told(history))
     append_all(history.run.skips, entries)
     told = {key: value for key, value in asdict(added).items() if key not in ("live", "taken_up")}

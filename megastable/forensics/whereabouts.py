@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.data.blends import GoneStream
+from megastable.data.order import LAST_POSITION
 from megastable.data.shard_format import little_endian
+from megastable.data.skips import Selection, Skips
 from megastable.errors import DataError
 from megastable.forensics.history import History
 from megastable.forensics.shelf import Shelf
-from megastable.forensics.skip import end_of
 from megastable.forensics.spans import spans
 from megastable.recipe import find
 from megastable.report.postmortem.texts import Library
@@ -115,11 +116,13 @@ def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> l
     at = stream.offset_of(shard, first)
     if at is None:
         return [{"run": run, "state": "not in the part that is trained on"}]
-    cursor, c = history.cursor, history.config.train
-    most = max(cursor, c.steps * c.global_batch) + history.skipped.count() + order.block
+    step, cursor, selection = history.step, history.cursor, history.selection(library)
+    horizon = _horizon(history, selection, step, cursor)
+    # Steps that were undone may have gone further than where the run is now.
+    most = max(horizon, _horizon(history, selection, 0, 0))
     positions = positions_with(library, corpus, at, at + end - first, 0, most)
     past = positions[positions < cursor]
-    # Steps that were undone may have gone further than where the run is now.
+    ahead = positions[(positions >= cursor) & (positions < horizon)][:AHEAD]
     found: list[dict[str, Any]] = []
     met = set[int]()
 
@@ -138,21 +141,33 @@ def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> l
             found.append(
                 row(position, step=done.step, state=done.state, loss=done.loss, time=_clock(done.time))
             )
-    skipped = history.skipped
-    for position in past.tolist():
+    for position, left_out in zip(past.tolist(), selection.mask(past).tolist(), strict=True):
         if position not in met:
-            state = "skipped" if skipped.contains(position) else "not recorded"
-            found.append(row(position, state=state))
-    step, batch = history.step, history.config.train.global_batch
-    end = end_of(history, skipped, 1.0, step, cursor)
-    for position in positions[(positions >= cursor) & (positions < end)][:AHEAD].tolist():
-        left_out = sum(b - a for a, b in skipped.between(cursor, position))
-        when = step + 1 + (position - cursor - left_out) // batch
-        if skipped.contains(position):
+            found.append(row(position, state="skipped" if left_out else "not recorded"))
+    batch, furthest = history.config.train.global_batch, int(ahead.max(initial=cursor))
+    named = selection.named_between(cursor, furthest)
+    passed = selection.positions.union(Skips.merged(np.column_stack([named, named + 1])))
+    for position, left_out in zip(ahead.tolist(), selection.mask(ahead).tolist(), strict=True):
+        before = sum(b - a for a, b in passed.between(cursor, position))
+        when = step + 1 + (position - cursor - before) // batch
+        if left_out:
             found.append(row(position, state="skipped"))
         elif when <= history.config.train.steps:
             found.append(row(position, state="ahead", step=when))
     return found
+
+
+def _horizon(history: History, selection: Selection, step: int, cursor: int) -> int:
+    """A position that a run does not come to in the steps that its recipe has left after `step`, with a tenth to spare
+    for what will be skipped on the way."""
+    c = history.config.train
+    left = max(0, c.steps - step) * c.global_batch / selection.kept
+    end, before = cursor + int(1.1 * left), -1
+    while end > before:
+        before = end
+        skipped = sum(last - first for first, last in selection.positions.between(cursor, end))
+        end = min(LAST_POSITION, cursor + int(1.1 * left) + skipped)
+    return end
 
 
 def _clock(time: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,9 @@ from megastable.checkpoint.store import read_state
 from megastable.config import Fp8Config, RunConfig
 from megastable.data.blends import read_blends
 from megastable.data.corpora import open_corpora
-from megastable.data.skips import Skips, read_ledger
+from megastable.data.order import Order
+from megastable.data.skip_ledger import SkipLedger, usable
+from megastable.data.skips import Selection
 from megastable.data.source import Source
 from megastable.data.tokenizer import load_tokenizer
 from megastable.errors import ConfigError, DataError, MegastableError
@@ -134,7 +135,7 @@ def _of_run(model: PlainModel, count: int) -> Material:
     if validation is not None and _samples(validation) >= count:
         return _taken(validation, np.arange(count), "validation samples", run.data.corpora[0].path)
     cursor = read_state(model.checkpoint).cursor
-    positions = _ahead(cursor, count, _skips(model, root))
+    positions, _ = _left(model, root, corpora.train.order).next_kept(cursor, count)
     return _taken(
         corpora.train, positions, f"training samples from position {cursor:,} on", run.data.corpora[0].path
     )
@@ -149,17 +150,11 @@ def _samples(source: Source) -> int:
     return sum(max(0, corpus.tokens - 1) // source.order.sequence_length for corpus in source.order.corpora)
 
 
-def _skips(model: PlainModel, root: RunDirectory | None) -> Skips:
-    own = [*model.run.data.skip]
-    if root is not None:
-        problems: list[str] = []
-        own += [(e.first, e.end) for e in read_ledger(root.skips, problems) if e.corpus is None]
-    return Skips.of(own)
-
-
-def _ahead(cursor: int, count: int, skips: Skips) -> Int64s:
-    kept = skips.gaps().between(cursor, cursor + count + skips.count())
-    return np.fromiter(islice(chain.from_iterable(range(*gap) for gap in kept), count), np.int64)
+def _left(model: PlainModel, root: RunDirectory | None, order: Order) -> Selection:
+    """What the run trains on."""
+    if root is None:
+        return Selection(order, more=model.run.data.skip)
+    return usable(*SkipLedger(root.skips).read(), root.skips, order, model.run.data.skip)[0]
 
 
 def _of_text(model: PlainModel, count: int, text: Path, tokenizer: Path | None) -> Material:

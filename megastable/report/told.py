@@ -177,7 +177,7 @@ TOLD: dict[str, Callable[[Event], str]] = {
     ),
     "look_ahead_failed": lambda e: f"what looks ahead in the data has failed{_because(e, 'problem')}",
     "skips_added": lambda e: (
-        f"{e.get('samples')} samples of {e.get('documents')} documents to come are skipped, as a person asked"
+        f"{e.get('samples')} samples of {e.get('documents')} documents are skipped, as a person asked"
         if e.get("documents")
         else f"corpus {e.get('corpus')} is swapped out, as a person asked"
     ),
@@ -193,6 +193,10 @@ TOLD: dict[str, Callable[[Event], str]] = {
     ),
     "skips_read": lambda e: (
         f"{e.get('entries')} new lines of the skip ledger hold from position {e.get('cursor')} on"
+    ),
+    "skips_foreign": lambda e: (
+        f"the skip ledger names samples of corpus {e.get('corpus')} with fingerprint {str(e.get('fingerprint'))[:12]}, "
+        "which is none of this run's: they are not skipped"
     ),
     "skips_refused": lambda e: f"a line of the skip ledger is left out{_because(e, 'problem')}",
     "config_changed": _changed,

@@ -19,7 +19,7 @@ class Memory:
     attempt: the newest, 0 = none; under_way: it was launched, and nobody noted its end. clock: the farthest step done.
     began: the step that the processes of now went on from; rejected: of the newest checkpoint that they passed over.
     failures: since a person started the run; failed: time of the last one, until training goes on; unmended: an `End`
-    that nothing was done about yet. predecessor: (process, host) of a supervisor that ended without a word. number: of
+    that nothing was done about yet, skipped: the positions that were skipped because of it. predecessor: (process, host) of a supervisor that ended without a word. number: of
     the newest incident. open: those of ours that nothing has proven to be over. since: what the training said of its
     end, in this attempt.
     """
@@ -33,6 +33,7 @@ class Memory:
         self.failures: list[Failure] = []
         self.failed: float | None = None
         self.unmended: dict[str, Any] | None = None
+        self.skipped: list[tuple[int, int]] = []
         self.predecessor: tuple[int, str] | None = None
         self.number = 0
         self.open: dict[int, Incident] = {}
@@ -84,6 +85,8 @@ class Memory:
         if event.get("what"):
             self.failed = float(event["time"])
             self.unmended = {key: event[key] for key in END if key in event}
+            skipped = event.get("skipped")
+            self.skipped = [(int(first), int(end)) for first, end in skipped] if isinstance(skipped, list) else []
             self.failures.append(
                 Failure(
                     what=str(event["what"]), step=event["step"], host=event["host"], clock=self.clock,

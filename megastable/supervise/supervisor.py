@@ -22,10 +22,12 @@ from megastable import durable, errors
 from megastable.config import RunConfig
 from megastable.data.blends import read_blends
 from megastable.data.corpora import open_corpora
-from megastable.data.skips import Selection, SkipEntry, append, entries_that_can_be, read_ledger
+from megastable.data.skip_ledger import SkipLedger, append_all, sample_entries, usable
+from megastable.data.skips import Range
 from megastable.errors import ConfigError, DataError, MegastableError, SpaceError, UnstableError
 from megastable.messages import Progress, folder_of, log_of
 from megastable.rundir import RunDirectory
+from megastable.stability.attribution import ranges
 from megastable.stability.incident import Breakdown, Incident, Outcome
 from megastable.stability.policy import Action, Cause, Failure, Remedy, after_failure, pause
 from megastable.supervise.follow import Follower
@@ -133,9 +135,8 @@ class Supervisor:
         elif attempt is None and self.memory.unmended is not None:
             # Its end was noted, and nobody came to do something about it.
             end = End.model_validate(self.memory.unmended)
-            done = self._mend(
-                end, after_failure(self.memory.failures, hosts(self.given), self.config.stability.policy)
-            )
+            remedy = after_failure(self.memory.failures, hosts(self.given), self.config.stability.policy)
+            done = self._mend(end, remedy, self.memory.skipped)
         while done is None:
             if self.signals:
                 return errors.STOPPED, "stopped between two attempts"
@@ -271,15 +272,15 @@ class Supervisor:
         progress = self.wire.progress(number)
         clock = max(memory.clock, progress.step or 0 if progress is not None else 0)
         final = end.code in FINAL or (end.code == errors.BAD_INPUT and not end.trained)
-        failure, remedy = None, None
+        failure, remedy, skipped = None, None, list[Range]()
         if not final and not self.signals:
             failure = Failure(end.what, end.step if end.cursor is not None else None, end.host, clock)
             remedy = after_failure([*memory.failures, failure], hosts(self.given), policy)
             if remedy.skip:
-                self._skip(end)  # before it is noted that it was done; twice does no harm
+                skipped = self._skip(end)  # before it is noted that it was done; twice does no harm
         silent = None if progress is None else round(max(0.0, time.time() - progress.time), 1)
         self.note(
-            "ended", attempt=number, clock=clock, silent=silent, skipped=remedy is not None and remedy.skip,
+            "ended", attempt=number, clock=clock, silent=silent, skipped=skipped,
             **end.model_dump() | ({} if failure else {"what": ""}),
         )  # fmt: skip
         self._listen()
@@ -298,9 +299,9 @@ class Supervisor:
             return end.code or errors.FAILED, self._advice(number, end)
         if remedy is None:
             return errors.FAILED, f"ended without a checkpoint: {end.failure}"
-        return self._mend(end, remedy)
+        return self._mend(end, remedy, skipped)
 
-    def _mend(self, end: End, remedy: Remedy) -> tuple[int, str] | None:
+    def _mend(self, end: End, remedy: Remedy, skipped: list[Range]) -> tuple[int, str] | None:
         """Another attempt after a failure, if the policy says so."""
         memory, number = self.memory, self.memory.attempt
         self.say(f"attempt {number} failed: {end.failure}")
@@ -316,9 +317,7 @@ class Supervisor:
         )
         incident.cause, incident.evidence = remedy.cause, list(dict.fromkeys([*incident.evidence, *paths]))
         incident.kind = "lingering" if len(incident.actions) > 1 else "recoverable"
-        if remedy.skip and end.cursor is not None:
-            mine = [e for e in read_ledger(self.run.skips, []) if e.incident is None and e.step == end.step]
-            incident.positions = sorted({*incident.positions, *((e.first, e.end) for e in mine)})
+        incident.positions = sorted({*incident.positions, *skipped})
         if remedy.action is Action.STOP:
             incident.kind = "divergent"
             self._close(incident, "stopped")
@@ -342,20 +341,25 @@ class Supervisor:
             return f"the training gave up: read {self.run.incidents}/index.html and {log}"
         return f"read {log}"
 
-    def _skip(self, end: End) -> None:
-        """Put the samples of the step that failed on the ledger: a batch from its first position on."""
+    def _skip(self, end: End) -> list[Range]:
+        """Put the samples of the step that failed on the ledger, for as long as the run goes; where they stand.
+
+        The innocent among them are lost with the one that ends processes. But that one would come again in every epoch,
+        in another step, and end as many of them there before it is suspected anew.
+        """
         c = self.config
         if end.cursor is None:
-            return
+            return []
         blends = read_blends(self.run.blends)
         corpora = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, blends)
-        entries, _ = entries_that_can_be(self.run.skips, corpora.train.order, c.data.skip)
-        left = Selection(corpora.train.order, entries, c.data.skip)
-        _, after = left.next_kept(end.cursor, c.train.global_batch)
+        order = corpora.train.order
+        left, _ = usable(*SkipLedger(self.run.skips).read(), self.run.skips, order, c.data.skip)
+        positions, _ = left.next_kept(end.cursor, c.train.global_batch)
         reason = f"{end.what} at step {end.step}, again and again"
-        entry = SkipEntry(first=end.cursor, end=after, reason=reason, step=end.step)
-        self._insist(lambda: append(self.run.skips, entry))
-        self.say(f"  skipped from now on: positions {end.cursor}-{after - 1}")
+        entries = sample_entries(order, positions, reason, step=end.step)
+        self._insist(lambda: append_all(self.run.skips, entries))
+        self.say(f"  skipped in this and every later epoch: positions {positions[0]}-{positions[-1]}")
+        return ranges(positions.tolist())
 
     # Incidents of processes
 

@@ -12,7 +12,8 @@ from megastable.data.blends import BlendEntry, in_force, moved_skips, read_blend
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.ledger import append
 from megastable.data.order import BLOCK
-from megastable.data.skips import Selection, SkipEntry
+from megastable.data.skip_ledger import Ledger, SkipEntry
+from megastable.data.skips import Selection
 from megastable.errors import ConfigError, DataError
 from tests.conftest import write_corpus
 
@@ -124,8 +125,8 @@ def test_swapping_out_the_only_corpus_of_a_phase_is_refused(three: dict[str, Pat
     run = opened(three, {"b": 1.0}, [entry(first, 0), entry(second, BLOCK)])
     out = SkipEntry(first=BLOCK, end=2**62, reason="bad", corpus="b")
     with pytest.raises(DataError, match="swaps out every corpus"):
-        Selection(run.train.order, [out])
-    kept, _ = Selection(run.train.order, []).next_kept(BLOCK - 5, 10)
+        Selection(run.train.order, Ledger.of([out]).exclusions)
+    kept, _ = Selection(run.train.order).next_kept(BLOCK - 5, 10)
     assert kept.tolist() == list(range(BLOCK - 5, BLOCK + 5))
 
 

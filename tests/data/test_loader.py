@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from megastable.data.loader import Loader, Step, documents_of
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import Corpus, Order
-from megastable.data.skips import Selection, SkipEntry, Skips
+from megastable.data.skip_ledger import Ledger, SkipEntry
+from megastable.data.skips import Selection, Skips
 from megastable.data.source import Source
 from megastable.errors import ConfigError, DataError
 from megastable.model.rope import document_positions
@@ -172,7 +173,7 @@ def test_go_to_after_an_error_of_what_was_read_ahead(source: Source) -> None:
 def test_without_a_corpus_that_was_swapped_out(source: Source) -> None:
     """Only its samples are missing; those of the others come in the same order."""
     out = SkipEntry(first=30, end=2**62, reason="x", corpus="books")
-    selection = Selection(source.order, [out], SKIPS.ranges)
+    selection = Selection(source.order, Ledger.of([out]).exclusions, SKIPS.ranges)
     steps = load(source, 4, skips=selection)
     walked = np.concatenate([step.positions for step in steps])
     everything = np.concatenate([step.positions for step in load(source, 30)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megastable.data.order import LAST_POSITION, Corpus, Order
-from megastable.data.skips import Range, Selection, SkipEntry, Skips, append, read_ledger
+from megastable.data.skip_ledger import AnyEntry, Ledger, SkipEntry, append, read_ledger
+from megastable.data.skips import Range, Selection, Skips
 from megastable.errors import DataError
 
 RANGES = st.lists(
@@ -230,6 +232,12 @@ def out(name: str | None, first: int, end: int = LAST_POSITION) -> SkipEntry:
     return SkipEntry(first=first, end=end, reason="x", corpus=name)
 
 
+def selection_of(
+    entries: Sequence[AnyEntry], more: Sequence[Range] = (), order: Order = ORDER
+) -> Selection:
+    return Selection(order, Ledger.of(entries).exclusions, more)
+
+
 ENTRIES = st.lists(
     st.builds(
         lambda name, first, length: out(name, first, first + length),
@@ -252,7 +260,7 @@ def test_a_selection_is_the_naive_walk(
     """Whatever is skipped and swapped out, for a while or (one corpus) for good; in steps of any sizes."""
     if gone is not None:
         entries = [*entries, out(*gone)]
-    selection = Selection(ORDER, entries, more)
+    selection = selection_of(entries, more)
     left = [
         p for p in range(cursor, 400)
         if p not in positions(more)
@@ -269,18 +277,18 @@ def test_a_selection_is_the_naive_walk(
 
 def test_corpora_that_are_left() -> None:
     entries = [out("web", 5, 90), out("web", 70), out("code", 3, 10**15), out(None, 0, 7)]
-    selection = Selection(ORDER, entries)
+    selection = selection_of(entries)
     assert selection.corpora_left == 2  # code comes back
-    assert Selection(ORDER, []).corpora_left == 3
-    assert Selection(ORDER, [*entries, out("code", 10**15)]).corpora_left == 1
+    assert selection_of([]).corpora_left == 3
+    assert selection_of([*entries, out("code", 10**15)]).corpora_left == 1
     kept, _ = selection.next_kept(0, 20)
     assert kept.tolist() == [p for p in range(7, 400) if OF[p] == 0][:20]
 
 
 def test_a_corpus_that_is_swapped_out_again_is_out_once() -> None:
     """Twice by two incidents, at one position more or less."""
-    twice = Selection(ORDER, [out("web", 50), out("web", 49)])
-    once = Selection(ORDER, [out("web", 49)])
+    twice = selection_of([out("web", 50), out("web", 49)])
+    once = selection_of([out("web", 49)])
     assert twice.corpora_left == once.corpora_left == 2
     assert twice.next_kept(0, 90)[0].tolist() == once.next_kept(0, 90)[0].tolist()
 
@@ -290,32 +298,32 @@ def test_a_corpus_that_is_none_of_the_run(name: str) -> None:
     with pytest.raises(
         DataError, match=f"swaps out corpus '{name}', which is none of .*'books'.* correct its name"
     ):
-        Selection(ORDER, [out("web", 5), out(name, 5, 9)])
+        selection_of([out("web", 5), out(name, 5, 9)])
 
 
 def test_all_corpora_out() -> None:
     entries = [out(name, first) for name, first in zip(CORPORA, (5, 10, 10**15), strict=True)]
-    assert Selection(ORDER, entries[:2]).corpora_left == 1
-    with pytest.raises(DataError, match="swaps out every corpus: delete one of those lines"):
-        Selection(ORDER, entries)
+    assert selection_of(entries[:2]).corpora_left == 1
+    with pytest.raises(DataError, match="swaps out every corpus, or .*: delete one of those lines"):
+        selection_of(entries)
     with pytest.raises(DataError, match="swaps out every corpus"):
-        Selection(Order([Corpus("only", 500, 1.0)], 16, seed=3), [out("only", 7)])
+        Selection(Order([Corpus("only", 500, 1.0)], 16, seed=3), Ledger.of([out("only", 7)]).exclusions)
 
 
 def test_all_corpora_out_for_long_are_not_walked_through() -> None:
     """To the last position but one, by a careless hand: a walk there would not end before the test's timeout."""
     back = 10**15
-    for_long = Selection(ORDER, [out("books", 40, back), out("code", 9), out("web", 30, back + 7)])
+    for_long = selection_of([out("books", 40, back), out("code", 9), out("web", 30, back + 7)])
     kept, _ = for_long.next_kept(0, 60)
     assert max(p for p in kept.tolist() if p < back) < 40 and kept[-1] >= back
-    nearly = Selection(ORDER, [out(name, 5, LAST_POSITION - 1) for name in CORPORA])
+    nearly = selection_of([out(name, 5, LAST_POSITION - 1) for name in CORPORA])
     assert nearly.next_kept(0, 5)[0].tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(DataError, match="all others are skipped"):
         nearly.next_kept(0, 7)
 
 
 def test_what_is_left_of_a_selection_may_be_skipped_as_well() -> None:
-    selection = Selection(ORDER, [out("web", 0), out(None, 50)])
+    selection = selection_of([out("web", 0), out(None, 50)])
     left = [p for p in range(50) if OF[p] != 2]
     assert selection.next_kept(0, len(left))[0].tolist() == left
     with pytest.raises(DataError, match="all others are skipped"):
@@ -325,7 +333,7 @@ def test_what_is_left_of_a_selection_may_be_skipped_as_well() -> None:
 def test_a_selection_refuses_wrong_ranges_of_the_recipe() -> None:
     for wrong in [(9, 5), (-1, 5), (0, 2**62 + 1), (1.5, 3)]:
         with pytest.raises(DataError, match="skip range"):
-            Selection(ORDER, [], [wrong])  # type: ignore[list-item]
+            selection_of([], [wrong])  # type: ignore[list-item]
 
 
 def test_a_swapped_corpus_through_the_ledger(ledger: Path) -> None:
@@ -334,6 +342,6 @@ def test_a_swapped_corpus_through_the_ledger(ledger: Path) -> None:
         append(ledger, entry)
     found = read_ledger(ledger)
     assert [(e.first, e.end, e.corpus) for e in found] == [(e.first, e.end, e.corpus) for e in entries]
-    selection = Selection(ORDER, found)
+    selection = selection_of(found)
     left = [p for p in range(400) if not 3 <= p < 12 and not (p >= 5 and OF[p] == 2)]
     assert selection.next_kept(0, 60)[0].tolist() == left[:60]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megastable.data.skips import SkipEntry, append
+from megastable.data.skip_ledger import SkipEntry, append
 from megastable.drills.plan import Policy
 from megastable.drills.scenarios import CLEAN, CLEAN_FP8, SCENARIOS, Scenario, choose
 from megastable.drills.score import Score, causes_of, compare, is_right, met, score, steps_lost, within

@@ -13,7 +13,8 @@ from megastable.config import Corruption, RunConfig
 from megastable.data.manifest import TokenizerInfo, adopt
 from megastable.data.plant import Kind, plant
 from megastable.data.shards import ShardWriter
-from megastable.data.skips import SkipEntry, Skips, append_all, read_ledger
+from megastable.data.skip_ledger import SkipEntry, append_all, read_ledger
+from megastable.data.skips import Skips
 from megastable.errors import DataError
 from megastable.forensics.ahead import Lookout, ahead_sheet
 from megastable.forensics.history import History

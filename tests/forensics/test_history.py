@@ -15,7 +15,8 @@ import pytest
 
 from megastable.config import RunConfig
 from megastable.data.shards import Shard
-from megastable.data.skips import Selection, SkipEntry, Skips, read_ledger
+from megastable.data.skip_ledger import SkipEntry, read_ledger
+from megastable.data.skips import Selection, Skips
 from megastable.errors import DataError
 from megastable.forensics.consumption import run_sheet
 from megastable.forensics.history import History
@@ -194,7 +195,7 @@ def test_what_was_read_so_far(run: tuple[Path, list[list[int]]]) -> None:
     root, read = run
     (row,) = run_sheet(History(root)).rows
     history = History(root)
-    skips = Selection(history.library().source.order, history.ledger, history.config.data.skip).skips
+    skips = history.selection(history.library())
     trained = [p for positions in read[:5] + read[10:] for p in positions]
     assert row["samples"] == len(trained) and skips.mask(np.array(trained)).any()
     assert row["skipped"] == history.cursor - len(trained)
@@ -255,8 +256,7 @@ def test_a_run_that_is_down_leaves_documents_out_from_its_checkpoint_on(
     skip_documents(
         history, history.blends[-1].corpora[0].fingerprint, {"part-0": np.array([document])}, "bad"
     )
-    skips = Skips.of((e.first, e.end) for e in read_ledger(history.run.skips))
-    assert skips.contains(position)
+    assert History(tmp_path / "run").selection(history.library()).mask(np.array([position])).all()
 
 
 def test_a_shard_of_the_same_name_is_not_the_runs(run: tuple[Path, list[list[int]]], tmp_path: Path) -> None:

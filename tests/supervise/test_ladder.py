@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from megastable import errors, jsonl
-from megastable.data.skips import read_ledger
+from megastable.data.skip_ledger import read_ledger
 from megastable.errors import ConfigError, DataError, SpaceError
 from megastable.rundir import RunDirectory
 from megastable.supervise import supervisor as module

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from megastable.config import RunConfig
-from megastable.data.skips import Skips, read_ledger
+from megastable.data.skip_ledger import read_ledger
+from megastable.data.skips import Skips
 from megastable.rundir import RunDirectory
 from megastable.supervise import scout
 from megastable.supervise.scout import ScoutProcess

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ValidationError
 from megastable.config import RunConfig
 from megastable.data.blends import read_blends
 from megastable.data.plant import read_planted
-from megastable.data.skips import SkipEntry, Skips, read_ledger
+from megastable.data.skip_ledger import Ledger, usable
+from megastable.data.skips import Selection
 from megastable.errors import ConfigError, DataError
 from megastable.recipe import find, load
 from megastable.records import LAYER_SCHEMA, SCHEMA
@@ -61,13 +62,13 @@ class Run:
         self.journal = Journal(self.directory)
         self.problems = list(self.journal.problems)
         self.config: RunConfig | None = None
-        self.recipe, self.ledger = b"", list[SkipEntry]()
+        self.recipe, self.ledger = b"", Ledger.of([])
         try:
             self.config, self.recipe = load(self.directory.recipe), self.directory.recipe.read_bytes()
         except (ConfigError, OSError) as error:
             self.problems.append(f"the recipe: {error}")
         try:
-            self.ledger = read_ledger(self.directory.skips)
+            self.ledger = Ledger.read(self.directory.skips)
         except DataError as error:
             self.problems.append(f"the skip ledger: {error}")
         slack = self.config.logging.flush_steps if self.config else 0
@@ -87,10 +88,10 @@ class Run:
         return Library(self.config, read_blends(self.directory.blends))
 
     @property
-    def skipped(self) -> Skips:
-        """Every position that is not trained on, whatever its corpus."""
-        more = self.config.data.skip if self.config else []
-        return Skips.of([*more, *((e.first, e.end) for e in self.ledger if e.corpus is None)])
+    def selection(self) -> Selection:
+        """What is trained on. Raises as `library`."""
+        order, more = self.library.source.order, self.config.data.skip if self.config else []
+        return usable(self.ledger.exclusions, [], self.directory.skips, order, more)[0]
 
 
 class Case:
@@ -107,7 +108,7 @@ class Case:
         self.begin, self.end = min([indexes[0], *rejected]) if damage else indexes[0], indexes[-1]
         self.own = [self.journal.events[index] for index in indexes]
         self.incident = self._lenient(IncidentFacts, summary_of(self.own[-1]), "the incident")
-        self.skipped = [entry for entry in run.ledger if entry.incident == number]
+        self.skipped = run.ledger.of_incident(number).entries
 
     @property
     def inputs(self) -> str:
@@ -135,7 +136,7 @@ class Case:
         if i.positions:
             samples = self._try("the texts", lambda: run.library.samples(i.positions, losses), [])
         if i.guilty and samples:
-            tokens = self._try("the tokens", lambda: run.library.tokens(i.guilty, run.skipped), None)
+            tokens = self._try("the tokens", lambda: run.library.tokens(i.guilty, run.selection), None)
         if samples and run.library.problem:
             self.problems.append(run.library.problem)
         found, problems = logs(run.directory.root, run.directory.logs.name, i.evidence)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from megastable.data.documents import Document
 from megastable.data.order import LAST_POSITION
-from megastable.data.skips import SkipEntry
+from megastable.data.skip_ledger import AnyEntry
 from megastable.report.postmortem.logs import Log
 from megastable.report.postmortem.texts import Facts, Sample, Tokens
 from megastable.report.postmortem.timeline import Entry
@@ -171,7 +171,7 @@ class Evidence(Facts):
     healed_at: int | None
     timeline: list[Entry]
     suspects: list[Suspect]
-    skipped: list[SkipEntry]
+    skipped: list[AnyEntry]
     passes: list[list[Row]]
     layers: Layers | None
     samples: list[Sample]

@@ -14,7 +14,7 @@ from megastable.config import RunConfig
 from megastable.data.blends import BlendEntry
 from megastable.data.corpora import open_corpora
 from megastable.data.documents import Document, documents_by_position
-from megastable.data.skips import Skips
+from megastable.data.skips import Selection
 from megastable.data.source import Source
 from megastable.data.statistics import token_counts, unigram_entropy
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
@@ -154,8 +154,8 @@ class Library:
             position=position, corpus=self.source.order.corpora[place.corpus].name, loss=loss, pieces=pieces
         )
 
-    def tokens(self, ranges: Sequence[Range], skipped: Skips) -> Tokens:
-        """How the tokens of `ranges` are distributed, beside ordinary ones, of which none is `skipped`.
+    def tokens(self, ranges: Sequence[Range], selection: Selection) -> Tokens:
+        """How the tokens of `ranges` are distributed, beside ordinary ones, which `selection` keeps.
 
         Raises DataError for a damaged corpus.
         """
@@ -169,7 +169,7 @@ class Library:
             np.zeros(self.vocabulary, dtype=np.int64),
         )
         before = np.arange(max(0, ranges[0][0] - FAR), ranges[0][0])
-        before = before[~skipped.mask(before)][-positions.size :]
+        before = before[~selection.mask(before)][-positions.size :]
         shares, usual = guilty / guilty.sum(), corpus / corpus.sum()
         named = dict.fromkeys((*_top(guilty), *_top(corpus)))
         return Tokens(

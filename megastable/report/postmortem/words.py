@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Iterator
 
+from megastable.data.skip_ledger import SampleEntry
 from megastable.report.postmortem.facts import Evidence, IncidentFacts
 from megastable.report.postmortem.texts import Facts, count
 from megastable.report.told import duration, plural
@@ -127,7 +128,8 @@ def _found_and_done(e: Evidence) -> str:
     i = e.incident
     back = f"step {e.back_to[-1]:,}" if e.back_to else "before the onset"
     if i.breakdown:
-        told = [f"Skipped from now on: {plural(count(i.positions), 'sample')}."] if i.positions else []
+        skipped = plural(count(i.positions), "sample")
+        told = [f"Skipped in this and every later epoch: {skipped}."] if i.positions else []
         told += [f"The run went on from {back}; steps done again: {i.steps_lost:,}."] if e.back_to else []
         return " ".join(told)
     guilty = f"{plural(count(i.guilty), 'sample')} of {documents(e)}"
@@ -274,11 +276,12 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
                 text="Make sure that the corpus is still the one that was prepared: every file is hashed again.",
                 command=f"python tools/prepare_data.py verify {shlex.quote(corpus)}",
             )
-        ranges = ", ".join(f"[{first}, {end}]" for first, end in i.guilty[:8])
-        if len(i.guilty) <= 8:
+        if any(isinstance(entry, SampleEntry) for entry in e.skipped):
+            ledger = shlex.quote(f"{r.directory}/skips.jsonl")
             yield FollowUp(
-                text="This run skips them. Another one with the same corpora, seed and sequence length has to be told.",
-                command=f"data.skip='[{ranges}]'",
+                text="This run skips them in every epoch. Another one on the same corpora has to be told, whatever its "
+                "seed, blend and sequence length (here RUN).",
+                command=f"grep '\"incident\":{i.number},' {ledger} >> RUN/skips.jsonl",
             )
         if "swap_corpus" in i.actions:
             yield FollowUp(

@@ -1,0 +1,50 @@
+"""What a run leaves out of its data, on all ranks alike.
+
+Rank 0 reads the ledger, so that no rank sees a line that another one does not, and sends what it says as arrays. All
+methods but `foreign` are collective.
+"""
+
+from __future__ import annotations
+
+from megastable.config import RunConfig
+from megastable.data.order import Order
+from megastable.data.skip_ledger import SkipLedger, usable
+from megastable.data.skips import Exclusions, Identity, Selection
+from megastable.errors import DataError
+from megastable.ranks import first
+from megastable.rundir import RunDirectory
+
+
+class Skipping:
+    """Of one process of a run: data.skip of the recipe, and skips.jsonl."""
+
+    def __init__(self, config: RunConfig, run: RunDirectory) -> None:
+        self._path, self._more = run.skips, config.data.skip
+        self._ledger = SkipLedger(run.skips)
+        self._excluded = Exclusions()
+
+    def check(self, strict: bool) -> None:
+        """strict: raise DataError for a line that somebody got wrong, where a person has started the run and can mend
+        it."""
+        self._excluded, odd = first(self._ledger.read)
+        if strict and odd:
+            raise DataError(odd[0])
+
+    def selection(self, order: Order, strict: bool = True) -> Selection:
+        """What is left of `order`. Raises DataError as `check` and `Selection` do, if `strict`."""
+        self.check(strict)
+        return Selection(order, self._excluded, self._more) if strict else self._usable(order, [])[0]
+
+    def usable(self, order: Order) -> tuple[Selection, list[str]]:
+        """As `selection`, in the middle of a run, which a line that somebody got wrong does not end: those lines are
+        left out, and what is wrong with them is the second answer."""
+        self._excluded, odd = first(self._ledger.read)
+        return self._usable(order, odd)
+
+    def foreign(self, order: Order) -> list[Identity]:
+        """The corpora that lines read last name samples of, and that are not those of `order`."""
+        mine = {Identity(corpus.name, corpus.fingerprint) for corpus in order.corpora}
+        return [identity for identity in self._excluded.tokens if identity not in mine]
+
+    def _usable(self, order: Order, odd: list[str]) -> tuple[Selection, list[str]]:
+        return usable(self._excluded, odd, self._path, order, self._more)
