@@ -18,7 +18,7 @@ from megastable.checkpoint.store import LayoutState, RunState
 from megastable.data.corpora import open_corpora
 from megastable.data.order import LAST_POSITION
 from megastable.data.plant import Planted
-from megastable.data.skip_ledger import Ledger, SkipEntry, read_ledger
+from megastable.data.skip_ledger import Ledger, SampleEntry, SkipEntry, read_ledger
 from megastable.data.skips import Selection
 from megastable.errors import SpaceError
 from megastable.evidence import Trained
@@ -78,7 +78,8 @@ class Book:
     def convicted(self) -> list[int]:
         """The positions of the first epoch that are left out by identity."""
         order = self.source.order
-        chosen = Selection(order, Ledger.read(self.run.skips).exclusions)
+        named = [e for e in read_ledger(self.run.skips) if isinstance(e, SampleEntry)]
+        chosen = Selection(order, Ledger.of(named).exclusions)
         return chosen.named_between(0, order.sequences[0]).tolist()
 
     def shown(self) -> list[tuple[int, str, Any]]:

@@ -40,6 +40,11 @@ class Bitmap:
         at = (slots + 2) * PAGE + begins % PAGE
         self._set(at, stops - begins)
 
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        return self._table.nbytes + self._bits.nbytes
+
     def _set(self, begins: Int64s, lengths: Int64s) -> None:
         """The bits from each of `begins` on, counted over all pages."""
         before = np.cumsum(lengths) - lengths

@@ -86,7 +86,9 @@ class Memory:
             self.failed = float(event["time"])
             self.unmended = {key: event[key] for key in END if key in event}
             skipped = event.get("skipped")
-            self.skipped = [(int(first), int(end)) for first, end in skipped] if isinstance(skipped, list) else []
+            self.skipped = (
+                [(int(first), int(end)) for first, end in skipped] if isinstance(skipped, list) else []
+            )
             self.failures.append(
                 Failure(
                     what=str(event["what"]), step=event["step"], host=event["host"], clock=self.clock,

@@ -232,9 +232,7 @@ def out(name: str | None, first: int, end: int = LAST_POSITION) -> SkipEntry:
     return SkipEntry(first=first, end=end, reason="x", corpus=name)
 
 
-def selection_of(
-    entries: Sequence[AnyEntry], more: Sequence[Range] = (), order: Order = ORDER
-) -> Selection:
+def selection_of(entries: Sequence[AnyEntry], more: Sequence[Range] = (), order: Order = ORDER) -> Selection:
     return Selection(order, Ledger.of(entries).exclusions, more)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from megastable.data.skip_ledger import SkipEntry, append
 from megastable.drills.plan import Policy
 from megastable.drills.scenarios import CLEAN, CLEAN_FP8, SCENARIOS, Scenario, choose
 from megastable.drills.score import Score, causes_of, compare, is_right, met, score, steps_lost, within
@@ -67,9 +66,9 @@ def rewound(at: int, to: int, cause: str, number: int = 1, **more: Any) -> list[
 
 def test_bad_data_that_was_found(tmp_path: Path) -> None:
     refused = [{"event": "discarded", "step": step, "verdict": "outlier"} for step in (100, 101)]
-    run = told(tmp_path, [START, *refused, *rewound(101, 99, "data")])
-    for first, end in ((1590, 1620), (1618, 1630)):
-        append(run / "skips.jsonl", SkipEntry(first=first, end=end, reason="data", incident=1, step=101))
+    found = rewound(101, 99, "data")
+    found[-1]["summary"]["positions"] = [[1590, 1620], [1618, 1630]]
+    run = told(tmp_path, [START, *refused, *found])
     s = judged(run, DATA, bad=(1588, 1628))
     assert (s.ended, s.step, s.val_loss) == ("finished", 160, 3.5)
     assert (s.steps_lost, s.discarded, s.skipped, s.innocent) == (2, 2, 40, 2)

@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 
 from megastable import errors, jsonl
-from megastable.data.skip_ledger import read_ledger
+from megastable.data.corpora import open_corpora
+from megastable.data.skip_ledger import Ledger, read_ledger
+from megastable.data.skips import Selection
 from megastable.errors import ConfigError, DataError, SpaceError
 from megastable.rundir import RunDirectory
 from megastable.supervise import supervisor as module
@@ -133,8 +135,13 @@ def test_the_same_failure_at_the_same_step_skips_it_and_then_gives_up(ladder: La
     crash = {"begin": 0, "until": 7, "code": 1, "words": "ValueError: a bad sample"}
     code, ends = ladder(crash)
     assert code == errors.UNSTABLE and len(ends) == 4
-    (entry,) = read_ledger(ladder.run.skips)
-    assert (entry.first, entry.end, entry.step) == (56, 56 + ladder.config.train.global_batch, 8)
+    (entry,), c = read_ledger(ladder.run.skips), ladder.config
+    order = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed).train.order
+    chosen = Selection(order, Ledger.of([entry]).exclusions)
+    batch = list(range(56, 56 + c.train.global_batch))
+    assert chosen.named_between(0, order.sequences[0]).tolist() == batch and entry.step == 8
+    told = [e["summary"] for e in ladder.run.events("incident")]
+    assert told[-1]["positions"] == [[56, 56 + c.train.global_batch]]
     assert ladder.incidents() == [("crash", "code", "divergent", "stopped")]
     assert "with other data, too" in list(ladder.run.events("supervisor"))[-1]["reason"]
 

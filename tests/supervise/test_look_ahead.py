@@ -12,12 +12,10 @@ import pytest
 import yaml
 
 from megastable.config import RunConfig
-from megastable.data.skip_ledger import read_ledger
-from megastable.data.skips import Skips
 from megastable.rundir import RunDirectory
 from megastable.supervise import scout
 from megastable.supervise.scout import ScoutProcess
-from tests.forensics.test_ahead import clean, planted
+from tests.forensics.test_ahead import clean, left_out, planted
 from tests.forensics.test_history import events_of, positions_of
 from tests.supervise.test_supervisor import Supervised
 
@@ -30,7 +28,7 @@ def test_a_supervised_run_never_meets_what_was_planted(clean: Path, tmp_path: Pa
     given.start()
     assert given.finish() == 0, given.output.read_text()
     run = given.run
-    skipped = Skips.of((e.first, e.end) for e in read_ledger(run.skips))
+    skipped = left_out(config, run)
     assert skipped.count() >= 18 and all(bad.contains(p) for a, b in skipped.ranges for p in range(a, b))
     trained = positions_of(run.root)
     assert not [p for p in trained if skipped.contains(p)] and max(trained) > 19 * 16 + 20

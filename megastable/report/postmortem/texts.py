@@ -14,7 +14,7 @@ from megastable.config import RunConfig
 from megastable.data.blends import BlendEntry
 from megastable.data.corpora import open_corpora
 from megastable.data.documents import Document, documents_by_position
-from megastable.data.skips import Selection
+from megastable.data.skips import Selection, Skips
 from megastable.data.source import Source
 from megastable.data.statistics import token_counts, unigram_entropy
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
@@ -154,7 +154,7 @@ class Library:
             position=position, corpus=self.source.order.corpora[place.corpus].name, loss=loss, pieces=pieces
         )
 
-    def tokens(self, ranges: Sequence[Range], selection: Selection) -> Tokens:
+    def tokens(self, ranges: Sequence[Range], selection: Skips | Selection) -> Tokens:
         """How the tokens of `ranges` are distributed, beside ordinary ones, which `selection` keeps.
 
         Raises DataError for a damaged corpus.
