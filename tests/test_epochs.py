@@ -11,68 +11,138 @@ import pytest
 from megastable import records
 from megastable.config import RunConfig
 from megastable.data.corpora import open_corpora
+from megastable.data.order import BLOCK, Order
 from megastable.data.plant import Planted, plant
-from megastable.data.skip_ledger import Ledger, SampleEntry, SkipEntry, append, read_ledger
-from megastable.data.skips import Identity, Selection
-from megastable.rundir import RunDirectory
-from tests.conftest import LENGTH, write_corpus
+from megastable.data.skip_ledger import SampleEntry, read_ledger, sample_entries
+from tests.conftest import LENGTH, tiny, write_corpus
 from tests.distributed import run_ranks
-from tests.test_live_skips import events, positions
+from tests.test_live_skips import events, positions, train_and_skip
 from tests.test_recovery import incidents, recipe, train
 
-TOKENS = 16_000  # 59 steps of 8 samples in an epoch
-EPOCH = 59
-FIRST_BAD = 31
+FIRST_BAD = 24  # step
+BATCH = 9
+SHORT = 1_500  # tokens of a corpus of a few steps
 
 
-def of(corpus: Path, run: Path, steps: int, **parts: Any) -> RunConfig:
-    train = {"steps": steps, "global_batch": 8, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0}
-    schedule = {"warmup_steps": 10, "total_steps": 4 * EPOCH}
-    return recipe(corpus, run, **{"train": train, "schedule": schedule, **parts})
+def order_of(config: RunConfig) -> Order:
+    from megastable.data.blends import read_blends
+
+    assert config.run.dir is not None
+    blends = read_blends(config.run.dir / "blends.jsonl")
+    return open_corpora(
+        config.data.corpora, config.model.sequence_length, config.run.seed, blends
+    ).train.order
 
 
-def order_of(config: RunConfig) -> Any:
-    return open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed).train.order
-
-
-def met(run: Path, bad: set[int], order: Any) -> dict[int, int]:
-    """How many samples of `bad` (sequences) each epoch trained on."""
-    found: dict[int, int] = {}
-    for some in positions(run).values():
-        places = order.locate(np.array(some))
-        for epoch, sequence in zip(places.epoch.tolist(), places.sequence.tolist(), strict=True):
-            found[epoch] = found.get(epoch, 0) + (sequence in bad)
-    return found
+def three_epochs(corpus: Path, run: Path, steps: int) -> RunConfig:
+    train = {"steps": steps, "global_batch": BATCH, "micro_batch": 3, "eval_samples": 0, "eval_interval": 0}
+    return recipe(corpus, run, train=train, schedule={"warmup_steps": 10, "total_steps": 90})
 
 
 @pytest.fixture(scope="module")
 def region(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Planted]:
-    """A corpus of 59 steps, with 20 samples of noise in the steps 31 to 33 of the first epoch."""
+    """A corpus of 30 steps, with 20 samples of noise in the steps 24 to 26 of the first epoch."""
     folder = tmp_path_factory.mktemp("region")
-    write_corpus(folder / "clean", tokens=TOKENS, ids=20)
+    write_corpus(folder / "clean", tokens=9_000, ids=20)
     (folder / "clean/tokenizer.model").write_bytes(b"")  # copied along, never read
-    what, _ = plant(folder / "clean", folder / "bad", of(folder / "clean", folder / "x", 60), step=FIRST_BAD, samples=20)
+    config = three_epochs(folder / "clean", folder / "run", 90)
+    what, _ = plant(folder / "clean", folder / "bad", config, step=FIRST_BAD, samples=20)
     return folder / "bad", what
 
 
 def test_three_epochs_of_twenty_bad_samples_have_one_incident(
     region: tuple[Path, Planted], tmp_path: Path
 ) -> None:
-    """On three data-parallel ranks; ended twice and resumed, and made longer after its end."""
+    """On three data-parallel ranks and then on one; resumed twice, and made longer after its end."""
     corpus, what = region
     run = tmp_path / "run"
-    parts = {"train": {"global_batch": 9, "micro_batch": 3, "eval_samples": 0, "eval_interval": 0}}
-    order = order_of(of(corpus, run, 1))
-    bad = set(order.locate(np.arange(*what.positions)).sequence.tolist())
-    for world, steps in ((3, 70), (3, 110), (1, 160)):
-        config = of(corpus, run, steps, train=parts["train"] | {"steps": steps})
-        assert run_ranks(world, train, config) == [(0, "")] * world
+    for world, steps in ((3, 40), (3, 64), (1, 92)):
+        assert run_ranks(world, train, three_epochs(corpus, run, steps)) == [(0, "")] * world
     (incident,) = incidents(run)
-    assert incident["cause"] == "data" and [tuple(r) for r in incident["positions"]] == [what.positions]
-    assert met(run, bad, order) == {0: 0, 1: 0, 2: 0, 3: 0}
+    order = order_of(three_epochs(corpus, run, 92))
+    guilty = [p for first, end in incident["positions"] for p in range(first, end)]
+    assert incident["cause"] == "data" and set(range(*what.positions)) <= set(guilty) and len(guilty) <= 21
+    bad = set(order.locate(np.array(guilty)).sequence.tolist())
     (entry,) = read_ledger(run / "skips.jsonl")
     assert isinstance(entry, SampleEntry) and entry.documents
-    # No other sample is lost, in any epoch.
+    # Neither these nor fewer of the others, in any of the epochs.
     trained = [p for some in positions(run).values() for p in some]
-    wanted = [p for p in range(trained[-1] + 1) if order.locate_one(p).sequence not in bad]
-    assert trained == wanted and len(trained) == 9 * 160
+    places = order.locate(np.arange(trained[-1] + 1))
+    assert places.epoch[-1] == 3
+    kept = [p for p, sequence in enumerate(places.sequence.tolist()) if sequence not in bad]
+    assert trained == kept and len(trained) == BATCH * 92
+
+
+def identities(config: RunConfig, given: dict[int, list[int]]) -> list[list[tuple[str, int, int]]]:
+    """(corpus, epoch, sequence) of what every step trained on."""
+    order, found = order_of(config), []
+    for step in sorted(given):
+        places = order.locate(np.array(given[step]))
+        names = [order.corpora[index].name for index in places.corpus]
+        found.append(list(zip(names, places.epoch.tolist(), places.sequence.tolist(), strict=True)))
+    return found
+
+
+def test_samples_stay_out_when_the_blend_changes_and_when_a_corpus_goes_and_comes_back(
+    tmp_path: Path,
+) -> None:
+    for seed, name in enumerate("ab"):
+        write_corpus(tmp_path / name, tokens=SHORT, seed=seed, validation=0)
+
+    def config(steps: int, weights: tuple[float, float]) -> RunConfig:
+        given = [{"path": str(tmp_path / n), "weight": w} for n, w in zip("ab", weights, strict=True) if w]
+        # Over the edges of the blocks without 1,000 steps.
+        skip = [[120, BLOCK - 24], [BLOCK + 120, 2 * BLOCK - 24], [2 * BLOCK + 120, 3 * BLOCK - 24]]
+        parts: dict[str, Any] = {"data": {"corpora": given, "skip": skip}, "checkpoint": {"interval": 0}}
+        return tiny(tmp_path / "a", tmp_path / "run", train={"steps": steps, "eval_samples": 0}, **parts)
+
+    first = config(16, (0.5, 0.5))
+    order = open_corpora(first.data.corpora, LENGTH, first.run.seed).train.order
+    guilty = [5, 7, 11, 30, 33]  # convicted in step 6, when the first of them were trained on
+    lines = [
+        line.model_dump_json(exclude_none=True) for line in sample_entries(order, np.array(guilty), "bad")
+    ]
+    bad = {(order.corpora[p.corpus].name, p.sequence) for p in map(order.locate_one, guilty)}
+    assert {name for name, _ in bad} == {"a", "b"}
+    assert run_ranks(2, train_and_skip, first, [(6, "\n".join(lines))]) == [0, 0]
+    for steps, weights in ((32, (0.3, 0.7)), (48, (0.0, 1.0)), (64, (0.6, 0.4))):
+        assert run_ranks(1, train, config(steps, weights)) == [(0, "")]
+    trained = identities(config(64, (0.6, 0.4)), positions(tmp_path / "run"))
+    assert sum((name, s) in bad for some in trained[:6] for name, _, s in some) == len(guilty)
+    assert not [s for some in trained[6:] for s in some if (s[0], s[2]) in bad]
+    assert [e["skips_moved"] for e in events(tmp_path / "run", "blend_changed")] == [0, 0, 0]
+    last = max(epoch for some in trained for name, epoch, _ in some if name == "a")
+    assert last >= 3 and {name for some in trained[56:] for name, _, _ in some} == {"a", "b"}
+
+
+def test_samples_stay_out_of_another_run_in_sequences_of_another_length(tmp_path: Path) -> None:
+    """The lines of one run, in the ledger of another; and they do not hold in a corpus of other content."""
+    write_corpus(tmp_path / "a", tokens=SHORT, validation=0)
+    order = open_corpora(tiny(tmp_path / "a", tmp_path).data.corpora, LENGTH, 0).train.order
+    lines = sample_entries(order, np.array([3, 20]), "bad")
+    tokens = [tuple(pair) for line in lines for pair in line.tokens]
+
+    def config(steps: int, length: int) -> RunConfig:
+        data = {"corpora": [{"path": str(tmp_path / "a")}], "accept_changed_manifest": True}
+        parts: dict[str, Any] = {"data": data, "train": {"steps": steps, "eval_samples": 0}}
+        made = tiny(tmp_path / "a", tmp_path / f"run-{length}", **parts, run={"seed": length})
+        return made.model_copy(update={"model": made.model.model_copy(update={"sequence_length": length})})
+
+    for length in (20, 48):
+        run = tmp_path / f"run-{length}"
+        run.mkdir()
+        text = "".join(entry.model_dump_json(exclude_none=True) + "\n" for entry in lines)
+        (run / "skips.jsonl").write_text(text)
+        assert run_ranks(1, train, config(24, length)) == [(0, "")]
+        trained = [s for some in identities(config(24, length), positions(run)) for _, _, s in some]
+        count = (order.corpora[0].tokens - 1) // length
+        sharing = {s for first, end in tokens for s in range(first // length, -(-end // length))}
+        assert len(trained) == 8 * 24 and set(trained) == set(range(count)) - sharing
+    assert not events(run, "skips_foreign")
+    write_corpus(tmp_path / "a", tokens=SHORT, validation=0, seed=7)
+    for steps in (28, 40):
+        assert run_ranks(1, train, config(steps, 48)) == [(0, "")]
+    (told,) = events(run, "skips_foreign")
+    assert told["corpus"] == "a" and told["fingerprint"] == lines[0].fingerprint
+    rows = {row["step"]: row["skipped"] for row in records.read(run / "steps").to_pylist()}
+    assert not any(rows[step] for step in range(25, 41))

@@ -16,7 +16,6 @@ import pytest
 from megastable.config import RunConfig
 from megastable.data.shards import Shard
 from megastable.data.skip_ledger import SkipEntry, read_ledger
-from megastable.data.skips import Selection, Skips
 from megastable.errors import DataError
 from megastable.forensics.consumption import run_sheet
 from megastable.forensics.history import History
