@@ -47,6 +47,15 @@ class Known(NamedTuple):
     corpora: Int64s
 
 
+def harmless(steps: Sequence[Trained], selection: Skips | Selection) -> tuple[Int64s, Floats]:
+    """Positions and losses of what some steps trained on, but for what is left out by now: it may have been convicted
+    since, in a later epoch."""
+    positions = np.concatenate([np.empty(0, np.int64), *(t.positions for t in steps)])
+    losses = np.concatenate([np.empty(0), *(t.losses for t in steps)])
+    kept = ~selection.mask(positions)
+    return positions[kept], losses[kept]
+
+
 class Laboratory:
     """Measures samples on the present state of `engine`, reading them through `loader`."""
 
@@ -144,17 +153,13 @@ class Laboratory:
         return agree(lambda: self.loader.read(positions))
 
     def _known(self, history: Sequence[Trained], selection: Skips | Selection) -> Known:
-        """What was recorded of `history`: losses of samples not trained on yet, just as the suspects are not. What was
-        convicted since then is no measure of harmless ones."""
+        """What was recorded of `history`: losses of samples not trained on yet, just as the suspects are not."""
         steps: list[Trained] = []
         for step in reversed(history):
             if len(steps) * self.batch >= RECORDED:
                 break
             steps.insert(0, step)
-        positions = np.concatenate([np.empty(0, np.int64), *(t.positions for t in steps)])
-        losses = np.concatenate([np.empty(0), *(t.losses for t in steps)])
-        kept = ~selection.mask(positions)
-        positions, losses = positions[kept], losses[kept]
+        positions, losses = harmless(steps, selection)
         return Known(positions, losses, self.corpora(positions))
 
     def _more(self, known: Known, corpora: Int64s, cursor: int, selection: Skips | Selection) -> Known:

@@ -27,7 +27,7 @@ from megastable.data.skips import Selection
 from megastable.data.source import Source
 from megastable.engine import Engine, Measured
 from megastable.errors import HandoverError, MegastableError, UnstableError
-from megastable.evidence import Laboratory, Trained
+from megastable.evidence import Laboratory, Trained, harmless
 from megastable.ranks import agree, first, gathered, shared
 from megastable.recall import TELLING, Memory, recall
 from megastable.rng import rng_state, set_rng_state
@@ -403,12 +403,7 @@ class Recovery:
         assert self.laboratory is not None
         count, saved = self.settings.attribution.reference, snapshot.extra[0]
         before = [t for t in self._trained if t.step <= snapshot.step and t.applied]
-        positions = np.concatenate([np.empty(0, np.int64), *(t.positions for t in before)])
-        kept = np.flatnonzero(~left_out.mask(positions))[-count:]  # convicted since then is not harmless
-        positions, recorded = (
-            positions[kept],
-            np.concatenate([np.empty(0), *(t.losses for t in before)])[kept],
-        )
+        positions, recorded = (values[-count:] for values in harmless(before, left_out))
         if not positions.size:
             latest, _ = left_out.next_kept(max(0, saved.cursor - count), count)
             positions = latest[latest < saved.cursor]

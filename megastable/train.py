@@ -162,8 +162,11 @@ class Trainer:
     def tell_foreign(self) -> None:
         """Say, once in the life of a run, which corpora the skip ledger names samples of that it does not have: their
         content was another one then, or the run was."""
+        foreign = self.skipping.foreign(self.corpora.train.order)
+        if not foreign:
+            return
         known = first(lambda: [event.get("fingerprint") for event in self.run.events("skips_foreign")])
-        for corpus, fingerprint in self.skipping.foreign(self.corpora.train.order):
+        for corpus, fingerprint in foreign:
             if fingerprint not in known:
                 self.note("skips_foreign", step=self.state.step, corpus=corpus, fingerprint=fingerprint)
                 self.say(

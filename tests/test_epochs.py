@@ -13,7 +13,13 @@ from megastable.config import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.order import BLOCK, Order
 from megastable.data.plant import Planted, plant
+from megastable.data.shards import Shard
 from megastable.data.skip_ledger import SampleEntry, read_ledger, sample_entries
+from megastable.forensics.consumption import run_sheet
+from megastable.forensics.history import History
+from megastable.forensics.shelf import open_shelf
+from megastable.forensics.skip import skip_documents
+from megastable.forensics.whereabouts import document_sheet
 from tests.conftest import LENGTH, tiny, write_corpus
 from tests.distributed import run_ranks
 from tests.test_live_skips import events, positions, train_and_skip
@@ -125,8 +131,9 @@ def test_samples_stay_out_of_another_run_in_sequences_of_another_length(tmp_path
     def config(steps: int, length: int) -> RunConfig:
         data = {"corpora": [{"path": str(tmp_path / "a")}], "accept_changed_manifest": True}
         parts: dict[str, Any] = {"data": data, "train": {"steps": steps, "eval_samples": 0}}
-        made = tiny(tmp_path / "a", tmp_path / f"run-{length}", **parts, run={"seed": length})
-        return made.model_copy(update={"model": made.model.model_copy(update={"sequence_length": length})})
+        made = tiny(tmp_path / "a", tmp_path / f"run-{length}", **parts)
+        model = made.model.model_copy(update={"sequence_length": length})
+        return made.model_copy(update={"model": model, "run": made.run.model_copy(update={"seed": length})})
 
     for length in (20, 48):
         run = tmp_path / f"run-{length}"
@@ -146,3 +153,35 @@ def test_samples_stay_out_of_another_run_in_sequences_of_another_length(tmp_path
     assert told["corpus"] == "a" and told["fingerprint"] == lines[0].fingerprint
     rows = {row["step"]: row["skipped"] for row in records.read(run / "steps").to_pylist()}
     assert not any(rows[step] for step in range(25, 41))
+
+
+def test_documents_stay_out_however_long_the_run_becomes(tmp_path: Path) -> None:
+    """Two epochs and more beyond the end that the recipe said when a person had them skipped."""
+    write_corpus(tmp_path / "a", tokens=SHORT, validation=0)
+
+    def config(steps: int) -> RunConfig:
+        return tiny(tmp_path / "a", tmp_path / "run", train={"steps": steps, "eval_samples": 0})
+
+    assert run_ranks(1, train, config(2)) == [(0, "")]
+    history = History(tmp_path / "run")
+    order, shard = order_of(config(2)), Shard(tmp_path / "a/part-0")
+    numbers = np.array([1, 4])
+    done = skip_documents(history, history.blends[0].corpora[0].fingerprint, {"part-0": numbers}, "bad")
+    bounds = [shard.document_bounds(n) for n in numbers.tolist()]
+    bad = {s for first, end in bounds for s in range(first // LENGTH, -(-end // LENGTH))}
+    assert (done.samples, done.already, done.lines, done.taken_up) == (len(bad), 0, 1, None)
+    assert done.text.startswith(f"2 documents of corpus a: {len(bad)} samples are skipped in every epoch")
+    (entry,) = read_ledger(tmp_path / "run/skips.jsonl")
+    assert isinstance(entry, SampleEntry) and entry.tokens == [list(pair) for pair in bounds]
+    assert run_ranks(1, train, config(20)) == [(0, "")]
+    trained = identities(config(20), positions(tmp_path / "run"))
+    assert not [s for some in trained[2:] for s in some if s[2] in bad] and trained[-1][-1][1] >= 3
+    assert {s for some in trained[2:] for _, _, s in some} == set(range(order.sequences[0])) - bad
+    (row,) = run_sheet(History(tmp_path / "run")).rows
+    count = sum(map(len, trained))
+    assert (row["samples"], row["skipped"]) == (count, History(tmp_path / "run").cursor - count)
+    rows = document_sheet(open_shelf(tmp_path / "a"), "part-0", 4, [History(tmp_path / "run")]).rows
+    late = {r["state"] for r in rows if r["epoch"] > 0}
+    assert late == {"skipped"}
+    again = skip_documents(History(tmp_path / "run"), entry.fingerprint, {"part-0": numbers[:1]}, "bad")
+    assert (again.samples, again.lines) == (0, 0) and again.text.startswith("nothing to do: none of the 1")

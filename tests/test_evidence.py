@@ -13,6 +13,10 @@ import torch
 from megastable.config import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.loader import documents_of
+from megastable.data.order import Corpus, Order
+from megastable.data.skip_ledger import Ledger, sample_entries
+from megastable.data.skips import Selection
+from megastable.evidence import Trained, harmless
 from megastable.model.gpt import GPT
 from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
@@ -299,3 +303,14 @@ def test_on_two_ranks(two: dict[str, list[dict[str, Any]]], corpus: Path) -> Non
     check_traces(two)
     wrappers = {ranks[0]["wrapper"] for ranks in two.values()}
     assert wrappers == {"BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"}
+
+
+def test_what_was_convicted_since_is_no_measure_of_harmless_samples() -> None:
+    """A sample that was trained on in this epoch, and convicted when it came again."""
+    order = Order([Corpus("web", 32 * 20 + 1, 1.0, "f")], 32, seed=0)
+    again = order.positions_of(0, [order.locate_one(3).sequence, order.locate_one(9).sequence], 20, 40)
+    selection = Selection(order, Ledger.of(sample_entries(order, again, "bad")).exclusions)
+    steps = [Trained(n, np.arange(8 * n, 8 * n + 8), np.arange(8 * n, 8 * n + 8) / 10, True) for n in (0, 1)]
+    positions, losses = harmless(steps, selection)
+    assert positions.tolist() == [p for p in range(16) if p not in (3, 9)]
+    assert losses.tolist() == [p / 10 for p in positions.tolist()]

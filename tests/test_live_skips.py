@@ -15,8 +15,6 @@ from megastable.config import RunConfig
 from megastable.data.blends import read_blends
 from megastable.data.order import BLOCK
 from megastable.data.skip_ledger import SkipEntry, read_ledger
-from megastable.forensics.history import History
-from megastable.forensics.skip import skip_documents
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
 
@@ -156,28 +154,6 @@ def test_other_corpora_before_the_first_checkpoint(tmp_path: Path) -> None:
     last = read_blends(tmp_path / "run/blends.jsonl")[-1]
     assert (last.position, [share.name for share in last.corpora]) == (0, ["b"])
     assert len(events(tmp_path / "run", "evaluated")) == 2
-
-
-def test_a_run_that_is_made_longer_says_what_is_skipped_no_further(corpus: Path, tmp_path: Path) -> None:
-    run_ranks(1, train, tiny(corpus, tmp_path / "run", train={"steps": 2}))
-    recipe = tmp_path / "run/recipe.yaml"
-    recipe.write_text(
-        recipe.read_text().replace("steps: 2\n", "steps: 3\n", 1)
-    )  # as if it was to do one more
-    history = History(tmp_path / "run")
-    fingerprint = history.blends[0].corpora[0].fingerprint
-    until = skip_documents(history, fingerprint, {"part-0": np.array([3, 4])}, "bad").until
-    run_ranks(1, train, tiny(corpus, tmp_path / "run", train={"steps": 3}))
-    assert not events(tmp_path / "run", "skips_end")
-    longer = tiny(corpus, tmp_path / "run", train={"steps": 4, "global_batch": 32})
-    run_ranks(1, train, longer)
-    (told,) = events(tmp_path / "run", "skips_end")
-    assert told["until"] == until < told["end"] == 3 * 8 + 32
-    # Said again, it holds to the end.
-    recipe.write_text(recipe.read_text().replace("steps: 4\n", "steps: 5\n", 1))
-    skip_documents(History(tmp_path / "run"), fingerprint, {"part-0": np.array([3, 4])}, "bad")
-    run_ranks(1, train, longer.model_copy(update={"train": longer.train.model_copy(update={"steps": 5})}))
-    assert len(events(tmp_path / "run", "skips_end")) == 1
 
 
 def test_a_changed_corpus_is_still_refused(tmp_path: Path) -> None:

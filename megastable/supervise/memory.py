@@ -19,9 +19,9 @@ class Memory:
     attempt: the newest, 0 = none; under_way: it was launched, and nobody noted its end. clock: the farthest step done.
     began: the step that the processes of now went on from; rejected: of the newest checkpoint that they passed over.
     failures: since a person started the run; failed: time of the last one, until training goes on; unmended: an `End`
-    that nothing was done about yet, skipped: the positions that were skipped because of it. predecessor: (process, host) of a supervisor that ended without a word. number: of
-    the newest incident. open: those of ours that nothing has proven to be over. since: what the training said of its
-    end, in this attempt.
+    that nothing was done about yet; skipped: the positions that were skipped because of it. predecessor: (process,
+    host) of a supervisor that ended without a word. number: of the newest incident. open: those of ours that nothing
+    has proven to be over. since: what the training said of its end, in this attempt.
     """
 
     def __init__(self) -> None:

@@ -144,7 +144,7 @@ def test_what_was_convicted_comes_in_no_epoch_and_nothing_else_is_lost(
 @settings(deadline=None)
 @given(st.integers(1, 4 * PAGE), st.data())
 def test_a_bitmap_is_a_set(size: int, data: st.DataObject) -> None:
-    edge = st.integers(0, size) | st.sampled_from([n for n in range(0, size + 1, PAGE)] + [size])
+    edge = st.integers(0, size) | st.sampled_from([*range(0, size + 1, PAGE), size])
     pairs = data.draw(st.lists(st.tuples(edge, edge).filter(lambda p: p[0] != p[1]), max_size=8))
     skips = Skips.of((min(pair), max(pair)) for pair in pairs)
     numbers = np.arange(size)

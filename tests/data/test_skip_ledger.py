@@ -208,7 +208,7 @@ def test_the_lines_of_many_samples_stay_short(ledger: Path) -> None:
     entries = sample_entries(order, positions, "bad", documents, incident=4, step=7)
     assert {e.corpus for e in entries} == {"web", "code"} and len(entries) <= 5
     assert sum(len(e.tokens) for e in entries) >= 2 * RANGES
-    assert [e.documents for e in entries if e.corpus == "web"][0] == [
+    assert next(e.documents for e in entries if e.corpus == "web") == [
         ShardDocuments(shard="a", documents=[3, 9])
     ]
     append_all(ledger, entries)

@@ -302,7 +302,7 @@ def test_a_corpus_that_is_none_of_the_run(name: str) -> None:
 def test_all_corpora_out() -> None:
     entries = [out(name, first) for name, first in zip(CORPORA, (5, 10, 10**15), strict=True)]
     assert selection_of(entries[:2]).corpora_left == 1
-    with pytest.raises(DataError, match="swaps out every corpus, or .*: delete one of those lines"):
+    with pytest.raises(DataError, match=r"swaps out every corpus, or .*: delete one of those lines"):
         selection_of(entries)
     with pytest.raises(DataError, match="swaps out every corpus"):
         Selection(Order([Corpus("only", 500, 1.0)], 16, seed=3), Ledger.of([out("only", 7)]).exclusions)
