@@ -403,7 +403,8 @@ class Recovery:
         assert self.laboratory is not None
         count, saved = self.settings.attribution.reference, snapshot.extra[0]
         before = [t for t in self._trained if t.step <= snapshot.step and t.applied]
-        positions, recorded = (values[-count:] for values in harmless(before, left_out))
+        positions, recorded = harmless(before, left_out)
+        positions, recorded = positions[-count:], recorded[-count:]
         if not positions.size:
             latest, _ = left_out.next_kept(max(0, saved.cursor - count), count)
             positions = latest[latest < saved.cursor]

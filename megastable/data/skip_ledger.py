@@ -150,16 +150,18 @@ class Ledger:
         named, pairs = _known(self.table, "tokens"), _pairs(self.table)
         edges = _edges(self.table)
         swapped: dict[str | None, Skips] = {}
+        counts: dict[str | None, int] = {None: int(named.sum())}
         for (corpus,), of in _groups(self.table, "corpus"):
             if (mine := of & ~named).any():
                 swapped[corpus] = Skips.merged(edges[mine])
+                counts[corpus] = counts.get(corpus, 0) + int(mine.sum())
         tokens = {}
         ranges = _lengths(self.table, "tokens")
         for identity, of in _groups(self.table, *Identity._fields):
             if (mine := of & named).any():
                 tokens[Identity(*map(str, identity))] = Skips.merged(pairs[np.repeat(mine, ranges)])
         of_any = swapped.pop(None, NONE)
-        return Exclusions(of_any, {str(k): v for k, v in swapped.items()}, tokens, len(self.table))
+        return Exclusions(of_any, {str(name): skips for name, skips in swapped.items()}, tokens, counts)
 
     @property
     def reasons(self) -> Counter[str]:
@@ -261,11 +263,12 @@ def usable(
     known, odd = {corpus.name for corpus in order.corpora}, list(odd)
     odd += [f"{path}: there is no corpus {name!r}" for name in sorted(set(excluded.swapped) - known)]
     swapped = {name: skips for name, skips in excluded.swapped.items() if name in known}
-    lines = excluded.lines
+    counts = {name: count for name, count in excluded.counts.items() if name is None or name in known}
+    others = {name: count for name, count in counts.items() if name is None}
     for left in (
-        Exclusions(excluded.positions, swapped, excluded.tokens, lines),
-        Exclusions(excluded.positions, {}, excluded.tokens, lines),
-        Exclusions(excluded.positions, {}, {}, lines),
+        Exclusions(excluded.positions, swapped, excluded.tokens, counts),
+        Exclusions(excluded.positions, {}, excluded.tokens, others),
+        Exclusions(excluded.positions, {}, {}, others),
     ):
         try:
             return Selection(order, left, more), odd

@@ -8,6 +8,7 @@ half-open, [first, end).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -133,12 +134,17 @@ class Identity(NamedTuple):
 @dataclass(frozen=True)
 class Exclusions:
     """What a ledger says. positions: of any corpus; swapped: positions by the corpus that is left out there; tokens: of
-    the training streams of corpora. lines: how many there are."""
+    the training streams of corpora. counts: lines by the corpus that they swap out, None for all others."""
 
     positions: Skips = NONE
     swapped: Mapping[str, Skips] = field(default_factory=dict)
     tokens: Mapping[Identity, Skips] = field(default_factory=dict)
-    lines: int = 0
+    counts: Mapping[str | None, int] = field(default_factory=dict)
+
+    @property
+    def lines(self) -> int:
+        """How many there are."""
+        return sum(self.counts.values())
 
     @classmethod
     def of(cls, parts: Sequence[Exclusions]) -> Exclusions:
@@ -151,7 +157,8 @@ class Exclusions:
             }
             for some in ([part.swapped for part in parts], [part.tokens for part in parts])
         )
-        return cls(positions, swapped, tokens, sum(part.lines for part in parts))
+        counts = sum((Counter(part.counts) for part in parts), Counter[str | None]())
+        return cls(positions, swapped, tokens, counts)
 
 
 NOTHING = Exclusions()

@@ -1,4 +1,4 @@
-"""The thirteen faults, and what is right about each: which cause, which class. Written down before any run was seen.
+"""The fourteen faults, and what is right about each: which cause, which class. Written down before any run was seen.
 
 Causes (stability/policy.py) are what a person is told to look at next. `causes`: at least one of these must be named.
 `tolerated`: may be named besides; anything else that is named makes the answer wrong, `data` above all: innocent data
@@ -28,6 +28,7 @@ Outside = Literal["kill_rank", "stop_rank", "damage_checkpoint", "kill_parent"]
 STEPS, FAULT_STEP = 160, 100
 QUICK_STEPS, QUICK_FAULT_STEP = 96, 62
 SAMPLES = 40  # of a bad region: two and a half batches
+EPOCHS, EPOCHS_STEP, FEW = 3, 40, 20  # of a small corpus; where it is bad in the first; samples
 HIGH_RATE_STEPS = 50
 BROKEN_STEPS, REST = 15, 20  # of the FP8 kernel; and of FP8, so that it returns when that is mended
 
@@ -35,7 +36,8 @@ BROKEN_STEPS, REST = 15, 20  # of the FP8 kernel; and of FP8, so that it returns
 @dataclass(frozen=True)
 class Scenario:
     """A fault that begins at step `step` and lasts for `steps`. reason: why the expected answer is the right one.
-    overrides: of the recipe, under every policy. reference: the run without a fault that its loss is compared with."""
+    overrides: of the recipe, under every policy. reference: the run without a fault that its loss is compared with.
+    samples: of a bad region. epochs: the corpus is so small that the run goes through it as many times."""
 
     name: str
     title: str
@@ -50,6 +52,8 @@ class Scenario:
     reference: str = "clean"
     step: int = FAULT_STEP
     steps: int = 1
+    samples: int = SAMPLES
+    epochs: int = 1
 
     def at(self, step: int) -> Scenario:
         """The same at another step."""
@@ -80,6 +84,17 @@ CLEAN = Scenario(
 FP8 = ("precision.fp8.recipe=delayed", "precision.fp8.backend=emulated")
 CLEAN_FP8 = replace(CLEAN, name="clean-fp8", title="no fault, in FP8", reference="clean-fp8", overrides=FP8)
 
+# What is usual must be known in the first of the epochs.
+SOON = ("stability.detector.warmup_steps=25", "stability.detector.min_values=20")
+CLEAN_EPOCHS = replace(
+    CLEAN,
+    name="clean-epochs",
+    title="no fault, three epochs",
+    reference="clean-epochs",
+    overrides=SOON,
+    epochs=EPOCHS,
+)
+
 # A finite wrong number in weights or moments and a bad turn of training itself look the same from outside. STATE says
 # which part of the run is damaged, HARDWARE who did it; both send a person to the machine and leave the data alone.
 DAMAGED = {Cause.STATE, Cause.HARDWARE}
@@ -102,6 +117,19 @@ SCENARIOS = (
         "a region of another corpus's shuffled tokens",
         "shuffled",
         "the samples are bad on every state",
+    ),
+    replace(
+        _data(
+            "three-epochs",
+            f"{FEW} random samples in the first of {EPOCHS} epochs",
+            "random",
+            "the samples are bad on every state, and known when they would come again",
+        ),
+        step=EPOCHS_STEP,
+        samples=FEW,
+        epochs=EPOCHS,
+        overrides=SOON,
+        reference=CLEAN_EPOCHS.name,
     ),
     _inside(
         "nan-gradient",
@@ -175,4 +203,6 @@ def choose(names: Sequence[str]) -> list[Scenario]:
 
 def references(chosen: Sequence[Scenario]) -> list[Scenario]:
     """The runs without a fault that those of `chosen` are compared with."""
-    return [clean for clean in (CLEAN, CLEAN_FP8) if any(s.reference == clean.name for s in chosen)]
+    return [
+        clean for clean in (CLEAN, CLEAN_EPOCHS, CLEAN_FP8) if any(s.reference == clean.name for s in chosen)
+    ]

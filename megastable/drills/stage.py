@@ -7,6 +7,7 @@ descriptions (METADATA: prose in Markdown) of the Python packages that are insta
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from typing import Any
 import yaml
 
 from megastable import recipe
+from megastable.data.manifest import Manifest, Stream
 from megastable.data.plant import plant
 from megastable.data.prepare import prepare_shards
 from megastable.data.skips import Range
 from megastable.data.stdlib import prepare_stdlib
 from megastable.drills.plan import Policy
-from megastable.drills.scenarios import SAMPLES, STEPS, Scenario
+from megastable.drills.scenarios import STEPS, Scenario
 
 VOCABULARY = 1024
 RANKS = 2
@@ -86,20 +88,38 @@ class Stage:
 
     def corpus_of(self, scenario: Scenario) -> tuple[Path, Range | None]:
         """The corpus of a scenario's runs, and the bad positions [first, end) in it."""
+        corpus = self.corpus if scenario.epochs == 1 else self._part(scenario.epochs)
         if scenario.region is None:
-            return self.corpus, None
+            return corpus, None
         planted, _ = plant(
-            self.corpus,
+            corpus,
             self.folder / f"stdlib-{scenario.name}",
             recipe.load(self.recipe),
             step=scenario.step,
-            samples=SAMPLES,
+            samples=scenario.samples,
             seed=self.seed,
             kind=scenario.region,
             other=self._descriptions() if scenario.region == "shuffled" else None,
             overwrite=True,
         )
         return self.folder / f"stdlib-{scenario.name}", planted.positions
+
+    def _part(self, epochs: int) -> Path:
+        """The beginning of the corpus, as much as makes so many epochs of a run."""
+        part = self.folder / f"stdlib-part-{epochs}"
+        if not part.exists():
+            shutil.copytree(self.corpus, part)
+            manifest = Manifest.load(part)
+            train = manifest.splits["train"][0]
+            shard = Stream(part, manifest, "train").open(train.shard)
+            wanted = (
+                self.steps * RECIPE["train"]["global_batch"] * RECIPE["model"]["sequence_length"] // epochs
+            )
+            end, _ = shard.document_bounds(shard.document_of(train.first_token + wanted))
+            documents = shard.documents_before(end) - shard.documents_before(train.first_token)
+            less = train.model_copy(update={"tokens": end - train.first_token, "documents": documents})
+            manifest.model_copy(update={"splits": manifest.splits | {"train": [less]}}).save(part)
+        return part
 
     def _descriptions(self) -> Path:
         if self.other.exists():

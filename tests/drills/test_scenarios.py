@@ -7,6 +7,7 @@ import pytest
 from megastable.drills.scenarios import (
     BROKEN_STEPS,
     CLEAN,
+    CLEAN_EPOCHS,
     CLEAN_FP8,
     NAMES,
     QUICK,
@@ -24,8 +25,8 @@ from megastable.stability.policy import Cause
 from megastable.stability.settings import StabilityConfig
 
 
-def test_there_are_thirteen_and_each_plants_one_thing() -> None:
-    assert len(SCENARIOS) == len(set(NAMES)) == 13
+def test_there_are_fourteen_and_each_plants_one_thing() -> None:
+    assert len(SCENARIOS) == len(set(NAMES)) == 14
     assert set(QUICK) <= set(NAMES)
     for s in SCENARIOS:
         assert sum(x is not None for x in (s.region, s.fault, s.outside)) == 1
@@ -36,7 +37,10 @@ def test_there_are_thirteen_and_each_plants_one_thing() -> None:
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=NAMES)
 def test_the_detector_knows_what_is_usual_before_and_an_action_is_proven_after(scenario: Scenario) -> None:
-    c = StabilityConfig()
+    tree = [
+        override.split("=") for override in scenario.overrides if override.startswith("stability.detector")
+    ]
+    c = StabilityConfig.model_validate({"detector": {key.rpartition(".")[2]: value for key, value in tree}})
     usual = max(c.detector.warmup_steps, c.detector.min_values)
     assert usual + 10 <= scenario.step
     assert scenario.step + scenario.steps + c.policy.verify_steps <= STEPS
@@ -54,9 +58,11 @@ def test_a_broken_kernel_is_mended_before_fp8_is_tried_again_and_that_before_the
 
 
 def test_every_scenario_has_a_run_without_a_fault_to_be_compared_with() -> None:
-    assert references(SCENARIOS) == [CLEAN, CLEAN_FP8] and references(choose(["fp8-kernel"])) == [CLEAN_FP8]
+    assert references(SCENARIOS) == [CLEAN, CLEAN_EPOCHS, CLEAN_FP8] and references(
+        choose(["fp8-kernel"])
+    ) == [CLEAN_FP8]
     assert references(choose(QUICK)) == [CLEAN]
-    for clean in (CLEAN, CLEAN_FP8):
+    for clean in (CLEAN, CLEAN_EPOCHS, CLEAN_FP8):
         assert clean.name == clean.reference not in NAMES and clean.fault is None and not clean.causes
 
 
