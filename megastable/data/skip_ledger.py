@@ -268,13 +268,12 @@ def usable(
     for left in (
         Exclusions(excluded.positions, swapped, excluded.tokens, counts),
         Exclusions(excluded.positions, {}, excluded.tokens, others),
-        Exclusions(excluded.positions, {}, {}, others),
     ):
         try:
             return Selection(order, left, more), odd
         except DataError as error:
             odd.append(str(error))
-    raise AssertionError("positions alone leave something of every corpus")
+    return Selection(order, Exclusions(excluded.positions, {}, {}, others), more), odd
 
 
 def _warn(path: Path, whole: bytes, torn: bytes) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from megastable import recipe
-from megastable.data.manifest import Manifest, Stream
+from megastable.data.manifest import Manifest, Segment, Stream
 from megastable.data.plant import plant
 from megastable.data.prepare import prepare_shards
 from megastable.data.skips import Range
@@ -25,6 +25,7 @@ from megastable.drills.scenarios import STEPS, Scenario
 
 VOCABULARY = 1024
 RANKS = 2
+SHORT = 4096  # tokens of a document, of which many fit into a small corpus
 
 # Peak rates of 2, 3, 4 and 5e-3 end at a validation loss of 3.76, 3.73, 3.69 and 4.09; without clipping 3e-3 ends at
 # 3.75, 4e-3 at 4.24. So 3e-3 is nearly the best that all policies can bear: where a higher rate were much better, one
@@ -105,20 +106,22 @@ class Stage:
         return self.folder / f"stdlib-{scenario.name}", planted.positions
 
     def _part(self, epochs: int) -> Path:
-        """The beginning of the corpus, as much as makes so many epochs of a run."""
+        """Short documents of the corpus, as many as make so many epochs of a run."""
         part = self.folder / f"stdlib-part-{epochs}"
         if not part.exists():
             shutil.copytree(self.corpus, part)
             manifest = Manifest.load(part)
+            left = self.steps * RECIPE["train"]["global_batch"] * RECIPE["model"]["sequence_length"] // epochs
             train = manifest.splits["train"][0]
-            shard = Stream(part, manifest, "train").open(train.shard)
-            wanted = (
-                self.steps * RECIPE["train"]["global_batch"] * RECIPE["model"]["sequence_length"] // epochs
-            )
-            end, _ = shard.document_bounds(shard.document_of(train.first_token + wanted))
-            documents = shard.documents_before(end) - shard.documents_before(train.first_token)
-            less = train.model_copy(update={"tokens": end - train.first_token, "documents": documents})
-            manifest.model_copy(update={"splits": manifest.splits | {"train": [less]}}).save(part)
+            shard, chosen = Stream(part, manifest, "train").open(train.shard), list[Segment]()
+            for number in range(shard.document_of(train.first_token), shard.documents):
+                first, end = shard.document_bounds(number)
+                if end <= train.end and end - first <= min(SHORT, left):
+                    left -= end - first
+                    chosen.append(
+                        Segment(shard=shard.name, first_token=first, tokens=end - first, documents=1)
+                    )
+            manifest.model_copy(update={"splits": manifest.splits | {"train": chosen}}).save(part)
         return part
 
     def _descriptions(self) -> Path:

@@ -136,7 +136,7 @@ def test_a_long_journal_and_its_folders_are_read_once(make: Make, monkeypatch: p
         folder.mkdir(parents=True)
         (folder / "evidence.json").write_text(as_json(copy.model_dump(mode="json")))
     calls: Counter[str] = Counter()
-    read, glob, parse, gather = jsonl.read, Path.glob, json.loads, Case.gather
+    read, glob, parse, gather = jsonl.content, Path.glob, json.loads, Case.gather
 
     def counted(name: str, function: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -145,7 +145,7 @@ def test_a_long_journal_and_its_folders_are_read_once(make: Make, monkeypatch: p
 
         return call
 
-    monkeypatch.setattr(jsonl, "read", counted("read", read))
+    monkeypatch.setattr(jsonl, "content", counted("read", read))
     monkeypatch.setattr(Path, "glob", counted("glob", glob))
     monkeypatch.setattr(json, "loads", counted("parse", parse))
     monkeypatch.setattr(evidence.Case, "gather", counted("gather", gather))
