@@ -11,15 +11,19 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
+from megastable.data.corpora import open_corpora
 from megastable.data.documents import Document
+from megastable.data.skip_ledger import SkipEntry, append, append_all, sample_entries
 from megastable.data.skips import Skips
 from megastable.errors import DataError
+from megastable.recipe import load
 from megastable.report.postmortem import incidents_of, pages, passes, pictures, texts, words, write_incidents
 from megastable.report.postmortem.__main__ import app
 from megastable.report.postmortem.facts import Evidence, Row
@@ -105,6 +109,29 @@ def test_the_cost_is_counted_in_steps_tokens_hours_and_money(make: Make, hostile
     assert cost.gpu_hours == pytest.approx(2 * 2.5 / 3600) and cost.money == pytest.approx(2 * 2.5)
     assert "3600 EUR" in words.cost_explained(evidence)
     assert "5.00 EUR" in pages.index([evidence])
+
+
+def test_what_is_skipped_is_told_with_how_long_it_holds(make: Make, hostile_corpus: Path) -> None:
+    root = make(data_incident(hostile_corpus, [(236, 248)]))
+    config = load(root / "recipe.yaml")
+    order = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed).train.order
+    append_all(root / "skips.jsonl", sample_entries(order, np.arange(236, 248), "they are bad", (), 1, 30))
+    append(root / "skips.jsonl", SkipEntry(first=300, end=310, reason="a window", incident=1))
+    append(root / "skips.jsonl", SkipEntry(first=9, end=2**62, reason="again", incident=1, corpus="web"))
+    (evidence,) = incidents_of(root)
+    samples, window, corpus = words.skipped(evidence)
+    assert samples[0] == f"samples of corpus {order.corpora[0].name}" and samples[2] == "in every epoch"
+    assert window == ("samples", "positions 300-309", "in this epoch", "a window")
+    assert corpus == ("corpus web", "from position 9", "for good", "again")
+    (folder,) = write_incidents(root)
+    text = (folder / "postmortem.md").read_text()
+    assert "| samples | positions 300-309 | in this epoch | a window |" in text and "in every epoch" in text
+    again = next(f for f in words.follow_ups(evidence) if f.command and f.command.startswith("grep"))
+    ledger = root / "skips.jsonl"
+    (root / "RUN").mkdir()
+    subprocess.run(again.command, shell=True, check=True, cwd=root)
+    assert (root / "RUN/skips.jsonl").read_bytes() == ledger.read_bytes().splitlines(keepends=True)[0]
+    assert Evidence.model_validate_json((folder / "evidence.json").read_bytes()).skipped == evidence.skipped
 
 
 # Again and again

@@ -17,7 +17,7 @@ from megastable.report.postmortem.logs import Log
 from megastable.report.postmortem.texts import Facts, Sample, Tokens
 from megastable.report.postmortem.timeline import Entry
 
-VERSION = 3  # of what is made of the facts: another one writes all incidents again
+VERSION = 4  # of what is made of the facts: another one writes all incidents again
 
 
 class RunFacts(Facts):

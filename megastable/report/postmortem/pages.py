@@ -122,7 +122,7 @@ def _facts(e: Evidence) -> dict[str, Any]:
     """What both pages tell."""
     return {
         "e": e, "headline": words.seen(e.incident), "sequel": words.sequel(e), "outcome": words.outcome(e),
-        "tokens": e.tokens,
+        "tokens": e.tokens, "skipped": words.skipped(e),
         "type_of": words.type_of, "type_remark": words.type_remark(e.incident),
         "cause": words.cause(e.incident), "actions": [words.acted(a) for a in e.incident.actions],
         "peak": lambda value: words.peak(e.incident, value),

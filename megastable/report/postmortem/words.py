@@ -6,10 +6,11 @@ import math
 import shlex
 from collections.abc import Iterator
 
+from megastable.data.order import LAST_POSITION
 from megastable.data.skip_ledger import SampleEntry
 from megastable.report.postmortem.facts import Evidence, IncidentFacts
 from megastable.report.postmortem.texts import Facts, count
-from megastable.report.told import duration, plural
+from megastable.report.told import duration, plural, ranges
 
 NAMED = 1000  # as many documents as an incident names at most (casebook.py)
 TYPES = {
@@ -233,6 +234,24 @@ def cost_explained(e: Evidence) -> str:
     return told
 
 
+def skipped(e: Evidence) -> list[tuple[str, str, str, str]]:
+    """The incident's lines of the skip ledger: what is skipped, which of it, for how long, and why."""
+    told = []
+    for s in e.skipped:
+        if isinstance(s, SampleEntry):
+            which = f"tokens {ranges([(first, end) for first, end in s.tokens], 4)} of its training stream"
+            told.append((f"samples of corpus {s.corpus}", which, "in every epoch", s.reason))
+        else:
+            what = f"corpus {s.corpus}" if s.corpus else "samples"
+            which = (
+                f"positions {ranges([(s.first, s.end)])}"
+                if s.end < LAST_POSITION
+                else f"from position {s.first}"
+            )
+            told.append((what, which, "in this epoch" if s.end < LAST_POSITION else "for good", s.reason))
+    return told
+
+
 def follow_ups(e: Evidence) -> list[FollowUp]:
     """What a person should do now, by cause and outcome."""
     causes = _of_breakdown(e) if e.incident.breakdown else _by_cause(e)
@@ -281,7 +300,7 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
             yield FollowUp(
                 text="This run skips them in every epoch. Another one on the same corpora has to be told, whatever its "
                 "seed, blend and sequence length (here RUN).",
-                command=f"grep '\"incident\":{i.number},' {ledger} >> RUN/skips.jsonl",
+                command=f'grep \'"tokens".*"incident":{i.number}[,}}]\' {ledger} >> RUN/skips.jsonl',
             )
         if "swap_corpus" in i.actions:
             yield FollowUp(
