@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from megastable.data.loader import MicroBatch
 from megastable.engine import Engine
 from megastable.flatstate import KINDS
-from megastable.model.gpt import Block
-from megastable.model.loss import Features, LossFunction, project
+from megastable.model.gpt import Block, Head
+from megastable.model.loss import Features, LossFunction, projected
 from megastable.parallel.sharding import placement_of
 from megastable.ranks import gathered
 
@@ -322,13 +322,19 @@ class _Watch:
         return parameter.register_hook(hook)
 
     def loss(self, function: LossFunction) -> Callable[[Tensor | Features, Tensor], Tensor]:
-        """The loss function, watched: it is no module. The logits are whole, to be looked at."""
+        """The loss function, watched: it is no module. Where the head's projection is a part of it, the logits are made
+        once more to be looked at, chunk by chunk."""
 
         def watched(given: Tensor | Features, labels: Tensor) -> Tensor:
             micro_batch = self._calls["loss"]
             self._calls["loss"] += 1
-            logits = project(given) if isinstance(given, tuple) else given
-            loss = function(self._enter("loss", logits, micro_batch), labels)
+            if isinstance(given, tuple):
+                given = self._enter("head", given[0], micro_batch), given[1]
+                for logits in projected(given):
+                    self._look(logits, micro_batch, False, "head", "output")
+            else:
+                given = self._enter("loss", given, micro_batch)
+            loss = function(given, labels)
             self._look(loss, micro_batch, False, "loss", "output")
             return loss
 
@@ -337,29 +343,29 @@ class _Watch:
 
 @contextlib.contextmanager
 def _watched(engine: Engine) -> Iterator[_Watch]:
-    """Hooks on all of this rank's modules, parameters and its loss; what runs is written out, nothing is compiled."""
+    """Hooks on all of this rank's modules, parameters and its loss. Blocks are not compiled, and take no more memory
+    than in any other step."""
     watch, module, handles = _Watch(engine.config.model.layers), engine.ds.module, []
     blocks = [part for part in module.modules() if isinstance(part, Block)]
-    chunked = getattr(module, "chunked", False)
     loss = "loss" if engine.topology.layout.pipeline == 1 else "loss_fn"
     function = getattr(module, loss)
     try:
         setattr(module, loss, watch.loss(function))
-        module.chunked = False
         for block in blocks:
-            block.plain = True
+            block.in_halves = True
         for part in module.modules():
             if isinstance(part, Block):
                 handles += watch.module(part, part.name)
+            elif isinstance(part, Head) and engine.kernels.loss == "chunked":
+                continue  # what it puts out is the loss, which does its work
             elif isinstance(getattr(part, "weight", None), nn.Parameter):
                 handles += watch.module(part, placement_of(part.weight).name.removesuffix(".weight"))
         handles += [watch.parameter(parameter) for parameter in module.parameters()]
         yield watch
     finally:
         setattr(module, loss, function)
-        module.chunked = chunked
         for block in blocks:
-            block.plain = False
+            block.in_halves = False
         for handle in handles:
             handle.remove()
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -151,25 +150,21 @@ class Probe:
         if self._fp8 is not None:
             self._fp8.watch(None)
 
-    def _before(self, block: nn.Module, _: Any) -> None:
+    def _before(self, block: nn.Module, args: tuple[Any, ...]) -> None:
+        # Before the block, which then saves its own activations: what is made here is gone by then.
         assert isinstance(block, Block)
-        # Only while the block itself runs: recomputation calls the attention again, but from outside the block.
-        block.attention.observe = partial(self._attention, block.name)
-        block.plain = True
+        (stream,) = args
+        segments = stream[1] if isinstance(stream, tuple) else None
+        for entropy, highest in attention_chunks(*block.queries_and_keys(stream), segments):
+            self.tally.add(
+                block.name, "attention", entropy.sum(dtype=torch.float64), entropy.numel(), highest.amax()
+            )
 
     def _after(self, block: nn.Module, _: Any, output: Any) -> None:
         assert isinstance(block, Block)
-        block.attention.observe = None
-        block.plain = False
         if self._counts_activations:
             x = output[0] if isinstance(output, tuple) else output
             self.tally.add_moments(block.name, "activation", x)
-
-    def _attention(self, name: str, q: Tensor, k: Tensor, segments: Tensor | None) -> None:
-        for entropy, highest in attention_chunks(q.detach(), k.detach(), segments):
-            self.tally.add(
-                name, "attention", entropy.sum(dtype=torch.float64), entropy.numel(), highest.amax()
-            )
 
     def _quantized(self, layer: str, slot: str, saturated: Tensor, lost: Tensor, count: int) -> None:
         for fate, number in (("saturation", saturated), ("underflow", lost)):
@@ -266,7 +261,7 @@ def attention_chunks(
     `scores` scores, though at least those of one query of each head, are in memory at a time; those of keys after a
     chunk are not computed.
     """
-    b, heads, s, d = q.shape
+    b, heads, s, _ = q.shape
     kv, groups = k.shape[1], heads // k.shape[1]
     # An eighth at most: a chunk's first query is compared with the keys of its last.
     at_a_time = max(1, min(scores // (b * heads * s), -(-s // 8)))
@@ -274,16 +269,22 @@ def attention_chunks(
     index = torch.arange(s, device=q.device)
     for begin in range(0, s, at_a_time):
         end = min(begin + at_a_time, s)
-        rows = q[..., begin:end, :].float().flatten(2, 3) / math.sqrt(d)
-        logits = (rows @ k[..., :end]).unflatten(2, (groups, end - begin))
         refused = index[begin:end, None] < index[:end]
         if segments is not None:
             refused = refused | (segments[:, begin:end, None] != segments[:, None, :end])
             refused = refused[:, None, None]
-        # Finite, so that its product with a probability of zero is zero.
-        logits.masked_fill_(refused, -1e30)
-        highest = logits.amax(-1)
-        logits -= highest.unsqueeze(-1)
-        weights = logits.exp()
-        norm = weights.sum(-1)
-        yield norm.log() - weights.mul_(logits).sum(-1) / norm, highest
+        yield _entropy(q[..., begin:end, :], k[..., :end], refused)
+
+
+def _entropy(q: Tensor, k: Tensor, refused: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a chunk: q [b, k, q / k, c, d], k fp32 [b, k, d, n], refused broadcastable to [b, k, q / k, c, n]. A function,
+    so that its scores are gone before the next chunk's."""
+    rows = q.float().flatten(2, 3) / math.sqrt(q.shape[-1])
+    logits = (rows @ k).unflatten(2, q.shape[2:4])
+    # Finite, so that its product with a probability of zero is zero.
+    logits.masked_fill_(refused, -1e30)
+    highest = logits.amax(-1)
+    logits -= highest.unsqueeze(-1)
+    weights = logits.exp()
+    norm = weights.sum(-1)
+    return norm.log() - weights.mul_(logits).sum(-1) / norm, highest

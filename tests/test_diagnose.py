@@ -296,12 +296,19 @@ def test_what_was_planted_is_found(name: str, corpus: Path, tmp_path: Path) -> N
 
 def fp16_cases(config: RunConfig) -> dict[str, Any]:
     from megastable import diagnose
+    from megastable.model import gpt
 
     bench = Bench(config)
     engine = bench.engine
     loss, call = type(engine.loss), type(engine.loss).__call__
+    features = gpt.features
+
+    def large(*args: Any) -> Any:
+        return tuple(1e4 * part for part in features(*args))
+
     answers = {
         "first stage": bench.locate(bench.forward_of_block(3, 0, name="blocks.0")),
+        "logits": bench.locate(replaced(gpt, "features", large)),
         "loss": bench.locate(replaced(loss, "__call__", lambda self, *a: call(self, *a) * math.nan)),
     }
     # An overflow of its own; the replay runs at the scale of the step, not at the one that it was lowered to.
@@ -338,6 +345,7 @@ def test_fp16_in_a_pipeline(corpus: Path, tmp_path: Path) -> None:
         return f.kind, f.layer, f.tensor, f.value, f.rank, f.stage, f.micro_batch
 
     assert place("first stage") == ("forward", "blocks.0", "output", "nan", 0, 0, 3)
+    assert place("logits") == ("forward", "head", "output", "inf", 1, 1, 0)
     assert place("loss") == ("forward", "loss", "output", "nan", 1, 1, 0)
     assert found["overflow"].kind == "backward" and found["overflow"].value == "inf"
     assert all(map(math.isfinite, found["overflow"].losses))

@@ -101,9 +101,7 @@ def watch_last(cases: list[dict[str, Any]], world: int) -> list[dict[str, Any]]:
 
 def hooks_of(engine: Any) -> int:
     """Of the blocks; DeepSpeed has some of its own."""
-    blocks = engine.probe.blocks
-    assert all(b.attention.observe is None for b in blocks)
-    return sum(len(b._forward_hooks) + len(b._forward_pre_hooks) for b in blocks)
+    return sum(len(b._forward_hooks) + len(b._forward_pre_hooks) for b in engine.probe.blocks)
 
 
 @cache

@@ -271,8 +271,7 @@ class Bench:
     def _timed_layers(self, batch: Step, watch: Stopwatch) -> None:
         e, probe = self.engine, self.engine.probe
         calls = [
-            (probe, "_before"), (probe, "_after"), (probe, "_attention"), (probe, "gradients"), (e, "_gradients"),
-            (e, "flat_state"),
+            (probe, "_before"), (probe, "_after"), (probe, "gradients"), (e, "_gradients"), (e, "flat_state"),
         ]  # fmt: skip
         with _stopwatches(watch, [("look", *call) for call in calls]):
             with watch.time("look"):

@@ -82,8 +82,6 @@ class Attention(nn.Module):
         self.theta = config.rope_theta
         self.recompute_core = recompute_core
         self.core = CORES[kernels.attention]
-        # Shown q [b, q, s, d], k [b, k, s, d] and segments of a step that is looked at; see probe.py.
-        self.observe: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
         kv = config.key_value_heads * d
         self.qkv = ColumnParallelLinear(config.hidden, (config.heads * d, kv, kv), tp, f"{name}.qkv")
         self.q_norm = _head_norm(config, config.heads, tp, f"{name}.q_norm")
@@ -112,13 +110,16 @@ class Attention(nn.Module):
         """between: in place of `between`, the same compiled; see `Block.in_pieces`."""
         return self.out((between or self.between)(self.qkv(x), at))
 
-    def between(self, qkv: Tensor, at: Places) -> Tensor:
-        """From queries, keys and values [s, b, (q + 2 k) d] to what the heads saw [s, b, q d]."""
+    def rotated(self, qkv: Tensor, at: Places) -> tuple[Tensor, Tensor, Tensor]:
+        """What the core is given: q [b, q, s, d], k and v [b, k, s, d], of qkv [s, b, (q + 2 k) d]."""
         q, k, v = to_heads(*self._split(qkv), self.cp)
         rotated = rotate(q, at.cos, at.sin), rotate(k, at.cos, at.sin), v
         q, k, v = (t.permute(1, 2, 0, 3) for t in rotated)
-        if self.observe is not None:
-            self.observe(q, k, at.segments)
+        return q, k, v
+
+    def between(self, qkv: Tensor, at: Places) -> Tensor:
+        """From queries, keys and values [s, b, (q + 2 k) d] to what the heads saw [s, b, q d]."""
+        q, k, v = self.rotated(qkv, at)
         if self.recompute_core and torch.is_grad_enabled():
             # No dropout anywhere: there is no random state to save and bring back.
             y = checkpoint(

@@ -44,7 +44,7 @@ def chunked_objective(
     compiled: what lies between the products goes through torch.compile. elements: logits at a time.
     """
     if elements is None:
-        elements = sizes.CPU_ELEMENTS if x.device.type == "cpu" else sizes.GPU_ELEMENTS
+        elements = sizes.elements_on(x.device.type)
     # Asked here: inside of the function gradients are off, and under no_grad `needs_input_grad` is still true.
     grads = (
         torch.is_grad_enabled() and x.requires_grad,

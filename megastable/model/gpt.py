@@ -77,7 +77,7 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden, config.norm_eps, tp, f"{name}.mlp_norm", tp.sequence)
         self.mlp = MLP(config, tp, f"{name}.mlp", core)
         self._split = (tp.size if tp.sequence else 1) * cp.size
-        self.plain = False  # somebody looks into the block by hooks: it runs as it is written
+        self.in_halves = False  # for hooks on what is in it; see `_halves`
         self._fast, self._kernels = self._block, kernels
         if kernels.compile:
             # Of all blocks the same code: it is compiled once, for training, and once for evaluation.
@@ -95,25 +95,50 @@ class Block(nn.Module):
 
     def forward(self, stream: Stream) -> Stream:
         x, segments = _open(stream)
-        at = self.attention.places(x.shape[0] * self._split, segments, x.device)
-        run = self._block if self.plain else self._fast
-        if self.recompute and torch.is_grad_enabled():
-            # No dropout anywhere: there is no random state to save and bring back.
-            y = checkpoint(run, x, at, use_reentrant=False, preserve_rng_state=False)
-        else:
-            y = run(x, at)
-        return _close(y, segments)
+        at = self._places(x, segments)
+        run = self._halves if self.in_halves else self._fast
+        again = (self.recompute or self.in_halves) and torch.is_grad_enabled()
+        return _close(_recomputed(run, x, at) if again else run(x, at), segments)
+
+    @torch.no_grad()
+    def queries_and_keys(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """q [b, q, s, d] and k [b, k, s, d] that the attention's core is given for `stream`. Computed apart from
+        `forward`, which stays as it is. Collective over the tensor and the context group."""
+        x, segments = _open(stream)
+        at = self._places(x, segments)
+        q, k, _ = self.attention.rotated(
+            self.attention.qkv(x if self.norms_after else self.attention_norm(x)), at
+        )
+        return q, k
+
+    def _places(self, x: Tensor, segments: Tensor | None) -> Places:
+        return self.attention.places(x.shape[0] * self._split, segments, x.device)
 
     def _block(self, x: Tensor, at: Places) -> Tensor:
         return self.around(x, lambda y: self.attention(y, at))
 
+    def _halves(self, x: Tensor, at: Places) -> Tensor:
+        """The block, not compiled, so that hooks on its modules run. As that saves twice the activations, it is
+        computed again in the backward pass, one half after the other."""
+        return _recomputed(self._fed, _recomputed(self._attended, x, lambda y: self.attention(y, at)))
+
     def around(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         """The block with `attend` in the place of its attention, from and to tensors like x [s, b, hidden]."""
-        if self.norms_after:
-            x = x + self.attention_norm(attend(x))
-            return x + self.mlp_norm(self.mlp(x))
-        x = x + attend(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        return self._fed(self._attended(x, attend))
+
+    def _attended(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        norm = self.attention_norm
+        return x + (norm(attend(x)) if self.norms_after else attend(norm(x)))
+
+    def _fed(self, x: Tensor) -> Tensor:
+        norm = self.mlp_norm
+        return x + (norm(self.mlp(x)) if self.norms_after else self.mlp(norm(x)))
+
+
+def _recomputed(run: Callable[..., Tensor], *args: Any) -> Tensor:
+    # No dropout anywhere: there is no random state to save and bring back.
+    y: Tensor = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
+    return y
 
 
 class FinalNorm(RMSNorm):

@@ -6,6 +6,7 @@ The logits [s, b, v / tensor] stay split; only maxima, sums and target logits cr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megastable.model import sizes
 from megastable.model.chunked import chunked_objective
 from megastable.parallel.topology import TensorParallel
 
@@ -73,6 +75,14 @@ Features = tuple[Tensor, Tensor]  # x [s, b, hidden] and the weight that makes l
 def project(given: Features) -> Tensor:
     """Logits [s, b, padded vocabulary / tensor]."""
     return F.linear(*given)
+
+
+@torch.no_grad()
+def projected(given: Features) -> Iterator[Tensor]:
+    """Logits [n, padded vocabulary / tensor] of n tokens at a time, as few as `chunked_objective` has in memory."""
+    x, weight = given[0].flatten(0, 1), given[1]
+    for part in x.split(sizes.chunk_size(len(x), len(weight), sizes.elements_on(x.device.type))):
+        yield F.linear(part, weight)
 
 
 @dataclass

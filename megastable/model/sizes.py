@@ -13,6 +13,11 @@ CPU_ELEMENTS = 2**26
 GPU_ELEMENTS = 2**27
 
 
+def elements_on(device: str) -> int:
+    """Logits at a time on a device of this type."""
+    return CPU_ELEMENTS if device == "cpu" else GPU_ELEMENTS
+
+
 def block_cost(c: ModelConfig) -> float:
     """Multiply-adds of a block per token, attention as a causal model needs it."""
     width = c.head_width * (2 * c.heads + 2 * c.key_value_heads)

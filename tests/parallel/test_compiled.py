@@ -22,8 +22,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def both(c: RunConfig, world: int) -> list[tuple[list[float], list[int], int]]:
-    """Of a rank, written out and compiled: losses and norms, graphs after every step, graph breaks."""
+def both(c: RunConfig, world: int) -> list[tuple[list[float], list[int], int, dict[str, dict[str, float]]]]:
+    """Of a rank, written out and compiled: losses and norms, graphs after every step, graph breaks; and what the probe
+    found in the second step."""
     import torch.distributed as dist
     from torch._dynamo.utils import counters
 
@@ -47,13 +48,13 @@ def both(c: RunConfig, world: int) -> list[tuple[list[float], list[int], int]]:
             for step, batch in enumerate(batches(apart=True)[:3]):
                 micro = mine(batch, topology, run.train.micro_batch)
                 if step == 1:
-                    engine.probe.watch()  # its blocks run as they are written, and leave what is compiled alone
+                    engine.probe.watch()  # which leaves what is compiled alone
                 measured, _ = engine.train_step(micro, 1e-3, lambda m: m.finite)
                 if step == 1:
-                    engine.statistics()
+                    layers = engine.statistics().layers
                 numbers += [measured.loss, measured.grad_norm, float(engine.evaluate(micro).mean())]
                 graphs.append(counters["stats"]["unique_graphs"])
-            found.append((numbers, graphs, sum(counters["graph_break"].values())))
+            found.append((numbers, graphs, sum(counters["graph_break"].values()), layers))
     return found
 
 
@@ -64,3 +65,5 @@ def test_a_compiled_layout_is_the_layout(name: str) -> None:
         assert written[1] == [0] * 3 and compiled[2] == 0
         assert compiled[1][0] > 0 and len(set(compiled[1])) == 1, "made anew"
         assert compiled[0] == pytest.approx(written[0], rel=1e-5)
+        for name, row in written[3].items():
+            assert compiled[3][name] == pytest.approx(row, rel=1e-4), name
