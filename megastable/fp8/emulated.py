@@ -42,9 +42,12 @@ def formats(config: Fp8Config) -> tuple[Format, Format, Format]:
 
 class Quantizer(Protocol):
     """How a layer quantizes a matrix of slot INPUT, WEIGHT or GRADIENT: for the product that sums over its columns, and
-    for the one that sums over its rows; the same one where one serves both. note: it is a training step's."""
+    for the one that sums over its rows; the same one where one serves both. note: it is a training step's. largest: the
+    magnitude of the matrix that x is some rows of, whole blocks of them; None: x is the matrix."""
 
-    def __call__(self, x: Tensor, slot: int, note: bool) -> tuple[Quantized, Quantized]: ...
+    def __call__(
+        self, x: Tensor, slot: int, note: bool, largest: Tensor | None = None
+    ) -> tuple[Quantized, Quantized]: ...
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,11 @@ class Current:
 
     formats: tuple[Format, Format, Format]
 
-    def __call__(self, x: Tensor, slot: int, note: bool) -> tuple[Quantized, Quantized]:
+    def __call__(
+        self, x: Tensor, slot: int, note: bool, largest: Tensor | None = None
+    ) -> tuple[Quantized, Quantized]:
         to = self.formats[slot]
-        found = by_tensor(x, scale_of(magnitude(x), to), to)
+        found = by_tensor(x, scale_of(magnitude(x) if largest is None else largest, to), to)
         return found, found
 
 
@@ -67,8 +72,11 @@ class Delayed:
     meters: Meters
     layer: int
 
-    def __call__(self, x: Tensor, slot: int, note: bool) -> tuple[Quantized, Quantized]:
-        to, known, largest = self.formats[slot], self.meters.scales[self.layer, slot], magnitude(x)
+    def __call__(
+        self, x: Tensor, slot: int, note: bool, largest: Tensor | None = None
+    ) -> tuple[Quantized, Quantized]:
+        to, known = self.formats[slot], self.meters.scales[self.layer, slot]
+        largest = magnitude(x) if largest is None else largest
         if note:
             self.meters.see(self.layer, slot, largest)
         found = by_tensor(x, torch.where(known > 0, known, scale_of(largest, to)), to)
@@ -81,7 +89,9 @@ class Blocks:
 
     formats: tuple[Format, Format, Format]
 
-    def __call__(self, x: Tensor, slot: int, note: bool) -> tuple[Quantized, Quantized]:
+    def __call__(
+        self, x: Tensor, slot: int, note: bool, largest: Tensor | None = None
+    ) -> tuple[Quantized, Quantized]:
         to = self.formats[slot]
         if slot == WEIGHT:
             tiles = by_tiles(x, to)
@@ -122,9 +132,9 @@ class Product:
         return y
 
     def quantized(self, x: Tensor, slot: int, note: bool = True) -> tuple[Quantized, Quantized]:
-        """A matrix, quantized as the layer does it, and shown to who looks."""
+        """A matrix, quantized as the layer does it; a training step's is shown to who looks."""
         both = self.quantize(x, slot, note)
-        if self.observe is not None:
+        if note and self.observe is not None:
             self.observe(slot, x, both[0])
         return both
 

@@ -1,13 +1,14 @@
 """What becomes of the numbers that somebody else's modules quantize, worked out beside them, for a step looked at.
 
 Their own FP8 tensors are not asked for. What goes in, the weights and the gradients that come back are quantized once
-more, as the emulation does it, and counted.
+more, as the emulation does it, and counted: some rows at a time, so that such a step takes no more memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megastable.fp8.emulated import GRADIENT, INPUT, WEIGHT, Quantizer
-from megastable.fp8.scaling import Quantized
+from megastable.fp8.scaling import AT_ONCE, BLOCK, Quantized, magnitude
 
 
 @dataclass(frozen=True)
@@ -33,29 +34,42 @@ class Watched:
     between: Callable[[Tensor], Tensor]
 
 
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
 def watch(
     watched: Watched, quantizers: Sequence[Quantizer], show: Callable[[int, int, Tensor, Quantized], None]
 ) -> RemovableHandle:
-    """`show(number of the layer, slot, matrix, what became of it)` in every training pass until the handle is removed.
+    """`show(number of the layer, slot, rows of a matrix, what became of them)` in every training pass until the handle
+    is removed.
 
     Of the first of two layers the gradient is not seen. quantizers: of the layers.
     """
 
-    @torch.no_grad()
-    def quantize(number: int, slot: int, x: Tensor) -> None:
-        matrix = x.detach().reshape(-1, x.shape[-1])
-        show(number, slot, matrix, quantizers[number](matrix, slot, False)[0])
+    def quantize(number: int, slot: int, matrix: Tensor, of: Callable[[Tensor], Tensor] = _itself) -> None:
+        widest = max(matrix.shape[-1], *(n for weight in watched.weights for n in weight.shape))
+        rows = max(AT_ONCE // widest // BLOCK, 1) * BLOCK
+        parts = matrix.detach().reshape(-1, matrix.shape[-1]).split(rows)
+        with torch.no_grad():
+            largest = reduce(torch.maximum, (magnitude(of(part)) for part in parts))
+            for part in parts:
+                x = of(part)
+                show(number, slot, x, quantizers[number](x, slot, False, largest)[0])
+
+    def into(number: int) -> Callable[[Tensor], Tensor]:
+        """From what goes into the module to what layer `number` multiplies with."""
+        if not number:
+            return watched.inputs
+        before, weight = into(number - 1), watched.weights[number - 1]
+        return lambda x: watched.between(before(x) @ weight.t())
 
     def after(_: nn.Module, given: tuple[Any, ...], y: Tensor) -> None:
         if not torch.is_grad_enabled():
             return
-        with torch.no_grad():
-            x = watched.inputs(given[0].detach())
-            for number, weight in enumerate(watched.weights):
-                if number:
-                    x = watched.between(x @ watched.weights[number - 1].t())
-                quantize(number, INPUT, x)
-                quantize(number, WEIGHT, weight)
+        for number, weight in enumerate(watched.weights):
+            quantize(number, INPUT, given[0], into(number))
+            quantize(number, WEIGHT, weight)
         if y.requires_grad:
             y.register_hook(lambda gradient: quantize(len(watched.layers) - 1, GRADIENT, gradient))
 

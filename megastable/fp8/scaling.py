@@ -17,6 +17,7 @@ from megastable.fp8.formats import Format, cast, decode
 
 BLOCK = 128
 LARGEST = torch.finfo(torch.float32).max
+AT_ONCE = 1 << 20  # numbers that are counted at a time: their copies in fp32 take 4 MiB each
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,13 @@ class Quantized:
     def layout(self) -> tuple[Format, int, int]:
         """What is no tensor."""
         return self.format, self.height, self.width
+
+    def rows(self, begin: int, end: int) -> Quantized:
+        """Of a matrix these rows, from a multiple of `height` on."""
+        blocks = self.inverse
+        if blocks.dim():
+            blocks = blocks[begin // self.height : -(-end // self.height)]
+        return Quantized(self.values[begin:end], blocks, *self.layout)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """As if all scales were one."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megastable.fp8.emulated import Product
 from megastable.fp8.meters import SLOTS, Meters
-from megastable.fp8.scaling import Quantized
+from megastable.fp8.scaling import AT_ONCE, BLOCK, Quantized
 
 History = Mapping[
     str, Sequence[Sequence[float]]
@@ -128,8 +128,14 @@ def losses(x: Tensor, became: Quantized) -> tuple[Tensor, Tensor]:
 
     A magnitude that lies within half a step above the largest is rounded to it, not cut.
     """
-    to, code = became.format, became.decoded(torch.float32)
+    to = became.format
     half = 2.0 ** (math.floor(math.log2(to.max)) - to.mantissa - 1)
-    beyond = became.dequantized(torch.float32).abs() * (1 + half / to.max) < x.abs()
-    cut = (code.abs() == to.max) & beyond
-    return cut.sum(dtype=torch.float64), ((code == 0) & (x != 0)).sum(dtype=torch.float64)
+    cut = lost = torch.zeros((), dtype=torch.float64, device=x.device)
+    step = max(AT_ONCE // x.shape[1] // BLOCK, 1) * BLOCK
+    for begin in range(0, len(x), step):
+        some, part = x[begin : begin + step], became.rows(begin, min(begin + step, len(x)))
+        code = part.decoded(torch.float32)
+        beyond = part.dequantized(torch.float32).abs_().mul_(1 + half / to.max) < some.abs()
+        cut = cut + ((code.abs() == to.max) & beyond).sum(dtype=torch.float64)
+        lost = lost + ((code == 0) & (some != 0)).sum(dtype=torch.float64)
+    return cut, lost

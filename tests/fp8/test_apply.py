@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from megastable.config import RunConfig
+from megastable.fp8 import switch
 from megastable.fp8.apply import emulate, linears
+from megastable.fp8.emulated import metered, quantizers
 from megastable.fp8.formats import E4M3
 from megastable.fp8.scaling import by_tensor, magnitude, scale_of
 from megastable.fp8.switch import Emulated, losses
@@ -220,6 +222,25 @@ def refusing(c: RunConfig) -> None:
 
 def test_what_is_refused_or_undone_is_not_remembered() -> None:
     run_ranks(1, refusing, config("delayed", precision="bf16"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_parts_count_like_the_whole(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = config(recipe).precision.fp8
+    assert c is not None
+    torch.manual_seed(0)
+    x = torch.randn(300, 200) * torch.exp(4 * torch.randn(300, 200))
+    meters = metered(c, ["a"], x.device)
+    (quantize,) = quantizers(c, 1, meters)
+    if meters is not None:
+        meters.read({"a": [[0.1], [0.1], [0.1]]})
+    for slot in range(3):
+        became = quantize(x, slot, False)[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(switch, "AT_ONCE", 1)  # 128 rows
+            parts = losses(x, became)
+        assert parts == losses(x, became)
+        assert any(parts)
 
 
 def test_what_counts_as_cut_and_as_lost() -> None:

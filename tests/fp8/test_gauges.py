@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megastable.fp8 import gauges
 from megastable.fp8.apply import linears
 from megastable.fp8.emulated import GRADIENT, INPUT, WEIGHT, metered, quantizers
 from megastable.fp8.gauges import Watched, watch
@@ -25,13 +26,16 @@ Seen = dict[tuple[str, str], tuple[float, float, int]]
 
 def recorder(seen: Seen) -> Any:
     def record(layer: str, slot: str, cut: Tensor, lost: Tensor, count: int) -> None:
-        seen[layer, slot] = float(cut), float(lost), count
+        before = seen.get((layer, slot), (0.0, 0.0, 0))
+        seen[layer, slot] = before[0] + float(cut), before[1] + float(lost), before[2] + count
 
     return record
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_as_the_emulation_counts(recipe: str) -> None:
+def test_as_the_emulation_counts(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the matrices, here of 256 tokens, are looked at in parts."""
+    monkeypatch.setattr(gauges, "AT_ONCE", 1)
     c = config(recipe)
     model, fp8 = fitted(c)
     assert c.precision.fp8 is not None
@@ -76,6 +80,7 @@ def test_of_two_layers_in_one_module() -> None:
     shown: dict[tuple[int, int], Tensor] = {}
 
     def show(number: int, slot: int, x: Tensor, _: Quantized) -> None:
+        assert (number, slot) not in shown
         shown[number, slot] = x
 
     weights = [linear.weight for linear in both]

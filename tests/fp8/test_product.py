@@ -247,6 +247,9 @@ def test_who_looks_is_shown_what_is_multiplied(recipe: str) -> None:
     seen: dict[int, tuple[Tensor, Quantized]] = {}
     f = product(recipe)
     f.observe = lambda slot, tensor, became: seen.update({slot: (tensor.detach().clone(), became)})
+    with torch.no_grad():
+        f(x, w)
+    assert not seen, "no training step's"
     found = passes(f, x, w, g)
     f.observe = None
     assert sorted(seen) == [0, 1, 2]
