@@ -2,9 +2,10 @@
 
     python -m megastable.bench.footprint --layout "TP2" --layout "PP2" --json footprint.json
 
-Every layout trains a small model on processes of this machine (gloo): what is there between two steps, by kind, the
-most that a step allocates beside it (`bench/train.py`: torch.profiler on a CPU, without scratch space of oneDNN), and
-the most while the engine is built. On a GPU (one process) all are those of torch's allocator.
+Every layout trains a small model on processes of this machine (gloo): what is there between two steps, by kind, and the
+most that a step allocates beside it (`bench/train.py`: torch.profiler on a CPU, without scratch space of oneDNN), also
+one that the probe looks at, and a diagnosis (diagnose.py); and the most while the engine is built. On a GPU (one
+process) all are those of torch's allocator.
 """
 
 from __future__ import annotations
@@ -129,12 +130,15 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank, in bytes. held: between two steps, by kind ("other" is the rest); step: the most beside it;
-    building: the most before the first step, device and host together where they are one."""
+    """Of one rank, in bytes. held: between two steps, by kind ("other" is the rest); step: the most beside it; watched,
+    located: the same of a step that `probe.watch` looks at, and of `diagnose.locate`; building: the most before the
+    first step, device and host together where they are one."""
 
     stage: int
     held: dict[str, int]
     step: int
+    watched: int
+    located: int
     building: int
     device: Literal["cpu", "cuda"] = "cpu"
 
@@ -145,7 +149,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """A rank's, measured and by the formulas, in bytes. held: weights, gradients, master weights and moments."""
+    """A rank's, measured and by the formulas, in bytes. held: weights, gradients, master weights and moments. total,
+    watched, located: the peak of a step, of one that is looked at, of a diagnosis."""
 
     layout: str
     stage: int
@@ -154,6 +159,8 @@ class Row:
     held_expected: int
     total: int
     total_expected: int
+    watched: int
+    located: int
     peak: str
     kinds: dict[str, int]
     building: int
@@ -208,6 +215,8 @@ def compare(name: str, case: Case, ranks: Sequence[Measured]) -> list[Row]:
                 state,
                 measured.total,
                 expected.total,
+                measured.total - measured.step + measured.watched,
+                measured.total - measured.step + measured.located,
                 expected.peak,
                 {str(kind): size for kind, size in expected.kinds.items()},
                 measured.building,
@@ -221,7 +230,18 @@ def compare(name: str, case: Case, ranks: Sequence[Measured]) -> list[Row]:
 def table(rows: Iterable[Row]) -> Table:
     """One row for every rank that differs from its neighbours of the same stage, otherwise one for a stage."""
     made = Table("layout", "stage", title="Memory of one rank in a training step, MiB")
-    for name in ("building", "formulas", "state", "formulas", "peak", "formulas", "difference", "most of it"):
+    names = (
+        "building",
+        "formulas",
+        "state",
+        "formulas",
+        "peak",
+        "formulas",
+        "difference",
+        "watched",
+        "diagnosed",
+    )
+    for name in (*names, "most of it"):
         made.add_column(name, justify="right")
     seen = set()
     for row in rows:
@@ -233,7 +253,7 @@ def table(rows: Iterable[Row]) -> Table:
             row.layout, str(row.stage), f"{row.building / MIB:.2f}", f"{row.building_expected / MIB:.2f}",
             f"{row.held / MIB:.2f}", f"{row.held_expected / MIB:.2f}",
             f"{row.total / MIB:.1f}", f"{row.total_expected / MIB:.1f}", f"{row.difference:+.1%}",
-            max(row.kinds, key=lambda kind: row.kinds[kind]),
+            f"{row.watched / MIB:.1f}", f"{row.located / MIB:.1f}", max(row.kinds, key=lambda kind: row.kinds[kind]),
         )  # fmt: skip
     return made
 
@@ -246,6 +266,7 @@ def measure_joined(case: Case) -> Measured:
     import torch
     import torch.distributed as dist
 
+    from megastable import diagnose
     from megastable.bench.train import living_bytes, peak_of
     from megastable.engine import Engine, device
     from megastable.model import sizes
@@ -276,23 +297,35 @@ def measure_joined(case: Case) -> Measured:
     def step() -> None:
         engine.train_step(batches, 1e-4, lambda measured: measured.finite)
 
+    def watched() -> None:
+        engine.probe.watch()
+        step()
+        engine.statistics()
+
+    def located() -> None:
+        diagnose.locate(engine, batches)
+
     for _ in range(WARM):
         step()
     gc.collect()
     gc.disable()
-    if on_gpu:
-        torch.cuda.synchronize()
-        all_held = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        torch.cuda.synchronize()
-        most = torch.cuda.max_memory_allocated() - all_held
-    else:
-        all_held = living_bytes()
-        most = _peak_of(step)
+    all_held = torch.cuda.memory_allocated() if on_gpu else living_bytes()
+    peak = _peak_on_gpu if on_gpu else _peak_of
+    most = peak(step), peak(watched), peak(located)
     held = _kinds(engine)
     held["other"] = all_held - before - sum(held.values())
-    return Measured(topology.stage, held, most, building, "cuda" if on_gpu else "cpu")
+    return Measured(topology.stage, held, *most, building, "cuda" if on_gpu else "cpu")
+
+
+def _peak_on_gpu(step: Callable[[], None]) -> int:
+    import torch
+
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def _peak_of(step: Callable[[], None]) -> int:

@@ -25,6 +25,7 @@ from megastable.config import RunConfig
 
 FP32 = 4
 ROWS, KEPT = 256, 16  # of model/blocked.py, which needs torch
+SCORES = 1 << 24  # of probe.py, which needs it, too
 
 
 @dataclass(frozen=True)
@@ -258,6 +259,24 @@ def probabilities(z: Sizes) -> int:
     each = ROWS * ROWS * whole * (whole + 1) // 2 + rest * z.length
     width = z.q * z.N // (z.samples * z.length * z.heads)
     return z.samples * z.heads * each if each <= KEPT * z.length * width else 0
+
+
+def watched(config: RunConfig) -> int:
+    """The most bytes that the probe makes to look at a block's attention: `Block.queries_and_keys`, `attention_chunks`.
+    Nothing waits for a backward pass, and nothing is compiled."""
+    z, m, c = sizes(config), config.model, config.parallel.context
+    keys, q = _keys(config, z), z.e * z.N * z.q
+    wide = FP32 * (3 if z.e < FP32 else 2)  # of a norm or a rotation, an element
+    there = z.e * z.N * (z.q + 2 * z.k)  # as projected; normed and exchanged beside it
+    there += bool(m.qk_norm) * (q + z.e * z.N * z.k) + (c > 1) * 2 * z.e * z.N * (z.q + 2 * keys)
+    at_a_time = max(1, min(SCORES // (z.samples * z.heads * z.length), -(-z.length // 8)))
+    scores = z.samples * z.heads * at_a_time * z.length
+    return max(
+        (wide + z.e) * z.stream,
+        z.e * (z.stream + z.N * z.h + z.N * (z.q + 2 * z.k)),
+        there + max(wide * z.N * z.q, q + wide * z.N * keys),
+        q + z.e * z.N * keys + FP32 * (z.N * keys * (z.e < FP32) + 2 * scores),
+    )
 
 
 def final_norm(config: RunConfig) -> list[Operation]:

@@ -7,16 +7,17 @@ from functools import cached_property
 from typing import Literal
 
 Kind = Literal["weights", "gradients", "master", "moments", "activations", "logits", "buffers"]
-# Of a step: the loss of a micro-batch; in its backward pass loss and head, the last blocks, the first block and
-# embedding; the update. Between two steps. And before the first one: layers are built, then the optimizer's state.
-Phase = Literal["loss", "head", "backward", "end", "update", "between", "layers", "optimizer"]
+# Of a step: before the last block of a micro-batch, where the probe looks at its attention (probe.py); the loss; in the
+# backward pass loss and head, the last blocks, the first block and embedding; the update. Between two steps. And before
+# the first one: layers are built, then the optimizer's state.
+Phase = Literal["watch", "loss", "head", "backward", "end", "update", "between", "layers", "optimizer"]
 Device = Literal["cuda", "cpu"]
 KINDS: tuple[Kind, ...] = ("weights", "gradients", "master", "moments", "activations", "logits", "buffers")
-STEP: tuple[Phase, ...] = ("loss", "head", "backward", "end", "update", "between")
+STEP: tuple[Phase, ...] = ("watch", "loss", "head", "backward", "end", "update", "between")
 BUILDING: tuple[Phase, ...] = ("layers", "optimizer")
 PHASES = (*STEP, *BUILDING)
 WAITING: tuple[Phase, ...] = ("loss", "head", "backward")  # all that waits for the backward pass does so
-PASSES: tuple[Phase, ...] = (*WAITING, "end")
+PASSES: tuple[Phase, ...] = ("watch", *WAITING, "end")
 BACK: tuple[Phase, ...] = ("head", "backward", "end")
 
 

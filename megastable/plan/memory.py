@@ -20,7 +20,7 @@ from megastable import deepspeed_config
 from megastable.bench.volume import Stage, bounds, element, parameters, stage_of, tied_piece
 from megastable.config import LINEARS, RunConfig
 from megastable.hostmemory import taken
-from megastable.model.sizes import CPU_ELEMENTS, GPU_ELEMENTS, chunk_size, fp8_linears
+from megastable.model.sizes import chunk_size, elements_on, fp8_linears
 from megastable.parallel.layout import Layout
 from megastable.plan import activations
 from megastable.plan.activations import FP32, Kernels
@@ -28,6 +28,7 @@ from megastable.plan.items import BACK, PASSES, PHASES, STEP, WAITING, Device, F
 
 # On a CPU only, of model/ and optim/, which need torch.
 LOSS_BLOCK, SUM_CHUNK, UPDATE_CHUNK, SCORES = 2**19, 2**18, {"cpu": 2**17, "cuda": 2**24}, 2**20
+CHUNK, FP8_CHUNK = 2**22, 2**20  # of flatstate.py and fp8/scaling.py
 
 
 def footprints(
@@ -90,7 +91,7 @@ def _footprint(
 ) -> Footprint:
     held = stage_of(cut, stage)
     zero = _zero_section(config.deepspeed, config.parallel.zero) if zero is None else zero
-    elements = elements or (GPU_ELEMENTS if device == "cuda" else CPU_ELEMENTS)
+    elements = elements or elements_on(device)
     steps = deepspeed_config.accumulation(config, layout.world)
     groups, first = _flat(config, layout, held), max(cut[stage] - 1, 0)  # the first block
     items = [
@@ -213,7 +214,7 @@ def _exchanged(
         live = int(zero.get("stage3_max_live_parameters", 1e9)) + int(
             zero.get("stage3_prefetch_bucket_size", 5e7)
         )
-        yield Item("weights", "gathered weights", min(whole, live) * e, WAITING)
+        yield Item("weights", "gathered weights", min(whole, live) * e, ("watch", *WAITING))
         # Those that nobody asks for any more were given back.
         first = _flat(config, layout, Stage(1, held.first, last=False))
         yield Item("weights", "gathered weights of the first block", min(sum(first), live) * e, ("end",))
@@ -249,9 +250,11 @@ def _activations(
         quantized = fp8_blocks(config, first, held.blocks, linear) if linear else 0
         each = saved.bytes * held.blocks + activations.in_fp8(config, saved) * quantized
         yield Item("activations", saved.name, each * flying, WAITING)
-        # At the end of a backward pass the first block is left of it.
+        # Before the last block it is all that is missing; at the end of a backward pass the first one is left.
+        yield Item("activations", saved.name, each * flying - each // held.blocks, ("watch",))
         yield Item("activations", saved.name, each * (flying - 1) + each // held.blocks, ("end",))
     stream = z.stream * z.e
+    yield Item("activations", "input of the last block", stream, ("watch",))
     beside = activations.extra(block) + stream
     if held.last:
         final = activations.final_norm(config)
@@ -290,7 +293,8 @@ def _fp8_weights(config: RunConfig, held: Stage, first: int, kernels: Kernels, f
         yield Item("activations", "FP8 copies of weights", most, ("backward",))
         yield Item("activations", "FP8 copies of weights", copies(first, 1), ("end",))
         return
-    yield Item("activations", "FP8 copies of weights", copies(first, held.blocks) * flying, WAITING)
+    whole = copies(first, held.blocks) * flying
+    yield Item("activations", "FP8 copies of weights", whole, ("watch", *WAITING))
     left = copies(first, held.blocks) * (flying - 1) + copies(first, 1)
     yield Item("activations", "FP8 copies of weights", left, ("end",))
 
@@ -365,6 +369,14 @@ def _scratch(
     """Tables, and memory for intermediate results."""
     m, z = config.model, activations.sizes(config)
     yield Item("buffers", "table of rotations", m.sequence_length * m.head_width * FP32)
+    # Every `logging.layers_interval` steps, and where updates are refused.
+    yield Item("buffers", "attention looked at", activations.watched(config), ("watch",))
+    largest = max(n for group in parameters(m, held, config.parallel.tensor) for n in group)
+    yield Item("buffers", "the update looked at, a chunk", 4 * FP32 * min(CHUNK, largest), ("update",))
+    if config.precision.fp8 is not None:
+        widest = max(z.N, m.hidden) * max(2 * z.f, z.q + 2 * z.k, z.h)
+        looked_at = 3 * FP32 * min(FP8_CHUNK, widest)
+        yield Item("buffers", "FP8 looked at, a chunk", looked_at, ("watch", "backward", "end"))
     if _sums(config) and device == "cpu":
         yield Item("buffers", "gradients in fp32, a chunk", SUM_CHUNK * FP32, (*STEP, "optimizer"))
     if config.optimizer.moments == "bf16" and not kernels.compile:

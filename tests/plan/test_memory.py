@@ -178,6 +178,19 @@ def test_kinds_add_up_and_more_samples_take_more(
         assert smaller.held <= larger.held
 
 
+@given(LAYOUT, SETTINGS, st.sampled_from([1, 4]))
+@settings(max_examples=60, deadline=None)
+def test_a_watched_step_needs_no_more(
+    layout: dict[str, Any], others: dict[str, Any], accumulation: int
+) -> None:
+    """What a look at the attention takes is in the plan, but never its peak: the last block's activations are not there
+    yet."""
+    for found in planned(2, 4, accumulation, parallel=layout, **others):
+        looked_at = {item.name: item.bytes for item in found.items if item.phases == ("watch",)}
+        assert looked_at["attention looked at"] > 0
+        assert found.held < sum(found.at("watch").values()) < found.total
+
+
 @given(LAYOUT, SETTINGS, st.sampled_from([1, 2]))
 @settings(max_examples=60, deadline=None)
 def test_more_ranks_take_less_each(layout: dict[str, Any], others: dict[str, Any], data: int) -> None:
@@ -232,13 +245,16 @@ def test_batches_that_cannot_be_shared_out_are_refused() -> None:
 
 
 def test_what_is_restated_is_as_there() -> None:
-    from megastable import engine, room
+    from megastable import engine, flatstate, probe, room
+    from megastable.fp8 import scaling
     from megastable.model import blocked, chunked
     from megastable.optim import adamw
     from megastable.plan import memory
 
     assert (activations.ROWS, activations.KEPT) == (blocked.ROWS, blocked.KEPT)
     assert (memory.LOSS_BLOCK, memory.SCORES) == (chunked.BLOCK, blocked.ELEMENTS)
+    assert (memory.CHUNK, memory.FP8_CHUNK) == (flatstate.CHUNK, scaling.AT_ONCE)
+    assert activations.SCORES == probe.SCORES
     assert (memory.SUM_CHUNK, memory.UPDATE_CHUNK) == (engine.CHUNK, adamw.CHUNKS)
     assert all(taken(n, pinned) == room.taken(n, pinned) for n in range(40) for pinned in (True, False))
     for length in (128, 256, 300, 1024, 8192):
