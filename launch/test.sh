@@ -3,6 +3,7 @@
 # tests leave a process or shared memory behind.
 #
 #   bash launch/test.sh [PYTEST ARGUMENT ...]     e.g. tests/data -k order, or -n0 for one test at a time
+#   bash launch/test.sh gpu-static [...]          what of a GPU can be verified without one: gpu_static.sh, several GB
 #
 # The test across two hosts needs iproute2, openssh-server and pdsh, that of pages chromium and chromium-driver; where
 # that starts no service (root, in a container) they are installed by apt-get, unless MEGASTABLE_APT=0. Without them
@@ -10,6 +11,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case ${1-} in -h | --help) sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' launch/test.sh; exit 0 ;; esac
+[ "${1-}" != gpu-static ] || exec bash launch/gpu_static.sh "${@:2}"
 bash launch/install.sh dev || exit
 
 get_debian_packages() {
@@ -68,7 +70,7 @@ shm_before=$(ls -A /dev/shm | LC_ALL=C sort)
 
 check 'ruff check' .venv/bin/ruff check .
 check 'ruff format' .venv/bin/ruff format --check .
-check 'mypy' .venv/bin/mypy megastable tools
+check 'mypy' .venv/bin/mypy
 # Two at a time: a test of several ranks spends much of its time waiting.
 check 'pytest' env "$mark" .venv/bin/python -m pytest -n 2 --dist worksteal "$@"
 check 'nothing left behind' leaves_nothing

@@ -1,0 +1,116 @@
+"""Our FP8 against the real Transformer Engine, its libraries loaded: how its modules are made and what they keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megastable.config import RunConfig
+from megastable.fp8 import te
+from megastable.model.cores import _te_core
+from megastable.model.gpt import GPT
+from megastable.parallel.sharding import placement_of
+from megastable.parallel.topology import TensorParallel
+from tests.gpu_static import fake
+
+library = pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed here")
+
+CPU = torch.device("cpu")
+FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"
+
+
+def config(fp8: dict[str, Any], **model: Any) -> RunConfig:
+    shape = dict(layers=2, hidden=256, heads=4, kv_heads=2, ffn=512, sequence_length=128, vocab_size=500)
+    return RunConfig.model_validate(
+        {
+            "model": shape | model,
+            "precision": {"fp8": {"backend": "te", **fp8}},
+            "train": {"global_batch": 4, "micro_batch": 2},
+        }
+    )
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What delayed scaling allocates on the GPU lies on the CPU."""
+    from transformer_engine.pytorch.quantization import DelayedScalingRecipeState
+
+    made = DelayedScalingRecipeState.__init__
+
+    def on_cpu(self: Any, recipe: Any, **told: Any) -> None:
+        made(self, recipe, **told | {"device": CPU})
+
+    monkeypatch.setattr(DelayedScalingRecipeState, "__init__", on_cpu)
+
+
+def its(module: nn.Module) -> list[str]:
+    return [type(m).__name__ for m in module.modules() if type(m).__module__.startswith("transformer_engine")]
+
+
+def known(module: nn.Module) -> list[tuple[int, str, Any]]:
+    return [(id(p), placement_of(p).name, vars(p)["tensor_model_parallel"]) for p in module.parameters()]
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+def test_it_can_be_had_on_a_hopper(recipe: str) -> None:
+    """Transformer Engine accepts all three recipes on a GPU of capability 9.0"""
+    assert te.why_not(config({"recipe": recipe}), fake.GPU) is None
+
+
+@pytest.mark.parametrize("norms", ["before", "after"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+def test_its_modules_hold_our_parameters(recipe: str, norms: str) -> None:
+    """its modules take our parameters, the very ones, in their order and with their marks"""
+    c = config({"recipe": recipe}, norms=norms)
+    model = GPT(c.model, TensorParallel(), "none", 1)
+    before = known(model)
+    fp8 = te.apply(model, c, None, CPU)
+    assert known(model) == before
+    assert not any(p.is_meta for p in model.parameters())
+    fused = ["LayerNormLinear", "Linear", "LayerNormMLP"]
+    assert its(model[1]) == (fused if norms == "before" else ["Linear"] * 4)
+    assert len(fp8.layers) == 8
+
+
+@pytest.mark.parametrize("norms", ["before", "after"])
+def test_delayed_scales_stay_ours(norms: str) -> None:
+    """its quantizers read and raise our cells of delayed scaling, also after FP8 was off and on again"""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    c = config({"recipe": "delayed"}, norms=norms)
+    model = GPT(c.model, TensorParallel(), "none", 1)
+    fp8 = te.apply(model, c, None, CPU)
+    assert isinstance(fp8, te.TransformerEngine) and fp8._meters is not None
+    for p in model.parameters():
+        p.data = p.data.to(torch.bfloat16)  # as DeepSpeed does it later
+    for on in (True, False, True):
+        fp8.on = on
+        with fp8.computing():
+            for one in fp8._fitted:
+                # What its forward asks before every product.
+                one.module.init_fp8_metadata(num_gemms=len(one.layers))
+        if not on:
+            continue
+        for one in fp8._fitted:
+            for number, layer in enumerate(one.layers):
+                row = fp8._meters.names.index(layer)
+                quantizers = one.module.quantizers
+                cells = (
+                    quantizers[FORWARD][3 * number],
+                    quantizers[FORWARD][3 * number + 1],
+                    quantizers[BACKWARD][2 * number],
+                )
+                for slot, cell in enumerate(cells):
+                    assert cell.scale.data_ptr() == fp8._scales[row, slot].data_ptr()
+                    assert cell.amax.data_ptr() == fp8._meters.seen[row, slot].data_ptr()
+    assert not FP8GlobalStateManager.quantization_state.global_amax_buffer  # it sums none of them
+
+
+def test_its_attention_is_made() -> None:
+    """its attention is made for grouped queries (kernels.attention=te)"""
+    _te_core.cache_clear()
+    assert type(_te_core(8, 2, 64)).__name__ == "DotProductAttention"
+    _te_core.cache_clear()
