@@ -300,15 +300,30 @@ def test_compiled_it_is_the_same_and_is_not_compiled_again() -> None:
 def test_where_products_can_be_in_fp32_there_is_one_sum(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, without one: tensors of the meta device have shapes and dtypes, no numbers."""
+    """As on a GPU, without one: the products that only its cuBLAS writes in fp32 are made of fp32 factors."""
+
+    def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    def addmm(total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        return out.copy_(total + mm(a, b, out_dtype))
+
     monkeypatch.setattr(chunked, "_wide_products", lambda _: True)
-    weight, gradient, x = (torch.empty(n, dtype=dtype, device="meta") for n in ((50, 8), (6, 50), (6, 8)))
-    dw = chunked._WeightGradient(weight, True)
-    dw.add(gradient, x)
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    generator = torch.Generator().manual_seed(0)
+    parts = [
+        tuple(torch.randn(6, n, generator=generator).to(dtype) for n in (50, 8))
+        for _ in range(2)  # chunks
+    ]
+    dw = chunked._WeightGradient(torch.empty(50, 8, dtype=dtype), many=True)
+    dw.add(*parts[0])
     first = dw.total
-    assert first is not None and first.dtype == torch.float32 and first.shape == (50, 8)
-    dw.add(gradient, x)
+    assert first is not None and first.dtype == torch.float32
+    dw.add(*parts[1])
     assert dw.total is first
+    wanted = sum(gradient.double().t() @ x.double() for gradient, x in parts)
+    torch.testing.assert_close(first.double(), wanted, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
