@@ -246,6 +246,7 @@ class RunSection(Part):
     dir: Path | None = None  # None = a new folder below runs/; given and there = resumed
     seed: NonNegativeInt = 1234
     timeout: PositiveInt = 1800  # seconds before a collective counts as hung
+    deterministic: bool = False  # on GPUs: kernels whose sums have one order; slower. On a CPU all have
 
 
 class RunConfig(Part):

@@ -49,6 +49,7 @@ from deepspeed.utils.timer import NoopTimer
 
 from megastable.config import OptimizerConfig, RunConfig
 from megastable.data.loader import MicroBatch
+from megastable.deterministic import prepare
 from megastable.errors import ConfigError, MegastableError
 from megastable.flatstate import FlatState, Fragment
 from megastable.fp8.apply import apply
@@ -106,11 +107,14 @@ class Judge(Protocol):
     def __call__(self, measured: Measured) -> bool: ...
 
 
-def start_distributed(timeout: float) -> None:
+def start_distributed(timeout: float, deterministic: bool = False) -> None:
     """Join the process group that the launcher describes in the environment.
 
-    timeout: seconds before a collective counts as hung.
+    timeout: seconds before a collective counts as hung. deterministic: `run.deterministic`, for this process from here
+    on.
     """
+    if deterministic:
+        prepare()
     deepspeed_logger.setLevel(logging.WARNING)
     # It collects garbage again and again while it builds an engine: what was imported is none.
     gc.freeze()

@@ -34,14 +34,13 @@ from megastable.rng import rng_state, set_rng_state
 from megastable.rundir import RunDirectory
 from megastable.skipping import Skipping
 from megastable.stability import attribution
-from megastable.stability.attribution import Conclusion
+from megastable.stability.attribution import Conclusion, Replay, Result
 from megastable.stability.detector import Detector, DetectorState
 from megastable.stability.guard import Guard
 from megastable.stability.policy import Action, Cause, Decision
 from megastable.stability.signals import Finding, Signals, Verdict
 from megastable.stability.snapshot import Ring, Snapshot
 
-SAME_NORM = 0.05  # relative: where a GPU sums gradients in any order, their norm agrees far better
 QUIET = 500  # steps between two warnings: what moves, moves for long
 
 Int64s = npt.NDArray[np.int64]
@@ -300,9 +299,10 @@ class Recovery:
         window = self._since(finding.onset)
         self.casebook.open(decision, state, window, measured.grad_norm)
         recurred = policy.recurred()
-        if not damage and not self._reproduced(batch, measured, state, finding.verdict):
+        replay = Replay.SAME if damage else self._replay(batch, measured, state, finding.verdict)
+        if replay is Replay.OTHER:
             damage = "the same data on the same state gave other numbers: hardware, or a race"
-        numerics = "" if damage else self._without_fp8(batch, measured)
+        numerics = "" if damage or replay is Replay.UNSTEADY else self._without_fp8(batch, measured)
         if numerics and self.engine.fp8 is not None:
             self.engine.fp8.on = False  # what has failed is no measure of samples and states
         left_out = self._selection()
@@ -312,6 +312,8 @@ class Recovery:
             left = policy.leave(decision, f"no snapshot is good{numerics and f'; {numerics}'}", cause)
             raise self._end(left, state, skip=not damage and not numerics)
         saved, random_states, detector = snapshot.extra
+        if replay is Replay.UNSTEADY and (self._exact or self._unsteady(batch)):
+            damage = "the same data on the same state gives other numbers every time: hardware"
         if damage:
             conclusion = Conclusion(Cause.HARDWARE, [], [], damage)
         elif numerics:
@@ -341,13 +343,24 @@ class Recovery:
         )
         return back
 
-    def _reproduced(self, batch: Step, measured: Measured, state: RunState, verdict: Verdict) -> bool:
+    def _replay(self, batch: Step, measured: Measured, state: RunState, verdict: Verdict) -> Replay:
         """Whether the very step that tripped gives the same again, on the state that it was refused on."""
-        if verdict is Verdict.NON_FINITE:
-            return self._irreproducible != state.step
-        again = self.engine.measure(batch.micro_batches)
-        same_norm = math.isclose(measured.grad_norm, again.grad_norm, rel_tol=SAME_NORM)
-        return same_norm and attribution.reproduced(measured.losses.numpy(), again.losses.numpy())
+        if verdict is Verdict.NON_FINITE and self._irreproducible != state.step:
+            return Replay.SAME
+        return attribution.replay(_result(measured), self._again(batch), lambda: self._again(batch))
+
+    @property
+    def _exact(self) -> bool:
+        """Whether sound hardware gives the same bits again."""
+        return self.config.run.deterministic or self.engine.device.type == "cpu"
+
+    def _again(self, batch: Step) -> Result:
+        return _result(self.engine.measure(batch.micro_batches))
+
+    def _unsteady(self, batch: Step) -> bool:
+        """Whether a step gives other numbers every time on a good state, too: a bad one may magnify the last bits."""
+        first = self._again(batch)
+        return attribution.replay(first, self._again(batch), lambda: first) is not Replay.SAME
 
     def _without_fp8(self, batch: Step, measured: Measured) -> str:
         """The very step that tripped, on the state that it was refused on, but not in FP8: a sentence if that is
@@ -467,3 +480,7 @@ class Recovery:
 
     def _since(self, onset: int) -> list[Trained]:
         return [t for t in self._trained if t.step >= onset]
+
+
+def _result(measured: Measured) -> Result:
+    return Result(measured.losses.numpy(), measured.grad_norm)

@@ -492,14 +492,23 @@ class Trainer:
                 f"\nFP8 with {c.precision.fp8.recipe} scales in {count} of {of} linear layers"
                 f"{emulated if self.engine.kernels.fp8 == 'emulated' else ''}"
             )
+        details = fp8 + self._repeatable()
         return (
             f"{parameters(c.model) / 1e6:,.1f}M parameters, {layout.world} ranks: tensor {layout.tensor} x pipeline "
             f"{layout.pipeline} x data {layout.data}{context}, ZeRO {c.parallel.zero}, {c.precision.kind} on "
             f"{self.engine.device.type}\n"
             f"optimizer wrapper {type(self.engine.optimizer).__name__}, kernels: {self.engine.kernels}\n"
-            f"recomputation {c.parallel.recompute}, peak {peak:.3g} TFLOP/s a device ({peak_source}){fp8}\n"
+            f"recomputation {c.parallel.recompute}, peak {peak:.3g} TFLOP/s a device ({peak_source}){details}\n"
             f"{c.train.global_batch} samples of {c.model.sequence_length} tokens a step, run directory {self.run.root}"
         )
+
+    def _repeatable(self) -> str:
+        """What can be said of a step that is done again."""
+        if self.engine.device.type == "cpu":
+            return ""
+        if self.config.run.deterministic:
+            return "\na step that is repeated gives the same bits (run.deterministic)"
+        return "\na step that is repeated gives other last bits: on GPUs only run.deterministic=true gives the same"
 
     def frozen(self) -> bytes:
         """The recipe as it is kept."""
@@ -589,7 +598,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(error.code) from None
     try:
-        start_distributed(config.run.timeout)
+        start_distributed(config.run.timeout, config.run.deterministic)
         code = train(config, recipe.find(args.recipe), attempt_of(args.supervised))
     except errors.MegastableError as error:
         code = error.code

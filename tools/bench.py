@@ -71,7 +71,7 @@ def stability(
     from megastable.bench.stability import measure, steps_needed
 
     columns = TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    engine.start_distributed(config.run.timeout)
+    engine.start_distributed(config.run.timeout, config.run.deterministic)
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=steps_needed(rounds))
         found = measure(config, rounds, lambda: progress.advance(task), progress.console.print)
@@ -154,7 +154,7 @@ def train(
             tables.append(profiling.table(name, profiling.profile(contestant.step, on, folder)))
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    engine.start_distributed(config.run.timeout)
+    engine.start_distributed(config.run.timeout, config.run.deterministic)
     try:
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task("", total=steps_needed(wanted, rounds))

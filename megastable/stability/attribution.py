@@ -1,7 +1,8 @@
 """Who is guilty? The losses of suspects on the last good state, against those of samples known to be harmless.
 
 Pure: `train` side code (recovery.py) measures, these functions conclude. The experiments they read:
-1. the step that tripped, again, on the very state it was refused on: another result means hardware;
+1. the step that tripped, again, on the very state it was refused on: a result that two replays agree on, and the step
+   does not, means hardware;
 2. the same in FP8 runs, but without it: where the trouble is gone, it is one of numerics;
 3. every sample since the onset on the state before it: one that is bad there is bad data;
 4. where no loss is bad there: a batch with an ordinary loss and an extraordinary gradient, halved down to its cause.
@@ -20,6 +21,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +47,7 @@ TELLING = 2.0  # ... if that is so much at least: an ordinary loss says nothing
 TAIL = 3.0  # beyond the worst harmless sample, chances fall with this power: Student t, 3 degrees; text is not as bad
 TAIL_KNOWN = 100  # harmless samples from which on the worst of them says where that tail begins
 SAME = 1e-3  # relative: the same kernels on the same numbers agree far better, also where a GPU's sums are not ordered
+SAME_NORM = 0.05  # relative: where a GPU sums gradients in any order, their norm agrees far better
 GRADIENT_RATIO = 4.0  # a gradient norm over that of as many ordinary samples; twice occurs in clean text
 EXCESS = 3.0  # sigma above its trend, from which on a loss or gradient norm is trouble that can be gone
 REMAINS = 0.5  # of it without FP8, above which FP8 is not to blame
@@ -60,6 +64,13 @@ class Suspect:
     loss: float
     z: float
     gradient_norm: float | None = None
+
+
+class Result(NamedTuple):
+    """Of a step: fp64 [global batch], nats; the norm of its gradient."""
+
+    losses: Floats
+    norm: float
 
 
 @dataclass(frozen=True)
@@ -174,6 +185,25 @@ def reproduced(recorded: Floats, again: Floats) -> bool:
     """Whether a replay gave the same per-sample losses."""
     same = np.isclose(recorded, again, rtol=SAME, atol=0.0, equal_nan=True)
     return bool(np.all(same | (~np.isfinite(recorded) & ~np.isfinite(again))))
+
+
+class Replay(StrEnum):
+    """What a step says of the machine, done again twice."""
+
+    SAME = "same"  # as recorded
+    OTHER = "other"  # the replays agree with one another, and the record is alone
+    UNSTEADY = "unsteady"  # every time something else
+
+
+def replay(step: Result, again: Result, once_more: Callable[[], Result]) -> Replay:
+    """A step and its replay; another one where they differ, as GPUs may sum in any order and some states amplify it."""
+    if _alike(step, again):
+        return Replay.SAME
+    return Replay.OTHER if _alike(again, once_more()) else Replay.UNSTEADY
+
+
+def _alike(one: Result, other: Result) -> bool:
+    return math.isclose(one.norm, other.norm, rel_tol=SAME_NORM) and reproduced(one.losses, other.losses)
 
 
 def gone(with_fp8: Sequence[float], without: Sequence[float], expected: Sequence[Trend | None]) -> bool:

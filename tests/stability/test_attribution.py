@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from megastable.stability.attribution import (
     SCALE_FLOOR,
     TAIL_KNOWN,
     WORSE,
+    Replay,
+    Result,
     Suspect,
     compare,
     conclude,
@@ -26,6 +29,7 @@ from megastable.stability.attribution import (
     is_worse,
     narrow,
     ranges,
+    replay,
     reproduced,
     usual_norm,
 )
@@ -349,9 +353,33 @@ def test_a_gradient_that_is_not_known_is_no_guilt() -> None:
         ([], [], True),
     ],
 )
-def test_a_replay(recorded: list[float], again: list[float], same: bool) -> None:
+def test_the_same_losses(recorded: list[float], again: list[float], same: bool) -> None:
     assert reproduced(floats(*recorded), floats(*again)) is same
     assert reproduced(floats(*again), floats(*recorded)) is same
+
+
+STEP, OTHER_STEP, THIRD = ([2.0, 3.0], 1.0), ([2.0, 3.1], 1.0), ([2.0, 3.0], 1.2)
+
+
+@pytest.mark.parametrize(
+    ("again", "once_more", "told"),
+    [
+        (([2.001, 3.0], 1.04), None, Replay.SAME),  # a GPU's sums in another order: not even asked again
+        (OTHER_STEP, OTHER_STEP, Replay.OTHER),
+        (THIRD, THIRD, Replay.OTHER),
+        (OTHER_STEP, STEP, Replay.UNSTEADY),
+        (OTHER_STEP, THIRD, Replay.UNSTEADY),
+        (([2.0, NAN], INF), STEP, Replay.UNSTEADY),
+    ],
+)
+def test_a_replay(again: Any, once_more: Any, told: Replay) -> None:
+    """Hardware is what two replays agree on and the step does not; one that differs alone proves nothing."""
+
+    def result(given: Any) -> Result:
+        assert given is not None
+        return Result(floats(*given[0]), given[1])
+
+    assert replay(result(STEP), result(again), lambda: result(once_more)) is told
 
 
 # A state that is no good any more
