@@ -153,6 +153,11 @@ def train(
         if folder and name == profiled:
             tables.append(profiling.table(name, profiling.profile(contestant.step, on, folder)))
 
+    def write(now: speed.Speed) -> None:
+        """After every contestant: whoever is ended leaves what was measured."""
+        if json is not None:
+            durable.write_output(json, as_json(asdict(now), indent=1) + "\n")
+
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     engine.start_distributed(config.run.timeout, config.run.deterministic)
     try:
@@ -161,7 +166,7 @@ def train(
             found = measure(
                 config, wanted, rounds, apart, lambda: progress.advance(task),
                 lambda text: progress.update(task, description=text), after,
-                seconds and seconds - (time.monotonic() - begun),
+                seconds and seconds - (time.monotonic() - begun), write,
             )  # fmt: skip
     finally:
         engine.stop_distributed()
@@ -170,8 +175,7 @@ def train(
     for line in speed.lines(found):
         print(line)
     print(", ".join(f"{key} {value}" for key, value in (found.run | found.machine).items()))
-    if json is not None:
-        durable.write_output(json, as_json(asdict(found), indent=1) + "\n")
+    write(found)
 
 
 def _on(device: str | None) -> str:

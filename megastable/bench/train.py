@@ -126,13 +126,14 @@ def measure(
     say: Say = lambda _: None,
     after: Callable[[str, Contestant, torch.device], None] = lambda *_: None,
     seconds: float | None = None,
+    partly: Callable[[Speed], None] | None = None,
 ) -> Speed:
     """Speeds of `names` (of `peers.PEERS`, ours among them) on this config's model, batch and precision.
 
     The process group, of one rank, exists already. apart: None = where memory asks for it. advance: called for every
     warm-up and measurement; after(name, contestant, device): when its last one is over. seconds: about how long all may
-    take; a peer that is not warm in time is a row (from the main thread only). Raises ConfigError for what cannot be
-    measured; a peer that cannot run is a row.
+    take; a peer that is not warm in time is a row (from the main thread only). partly: given what is known so far,
+    after every warm-up and measurement. A peer that cannot run is a row. Raises ConfigError where none can.
     """
     end = None if seconds is None else time.monotonic() + seconds
     config, notes = resolve(config)
@@ -148,28 +149,40 @@ def measure(
             f"the machine was busy before this began (load {about[0]['load_average']} on {about[0]['cores']} cores): "
             "on a CPU such numbers say little"
         )
-    bench = Bench(
-        task, names, advance, say, lambda name, contestant: after(name, contestant, task.device), end
-    )
     size = 8192 if task.device.type == "cuda" else 1024
     tflops = [measured_tflops(task.device, task.dtype, size, 1.0)]
-    if apart:
-        bench.measure_apart(rounds)
-    else:
-        bench.measure_together(rounds)
-    tflops.append(measured_tflops(task.device, task.dtype, size, 1.0))
     known = None
     if task.device.type == "cuda":
         known = nominal_tflops(torch.cuda.get_device_name(task.device), task.dtype)
     c, tokens = config.model, config.train.global_batch * config.model.sequence_length
     work = Work(tokens, tokens * flops_per_token(c, False), tokens * flops_per_token(c, True))
-    about[1]["steps_in_a_measurement"] = bench.steps
     about[1]["apart"] = apart
-    if (done := len(bench.samples[OURS])) < rounds:
-        notes.append(f"{done} rounds in place of {rounds}: the time was over")
-    return assess(
-        names, bench.samples, bench.entries, bench.problems, work, Peak(max(tflops), known), about, notes
+
+    def found(*more: str) -> Speed:
+        about[1]["steps_in_a_measurement"] = bench.steps
+        peak = Peak(max(tflops), known)
+        told = [*notes, *more]
+        # Of a round that is not over some have a sample more.
+        rounds_done = min((len(of) for of in bench.samples.values() if of), default=0)
+        samples = {name: of[:rounds_done] for name, of in bench.samples.items()}
+        return assess(names, samples, bench.entries, bench.problems, work, peak, about, told)
+
+    def advanced() -> None:
+        advance()
+        if partly is not None:
+            partly(found("not finished: the time of it was over, or it was ended"))
+
+    bench = Bench(
+        task, names, advanced, say, lambda name, contestant: after(name, contestant, task.device), end
     )
+    if apart:
+        bench.measure_apart(rounds)
+    else:
+        bench.measure_together(rounds)
+    tflops.append(measured_tflops(task.device, task.dtype, size, 1.0))
+    if (done := len(bench.samples[OURS])) < rounds:
+        return found(f"{done} rounds in place of {rounds}: the time was over")
+    return found()
 
 
 def _run(config: RunConfig) -> dict[str, Any]:

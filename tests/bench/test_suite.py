@@ -42,6 +42,46 @@ def test_a_result_that_is_none(text: str) -> None:
     assert run(python(WRITES.format(text)), sys.executable, 20).result is None
 
 
+TESTS = """
+import pytest, time
+@pytest.mark.parametrize("n", [1, 2])
+def test_good(n): pass
+def test_bad(): assert False
+@pytest.mark.skip(reason="none")
+def test_left(): pass
+def test_slow(): time.sleep({})
+"""
+
+
+@pytest.mark.parametrize("asleep", [0, 60], ids=["in time", "ended"])
+def test_the_outcome_of_every_test_is_kept(asleep: int, tmp_path: Path) -> None:
+    """Of a run that was ended, of those that it had come to."""
+    (tmp_path / "test_it.py").write_text(TESTS.format(asleep))
+    command = ("-m", "pytest", str(tmp_path), "-v", "-n1", "-p", "no:cacheprovider", "-c", os.devnull)
+    done = run(Stage("tests", command, 20, json=False), sys.executable, 12.0 if asleep else 60.0)
+    found = {name.rpartition("::")[2]: outcome for name, outcome in done.result.items()}
+    wanted = {
+        "test_good[1]": "passed",
+        "test_good[2]": "passed",
+        "test_bad": "failed",
+        "test_left": "skipped",
+    }
+    assert found == wanted | ({} if asleep else {"test_slow": "passed"})
+    assert done.outcome == ("its time was over" if asleep else "failed with 1")
+
+
+KEPT = """
+import sys, time
+open(sys.argv[sys.argv.index("--json") + 1], "w").write('{"rows": [1]}')
+time.sleep(60)
+"""
+
+
+def test_a_stage_that_is_ended_keeps_what_it_wrote() -> None:
+    done = run(python(KEPT), sys.executable, 2.0)
+    assert (done.outcome, done.result) == ("its time was over", {"rows": [1]})
+
+
 CHILD = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -91,7 +131,8 @@ def test_the_recipes_and_peers_are_there(stage: Stage) -> None:
     peers = [words[i + 1] for i, word in enumerate(words) if word == "--peers"]
     assert chosen_peers(peers, "cuda")[0] == OURS
     # FP8 is compared with bf16 in the same run, and only there; and the model has the sizes that it takes.
-    assert ("megastable-bf16" in peers) == stage.name.endswith("-fp8") == (config.precision.fp8 is not None)
+    pair = {"megastable-bf16", "megastable-fp8-off"} & set(peers)
+    assert bool(pair) == stage.name.endswith("-fp8") == (config.precision.fp8 is not None)
     assert config.precision.fp8 is None or misfit(config) is None
 
 
@@ -122,12 +163,16 @@ def test_all_of_it(
     assert json.loads(file.read_text())["stages"].keys() == {"good"}
     with pytest.raises(suite.typer.Exit):
         suite.main(json=file, seconds=suite.LEAST - 1, only=["good"], listed=False)
-    assert "good: no time is left" in capsys.readouterr().out
+    assert "left out: no time is left" in capsys.readouterr().out
+    (left,) = json.loads(file.read_text())["stages"].values()
+    assert left["outcome"].startswith("left out: no time is left") and left["returned"] is None
 
 
 def test_the_list_and_bad_input(tmp_path: Path) -> None:
     done = started("--list", "--only", "7b-fp8")
-    assert done.returncode == 0 and done.stdout.count("\n") == 1 and "--peers megastable-bf16" in done.stdout
+    assert (
+        done.returncode == 0 and done.stdout.count("\n") == 1 and "--peers megastable-fp8-off" in done.stdout
+    )
     done = started("--only", "8b")
     assert done.returncode == 2 and done.stderr.startswith("error: --only 8b: choose among tests, 350m")
     done = started("--only", "tests", "--json", tmp_path / "no" / "such" / "file")

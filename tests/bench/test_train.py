@@ -242,6 +242,54 @@ def test_who_is_not_warm_in_time_is_a_row() -> None:
     assert len(samples[0]) == found.rounds >= 2
 
 
+def paired(config: RunConfig) -> tuple[list[Speed], int]:
+    from megastable.bench import train
+    from megastable.engine import Engine
+
+    built, parts, begin = [], [], Engine.__init__
+
+    def init(self: Engine, *args: Any) -> None:
+        built.append(self)
+        begin(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "__init__", init)
+        parts.append(train.measure(config, [OURS, "megastable-fp8-off"], 3, partly=parts.append))
+    (engine,) = built
+    assert engine.fp8.on, "left as it was"
+    return parts, len(built)
+
+
+def test_fp8_on_and_off_share_an_engine_and_each_is_told_when_it_is_measured() -> None:
+    tree = config_of("bf16").model_dump()
+    tree["precision"]["fp8"] = {"recipe": "delayed"}
+    parts, built = run_ranks(1, paired, RunConfig.model_validate(tree))[0]
+    assert built == 1
+    *partial, found = parts
+    row = found.row("megastable-fp8-off")
+    assert row.problem is None and row.ratio is not None and "FP8 switched off" in row.entry.backends
+    assert row.ratio.median < 1, "emulated FP8 is slower than none"
+    assert len(partial) == 2 + 2 * 3, "after every warm-up and measurement"
+    for part in partial:  # paired, whenever it is ended
+        assert any("not finished" in note for note in part.notes)
+        assert len({len(r.samples_ms) for r in part.rows if r.samples_ms}) <= 1
+    assert [row.problem for row in partial[0].rows] == ["not measured", "not measured"]
+    assert all(row.entry is not None for row in partial[2].rows) and not any(
+        "not finished" in n for n in found.notes
+    )
+
+
+def test_without_an_engine_to_share_it_is_a_row() -> None:
+    from megastable.bench.peers import Task
+    from megastable.bench.peers.own import Unavailable, ours_fp8_off
+
+    tree = config_of("bf16").model_dump()
+    for fp8, told in ((None, "no FP8"), ({"recipe": "current"}, "measure --together")):
+        tree["precision"]["fp8"] = fp8
+        with pytest.raises(Unavailable, match=told):
+            ours_fp8_off(Task(RunConfig.model_validate(tree), torch.device("cpu"), []))
+
+
 def test_memory_is_counted() -> None:
     from megastable.bench.train import living_bytes, peak_of
 

@@ -39,6 +39,7 @@ class Task:
     config: RunConfig
     device: torch.device
     batches: list[MicroBatch]
+    ours: Any = None  # the Engine of OURS, while that is there
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,6 +96,7 @@ PEERS = {
     "megastable": Peer("own:ours", "Engine under DeepSpeed with its gate, as a run trains", BOTH, 18),
     "megastable-eager": Peer("own:ours_eager", "the same without torch.compile", (), 18),
     "megastable-bf16": Peer("own:ours_bf16", "the same without FP8, where the recipe asks for it", (), 18),
+    "megastable-fp8-off": Peer("own:ours_fp8_off", "ours with its FP8 switched off; nothing is built", (), 0),
     "bare": Peer("own:bare", "the same modules without DeepSpeed; AdamW on the 16-bit weights", BOTH, 6),
     "bare-masters": Peer("own:bare_masters", "bare, with fp32 masters and gradients as DeepSpeed keeps", (), 18),
     "plain": Peer("plain:build", "the model in plain torch, compiled whole", BOTH, 6),

@@ -20,7 +20,7 @@ from megastable.parallel.topology import TensorParallel, Topology
 
 def ours(task: Task) -> Contestant:
     """`Engine.train_step` with the gate of every step; `bench.py stability` tells what the rest costs."""
-    return _engine(task, task.config)
+    return _engine(task, task.config, mine=True)
 
 
 def ours_eager(task: Task) -> Contestant:
@@ -39,8 +39,37 @@ def ours_bf16(task: Task) -> Contestant:
     return _engine(task, RunConfig.model_validate(tree))
 
 
-def _engine(task: Task, c: RunConfig) -> Contestant:
+def ours_fp8_off(task: Task) -> Contestant:
+    """The engine of ours, out of FP8 for its steps: a large model is built once. Not quite `ours_bf16`, whose blocks
+    are compiled whole."""
+    engine: Engine | None = task.ours
+    if task.config.precision.fp8 is None:
+        raise Unavailable("the recipe asks for no FP8 (precision.fp8=current): it would be ours once more")
+    if engine is None or engine.fp8 is None:
+        raise Unavailable("it steps with the engine of megastable, which is not there: measure --together")
+    fp8 = engine.fp8
+
+    def step() -> float:
+        fp8.on = False
+        try:
+            measured, applied = engine.train_step(task.batches, RATE, _finite)
+        finally:
+            fp8.on = True
+        assert applied, "the gate dropped a step of the benchmark"
+        return measured.loss
+
+    return Contestant(step, f"{_said(task.config, task)}; FP8 switched off", same_weights=False)
+
+
+def _engine(task: Task, c: RunConfig, mine: bool = False) -> Contestant:
     engine = Engine(c, deepspeed_config.build(c, 1), Topology(Layout(1, 1, 1), 0, c.run.timeout))
+    if mine:
+        task.ours = engine
+
+    def close() -> None:
+        if mine:
+            task.ours = None
+        engine.ds.destroy()
 
     def step() -> float:
         measured, applied = engine.train_step(task.batches, RATE, _finite)
@@ -48,7 +77,7 @@ def _engine(task: Task, c: RunConfig) -> Contestant:
         return measured.loss
 
     said = f"{_said(c, task)}; {type(engine.optimizer).__name__}, fp32 masters, gate"
-    return Contestant(step, said, close=engine.ds.destroy)
+    return Contestant(step, said, close=close)
 
 
 def _finite(measured: Measured) -> bool:
