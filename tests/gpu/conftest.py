@@ -41,11 +41,24 @@ def world() -> Iterator[None]:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="0",
     )
-    from megastable import engine
+    from megastable import deterministic, engine
 
+    os.environ.update(
+        deterministic.ENVIRONMENT
+    )  # read once, when CUDA starts; torch's part is switched by `exact`
     engine.start_distributed(timeout=120)
     yield
     engine.stop_distributed()
+
+
+@pytest.fixture
+def exact() -> Iterator[None]:
+    """As run.deterministic=true."""
+    from megastable import deterministic
+
+    deterministic.switch(True)
+    yield
+    deterministic.switch(False)
 
 
 @pytest.fixture(autouse=True)

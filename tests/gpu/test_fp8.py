@@ -334,6 +334,7 @@ def test_a_refused_update_leaves_no_trace(recipe: str) -> None:
     assert (fp8_of(engine).history() == history) == (recipe == "current")
 
 
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_rewind_point_brings_back_every_bit(recipe: str) -> None:
     from megastable.stability.snapshot import Ring
@@ -365,6 +366,7 @@ def trained(corpus: Path, run: Path, fp8: dict[str, Any] | None, steps: int) -> 
     return run / "checkpoints" / f"step-{steps}" / "rank-00000.safetensors"
 
 
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_run_resumes_bit_for_bit(recipe: str, tmp_path: Path, corpus: Path) -> None:
     fp8 = {"recipe": recipe, "backend": "te"}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megastable import deterministic
 from megastable.model.cores import sdpa_attention
 from tests.gpu_static import fake
 
@@ -84,3 +85,14 @@ def test_attention_is_fused(dtype: torch.dtype, groups: int) -> None:
     """torch takes a fused kernel for attention: cuDNN's for bf16 and fp16, the memory-efficient one for fp32"""
     wanted = "Efficient" if dtype == torch.float32 else "Cudnn"
     assert grad_fn(dtype, groups) == f"ScaledDotProduct{wanted}AttentionBackward0"
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_deterministic_attention_is_fused(dtype: torch.dtype, groups: int) -> None:
+    """with run.deterministic torch takes FlashAttention in place of cuDNN's attention"""
+    deterministic.switch(True)
+    try:
+        assert grad_fn(dtype, groups) == "ScaledDotProductFlashAttentionBackward0"
+    finally:
+        deterministic.switch(False)
