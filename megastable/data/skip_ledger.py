@@ -264,7 +264,7 @@ def usable(
     odd += [f"{path}: there is no corpus {name!r}" for name in sorted(set(excluded.swapped) - known)]
     swapped = {name: skips for name, skips in excluded.swapped.items() if name in known}
     counts = {name: count for name, count in excluded.counts.items() if name is None or name in known}
-    others = {name: count for name, count in counts.items() if name is None}
+    others: dict[str | None, int] = {None: counts.get(None, 0)}
     for left in (
         Exclusions(excluded.positions, swapped, excluded.tokens, counts),
         Exclusions(excluded.positions, {}, excluded.tokens, others),
