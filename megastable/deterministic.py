@@ -15,26 +15,35 @@ from megastable.errors import ConfigError
 
 # Read once, by libraries that CUDA's start loads. NVIDIA, cuBLAS documentation, "Results reproducibility"; Megatron-LM
 # asks for the same in --deterministic-mode. Ring and Tree sum in an order that the topology gives.
-CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-ENVIRONMENT = {CUBLAS: ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring,Tree"}
-WORKSPACES = (":4096:8", ":16:8")
+CUBLAS, NCCL = "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"
+ENVIRONMENT = {CUBLAS: ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", NCCL: "Ring,Tree"}
+WORKSPACES = {":4096:8", ":16:8"}
+ALGORITHMS = {"ring", "tree"}
 
 
 def prepare() -> None:
-    """Everything that it takes, before CUDA starts. Raises ConfigError where the environment says the contrary."""
+    """Set everything it needs, before CUDA starts. Raises ConfigError if the environment conflicts."""
     for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if os.environ[CUBLAS] not in WORKSPACES:
-        raise ConfigError(
-            f"run.deterministic=true and {CUBLAS}={os.environ[CUBLAS]}: cuBLAS repeats itself only with one of "
-            f"{' or '.join(WORKSPACES)}; unset the variable"
-        )
-    if os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] != "0":
-        raise ConfigError(
-            f"run.deterministic=true and NVTE_ALLOW_NONDETERMINISTIC_ALGO="
-            f"{os.environ['NVTE_ALLOW_NONDETERMINISTIC_ALGO']}: unset the variable"
-        )
+        given = os.environ.setdefault(name, value)
+        if not _repeats(name, given):
+            raise ConfigError(
+                f"run.deterministic=true and {name}={given}: a step would not repeat bit for bit; unset the variable, "
+                f"or set it to {value}"
+            )
     switch(True)
+
+
+def exact(deterministic: bool, device: torch.device) -> bool:
+    """Whether a repeated step gives the same bits on sound hardware. deterministic: `run.deterministic`."""
+    return deterministic or device.type == "cpu"
+
+
+def _repeats(name: str, value: str) -> bool:
+    """Whether a variable of `ENVIRONMENT` may have this value."""
+    if name == CUBLAS:
+        return value in WORKSPACES
+    # One list for all collectives; lists by function ("allreduce:tree") and exclusions ("^nvls") leave others open.
+    return set(value.lower().split(",")) <= ALGORITHMS if name == NCCL else value == ENVIRONMENT[name]
 
 
 def switch(on: bool) -> None:

@@ -5,7 +5,7 @@
 
 The state is looked through first. If it is finite, the same micro-batches run again on the same weights, with hooks
 on every layer that see values and gradients; what is found is the earliest over all ranks. The replay leaves no trace.
-A replay without fault says that the same data and state gave another result: hardware, or a race.
+If the replay is finite, that is all it reports: recovery.py tells the cause from several replays.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def locate(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Diagnosis:
     if measured.finite:
         return Diagnosis(
             kind="not reproduced",
-            sentence=f"not reproduced: the same samples on the same weights gave a loss of {measured.loss:.4f} and a "
-            f"gradient norm of {measured.grad_norm:.4f}: suspect the hardware, or a race",
+            sentence="not reproduced: a replay of the same samples on the same weights is finite, with a loss of "
+            f"{measured.loss:.4f} and a gradient norm of {measured.grad_norm:.4f}",
         )
     seen = [(rank, found) for rank, found in enumerate(gathered(watch.first)) if found is not None]
     if not seen:

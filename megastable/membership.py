@@ -1,13 +1,14 @@
 """Which process group this process belongs to, by what its launcher has left in the environment. Pure.
 
-`deepspeed` and `torchrun` say it in RANK and its like. `srun` and `mpirun` say it in their own words, and not where the
-ranks meet; a process that knew only RANK would take itself for the only one, beside others that do the same.
+`deepspeed` and `torchrun` set RANK and its like. `srun` and `mpirun` set their own variables, and not where the ranks
+meet: a process that read only RANK would train alone, beside others that do the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from megastable.errors import ConfigError
 
@@ -46,12 +47,8 @@ class Tasks:
 
 
 def tasks(environment: Mapping[str, str]) -> Tasks | None:
-    """What this process was started with; None where it is the only one."""
-
-    def number(variable: str) -> int | None:
-        value = environment.get(variable, "")
-        return int(value) if value.isdecimal() else None
-
+    """The processes that this one was started with; None if started alone."""
+    number = partial(_number, environment)
     found = [
         Tasks(launcher, names[0], number(names[0]) or 1, number(names[1]) or 0, number(names[2]))
         for launcher, names in VARIABLES.items()
@@ -68,10 +65,12 @@ def membership(environment: Mapping[str, str]) -> dict[str, str]:
     """
     together = tasks(environment)
     if "RANK" in environment:
-        if together is not None and _worlds(environment, together):
+        if together is not None and _apart(environment, together):
             raise together.refused(
-                "starts ranks that know only each other",
-                "Start one launcher that knows all hosts (docs/clusters.md)",
+                f"would train apart from the others (RANK={environment['RANK']}, WORLD_SIZE="
+                f"{environment.get('WORLD_SIZE', '')})",
+                "Start one launcher that knows all hosts (docs/clusters.md); where no launcher has set RANK and "
+                "WORLD_SIZE, unset them",
             )
         return {}
     if together is None:
@@ -99,11 +98,20 @@ def check_alone(environment: Mapping[str, str]) -> None:
         raise together.refused("would start all ranks", "Start it once, on one host (srun --ntasks=1 ...)")
 
 
-def _worlds(environment: Mapping[str, str], together: Tasks) -> bool:
-    """Whether a launcher of its own has started this rank in every task, for this host alone."""
+def _apart(environment: Mapping[str, str], together: Tasks) -> bool:
+    """Whether RANK and WORLD_SIZE leave out tasks: a launcher in every task set them, for this host alone, or they are
+    left over from something else."""
+    if _in_terminal(environment, together):
+        return False
+    world = _number(environment, "WORLD_SIZE") or 1
     hosts = environment.get("GROUP_WORLD_SIZE") or environment.get("CROSS_SIZE")  # of torchrun, of deepspeed
-    itself = environment.get("WORLD_SIZE") == str(together.size) and environment["RANK"] == str(together.rank)
-    return hosts == "1" and not itself and not _in_terminal(environment, together)
+    itself = world == together.size and environment["RANK"] == str(together.rank)
+    return world < together.size or (hosts == "1" and not itself)
+
+
+def _number(environment: Mapping[str, str], variable: str) -> int | None:
+    value = environment.get(variable, "")
+    return int(value) if value.isdecimal() else None
 
 
 def _in_terminal(environment: Mapping[str, str], together: Tasks) -> bool:

@@ -25,6 +25,7 @@ from megastable.config import RunConfig
 from megastable.data.loader import Loader, Step
 from megastable.data.skips import Selection
 from megastable.data.source import Source
+from megastable.deterministic import exact
 from megastable.engine import Engine, Measured
 from megastable.errors import HandoverError, MegastableError, UnstableError
 from megastable.evidence import Laboratory, Trained, harmless
@@ -42,6 +43,7 @@ from megastable.stability.signals import Finding, Signals, Verdict
 from megastable.stability.snapshot import Ring, Snapshot
 
 QUIET = 500  # steps between two warnings: what moves, moves for long
+UNSTEADY = "the same data on the same state gives other numbers every time: hardware"
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -229,7 +231,10 @@ class Recovery:
             return self._rewind(decision, batch, measured, state, loader, damage)
         if decision.action.ends:
             self.casebook.open(decision, state, self._since(decision.finding.onset), measured.grad_norm)
-            raise self._end(decision, state, skip=not damage)
+            if not damage:
+                _, damage = self._replay(batch, measured, state, decision.finding.verdict)
+                decision = replace(decision, reason="; ".join(filter(None, [decision.reason, damage])))
+            raise self._end(decision, state, Cause.HARDWARE if damage else Cause.UNKNOWN)
         if decision.action is Action.DISCARD and not before.discards_in_a_row and self.ring.capacity > 1:
             # The weights are those of before it: should more follow, nothing needs to be done again. (Nothing random
             # happens in a step, so the random states are those of before it, too.)
@@ -249,7 +254,7 @@ class Recovery:
         if decision.action.rewinds:
             return self._rewind(decision, batch, measured, state, loader, damage)
         self.casebook.open(decision, state, self._since(state.step), measured.grad_norm)
-        raise self._end(decision, state, skip=False)
+        raise self._end(decision, state, Cause.HARDWARE)
 
     def _locate(self, batch: Step, state: RunState) -> str:
         """Where the first number that is not finite arose; not empty when it was in the state already."""
@@ -299,21 +304,21 @@ class Recovery:
         window = self._since(finding.onset)
         self.casebook.open(decision, state, window, measured.grad_norm)
         recurred = policy.recurred()
-        replay = Replay.SAME if damage else self._replay(batch, measured, state, finding.verdict)
-        if replay is Replay.OTHER:
-            damage = "the same data on the same state gave other numbers: hardware, or a race"
-        numerics = "" if damage or replay is Replay.UNSTEADY else self._without_fp8(batch, measured)
+        unsteady = False
+        if not damage:
+            unsteady, damage = self._replay(batch, measured, state, finding.verdict)
+        numerics = "" if damage else self._without_fp8(batch, measured)
         if numerics and self.engine.fp8 is not None:
             self.engine.fp8.on = False  # what has failed is no measure of samples and states
         left_out = self._selection()
         snapshot = self._restore(finding.onset, 1 if recurred and not numerics else 0, left_out)
         if snapshot is None:
-            cause = Cause.NUMERICS if numerics else Cause.UNKNOWN
-            left = policy.leave(decision, f"no snapshot is good{numerics and f'; {numerics}'}", cause)
-            raise self._end(left, state, skip=not damage and not numerics)
+            cause = Cause.HARDWARE if damage else Cause.NUMERICS if numerics else Cause.UNKNOWN
+            why = "; ".join(filter(None, ["no snapshot is good", damage, numerics]))
+            raise self._end(policy.leave(decision, why, cause), state, cause)
         saved, random_states, detector = snapshot.extra
-        if replay is Replay.UNSTEADY and (self._exact or self._unsteady(batch)):
-            damage = "the same data on the same state gives other numbers every time: hardware"
+        if unsteady and not damage and not attribution.alike(self._again(batch), self._again(batch)):
+            damage = UNSTEADY  # on a good state, too: there is nothing that would magnify the last bits
         if damage:
             conclusion = Conclusion(Cause.HARDWARE, [], [], damage)
         elif numerics:
@@ -328,7 +333,7 @@ class Recovery:
         swap = culprit if action is Action.SWAP_CORPUS else None
         self.casebook.attribute(conclusion, window, action, reason, lost, seconds, swap)
         if action.ends:
-            raise self._end(replace(decision, action=action, reason=reason), state, skip=False)
+            raise self._end(replace(decision, action=action, reason=reason), state, conclusion.cause)
         back: RunState = saved.model_copy(deep=True)
         back.seconds = state.seconds
         self.indicators = {}  # of the state that is undone
@@ -343,24 +348,20 @@ class Recovery:
         )
         return back
 
-    def _replay(self, batch: Step, measured: Measured, state: RunState, verdict: Verdict) -> Replay:
-        """Whether the very step that tripped gives the same again, on the state that it was refused on."""
+    def _replay(self, batch: Step, measured: Measured, state: RunState, verdict: Verdict) -> tuple[bool, str]:
+        """The step that tripped, again, on the state that it was refused on: whether every run of it differs, and what
+        that proves of the hardware: a sentence, or nothing yet, as a bad state may magnify the last bits."""
         if verdict is Verdict.NON_FINITE and self._irreproducible != state.step:
-            return Replay.SAME
-        return attribution.replay(_result(measured), self._again(batch), lambda: self._again(batch))
-
-    @property
-    def _exact(self) -> bool:
-        """Whether sound hardware gives the same bits again."""
-        return self.config.run.deterministic or self.engine.device.type == "cpu"
+            return False, ""
+        found = attribution.replay(_result(measured), self._again(batch), lambda: self._again(batch))
+        if found is Replay.OTHER:
+            return False, "the same data on the same state gave other numbers: hardware, or a race"
+        unsteady = found is Replay.UNSTEADY
+        proven = unsteady and exact(self.config.run.deterministic, self.engine.device)
+        return unsteady, UNSTEADY if proven else ""
 
     def _again(self, batch: Step) -> Result:
         return _result(self.engine.measure(batch.micro_batches))
-
-    def _unsteady(self, batch: Step) -> bool:
-        """Whether a step gives other numbers every time on a good state, too: a bad one may magnify the last bits."""
-        first = self._again(batch)
-        return attribution.replay(first, self._again(batch), lambda: first) is not Replay.SAME
 
     def _without_fp8(self, batch: Step, measured: Measured) -> str:
         """The very step that tripped, on the state that it was refused on, but not in FP8: a sentence if that is
@@ -449,14 +450,17 @@ class Recovery:
         self.casebook.close(state, "healed" if calm and seen else "open")
         state.stability = self.memory()  # the summary tells of it
 
-    def _end(self, decision: Decision, state: RunState, skip: bool = True) -> MegastableError:
-        """What ends this process; all that a restart needs is written down. skip: the window, as nobody was cleared."""
-        onset = decision.finding.onset
+    def _end(self, decision: Decision, state: RunState, cause: Cause) -> MegastableError:
+        """What ends this process; all that a restart needs is written down. The window is skipped if the cause is not
+        known: its data may be guilty."""
+        onset, unknown = decision.finding.onset, cause is Cause.UNKNOWN
+        if self.casebook.incident is not None and not unknown:
+            self.casebook.incident.cause = cause
         if decision.action is Action.HANDOVER and not self._can_go_back(onset):
             why = f"no checkpoint in {self.run.checkpoints} is from before step {onset}"
             decision = replace(decision, action=Action.STOP, reason=f"{decision.reason}; {why}")
             self.guard.policy.cannot_hand_over()
-        number = self.casebook.give_up(decision, state, self._since(onset), skip).number
+        number = self.casebook.give_up(decision, state, self._since(onset), skip=unknown).number
         where = f"step {state.step}: incident {number} (began at step {onset}): {decision.reason}. "
         if decision.action is Action.HANDOVER:
             return shared(

@@ -39,6 +39,7 @@ from megastable.data.skip_ledger import append, append_all, read_ledger
 from megastable.data.skips import Selection, Skips
 from megastable.data.source import Source
 from megastable.data.statistics import token_counts, unigram_entropy
+from megastable.deterministic import exact
 from megastable.engine import Engine, Judge, Measured, start_distributed, stop_distributed
 from megastable.errors import CheckpointError, SpaceError, UnstableError
 from megastable.hardware import peak_tflops
@@ -503,12 +504,10 @@ class Trainer:
         )
 
     def _repeatable(self) -> str:
-        """What can be said of a step that is done again."""
-        if self.engine.device.type == "cpu":
-            return ""
-        if self.config.run.deterministic:
-            return "\na step that is repeated gives the same bits (run.deterministic)"
-        return "\na step that is repeated gives other last bits: on GPUs only run.deterministic=true gives the same"
+        """What the console says of a repeated step."""
+        if exact(self.config.run.deterministic, self.engine.device):
+            return "\na repeated step gives the same bits"
+        return "\na repeated step may differ in the last bits (run.deterministic=true: the same bits)"
 
     def frozen(self) -> bytes:
         """The recipe as it is kept."""

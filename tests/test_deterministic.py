@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,29 @@ def test_what_it_sets() -> None:
 
 
 def test_what_the_user_chose_is_kept_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_ALGO", "Ring")
     monkeypatch.setenv(deterministic.CUBLAS, ":16:8")
-    deterministic.prepare()
-    assert os.environ["NCCL_ALGO"] == "Ring" and os.environ[deterministic.CUBLAS] == ":16:8"
-    for name, value in ((deterministic.CUBLAS, ":0:0"), ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")):
+    for value in ("Ring", "tree", "TREE,ring"):
+        monkeypatch.setenv("NCCL_ALGO", value)
+        deterministic.prepare()
+        assert os.environ["NCCL_ALGO"] == value and os.environ[deterministic.CUBLAS] == ":16:8"
+    refused = [(deterministic.CUBLAS, ":0:0"), ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")]
+    # The last three leave NVLS to NCCL: for some collectives, or for all.
+    for value in ("NVLS", "Ring,NVLSTree", "", "allreduce:ring", "tree;broadcast:nvls", "^CollNetDirect"):
+        refused.append(("NCCL_ALGO", value))
+    for name, value in refused:
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            with pytest.raises(ConfigError, match=f"run.deterministic=true and {name}={value}"):
+            with pytest.raises(ConfigError, match=re.escape(f"run.deterministic=true and {name}={value}: ")):
                 deterministic.prepare()
+
+
+def test_where_a_repeated_step_is_the_same() -> None:
+    found = {
+        (d, wanted): deterministic.exact(wanted, torch.device(d))
+        for d in ("cpu", "cuda")
+        for wanted in (0, 1)
+    }
+    assert found == {("cpu", 0): True, ("cpu", 1): True, ("cuda", 0): False, ("cuda", 1): True}
 
 
 def test_a_run_asks_for_it_before_it_starts_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,6 +280,9 @@ def test_what_was_planted_is_found(name: str, corpus: Path, tmp_path: Path) -> N
 
     assert found["transient"].kind == "not reproduced" and not found["transient"].reproduced
     assert found["transient"].rank is None
+    # One finite replay blames nobody.
+    assert "is finite, with a loss of" in found["transient"].sentence
+    assert "hardware" not in found["transient"].sentence
     if "sum" in found:
         assert found["sum"].kind == "sum" and found["sum"].rank is None and found["sum"].reproduced
 

@@ -97,6 +97,7 @@ def test_ranks_that_cannot_meet_are_refused(
         rank(3, 64, CROSS_SIZE="8") | TASK,  # deepspeed --no_ssh, or torchrun, once a host
         rank(3, 64, GROUP_WORLD_SIZE="8") | TASK,
         rank(3, 8, CROSS_SIZE="1") | TERMINAL,  # deepspeed --num_gpus 8 in srun --ntasks=8 --pty bash
+        rank(0, 1) | TERMINAL,
         rank(3, 4, CROSS_SIZE="1") | BATCH,
         rank(3, 4, CROSS_SIZE="1") | SHELL,
     ],
@@ -109,10 +110,19 @@ def test_ranks_of_a_launcher_are_left_as_they_are(environment: dict[str, str]) -
 @pytest.mark.parametrize("world", [4, 8])
 def test_a_launcher_in_every_task_is_refused(world: int, hosts: str) -> None:
     """srun --ntasks=8 deepspeed --num_gpus 4: eight worlds of four."""
-    with pytest.raises(
-        ConfigError, match="srun started 8 processes, and each of them starts ranks that know only"
-    ):
+    with pytest.raises(ConfigError, match="srun started 8 processes, and each of them would train apart"):
         membership(rank(3, world, **{hosts: "1"}) | TASK)
+
+
+@pytest.mark.parametrize("task", [TASK, TASK | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, OPEN_MPI, MPICH])
+@pytest.mark.parametrize("left", [rank(0, 1), rank(3, 4), {"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "x"}])
+def test_a_rank_that_was_left_over_is_refused(left: dict[str, str], task: dict[str, str]) -> None:
+    """RANK=0 and WORLD_SIZE=1 of a container or a notebook, in every task: as many worlds of one."""
+    with pytest.raises(ConfigError) as refused:
+        membership(left | task)
+    assert f"(RANK={left['RANK']}, WORLD_SIZE={left.get('WORLD_SIZE', '')})" in str(refused.value)
+    assert "unset RANK and WORLD_SIZE" in str(refused.value)
+    assert membership(task | MEETING)["RANK"] in ("0", "5", "9")
 
 
 def test_one_of_several_may_not_start_the_ranks_of_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -188,9 +189,10 @@ def test_what_comes_back_with_other_data_cuts_the_learning_rate(easy: Path, tmp_
     assert incident["kind"] == "lingering" and incident["outcome"] == "healed"
 
 
-def test_what_does_not_happen_again_is_the_hardware(easy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("exact", [True, False], ids=["where bits repeat", "where they need not"])
+def test_what_does_not_happen_again_is_the_hardware(exact: bool, easy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    (end,) = run_ranks(1, spoil, recipe(easy, run), "chip", [32, 33, 34, 35])
+    (end,) = run_ranks(1, noisy, recipe(easy, run), exact, "chip", [32, 33, 34, 35])
     assert end["code"] == 0
     (incident,) = incidents(run)
     assert incident["cause"] == "hardware" and incident["positions"] == []
@@ -200,38 +202,85 @@ def test_what_does_not_happen_again_is_the_hardware(easy: Path, tmp_path: Path) 
     assert identical(run / f"checkpoints/step-{STEPS}", straight / f"checkpoints/step-{STEPS}") >= 3
 
 
-def noisy(config: RunConfig, exact: bool, everywhere: bool) -> dict[str, Any]:
-    """Weights spoilt at step 32, on a machine whose steps are never the same again: on the spoilt state, or on all."""
+def noisy(
+    config: RunConfig,
+    exact: bool,
+    kind: str = "weights",
+    steps: Sequence[int] = (32,),
+    noise: Sequence[str] = (),
+    bound: float = 3.5,
+    damaged: bool = False,
+) -> dict[str, Any]:
+    """`spoil`, on a machine that is said to repeat its bits, or not to; whatever it is said to be, it changes `noise`
+    ("losses", "grad_norm") of what it measures every time, on states of a loss above `bound`. damaged: whichever
+    rewind point is asked for, host memory has lost it."""
     import torch
 
+    from megastable import recovery
     from megastable.engine import Engine
-    from megastable.recovery import Recovery
+    from megastable.stability.snapshot import Ring
 
     real, drawn = Engine.measure, torch.Generator().manual_seed(1)
 
     def measure(self: Engine, micro_batches: Any) -> Any:
         found = real(self, micro_batches)
-        if not everywhere and found.loss < 3.5:
+        if found.loss < bound:
             return found
-        return replace(found, losses=found.losses * (1 + 0.1 * torch.rand((), generator=drawn)))
+        factor = 1 + float(torch.rand((), generator=drawn))
+        return replace(found, **{name: getattr(found, name) * factor for name in noise})
 
+    def before(self: Ring, *args: Any) -> Any:
+        found = whole(self, *args)
+        for tensor in found.tensors.values() if found is not None else ():
+            tensor.fill_(float("nan"))
+        return found
+
+    whole = Ring.before
+    if damaged:
+        Ring.before = before  # type: ignore[method-assign]
     Engine.measure = measure  # type: ignore[method-assign]
-    Recovery._exact = exact  # type: ignore[assignment, method-assign]
-    return spoil(config, "weights", [32])
+    recovery.exact = lambda *_: exact  # type: ignore[attr-defined]
+    return spoil(config, kind, list(steps))
 
 
 @pytest.mark.parametrize(
-    ("exact", "everywhere", "cause"),
-    [(False, False, "state"), (False, True, "hardware"), (True, False, "hardware")],
+    ("exact", "noise", "bound", "cause"),
+    [
+        (False, ["losses", "grad_norm"], 3.5, "state"),
+        (False, ["grad_norm"], 0.0, "hardware"),
+        (True, ["losses"], 3.5, "hardware"),
+    ],
     ids=["magnified last bits", "on a good state, too", "where bits repeat"],
 )
 def test_other_numbers_every_time(
-    exact: bool, everywhere: bool, cause: str, easy: Path, tmp_path: Path
+    exact: bool, noise: list[str], bound: float, cause: str, easy: Path, tmp_path: Path
 ) -> None:
     """A bad state may magnify in what order a GPU sums; hardware is blamed where that cannot be the reason."""
-    (end,) = run_ranks(1, noisy, recipe(easy, tmp_path / "run"), exact, everywhere)
+    (end,) = run_ranks(1, noisy, recipe(easy, tmp_path / "run"), exact, "weights", [32], noise, bound)
     assert end["code"] == 0
     assert [i["cause"] for i in incidents(tmp_path / "run")] == [cause]
+
+
+@pytest.mark.parametrize("damaged", [True, False], ids=["damaged rewind points", "no rewind points"])
+@pytest.mark.parametrize(
+    ("exact", "kind", "cause"),
+    [(True, "weights", "hardware"), (False, "weights", "unknown"), (False, "chip", "hardware")],
+    ids=["unsteady where bits repeat", "unsteady", "not again"],
+)
+def test_hardware_is_told_without_a_rewind_point(
+    exact: bool, kind: str, cause: str, damaged: bool, easy: Path, tmp_path: Path
+) -> None:
+    """What replays prove holds where there is no state to go back to: the data is innocent, and read again."""
+    run = tmp_path / "run"
+    config = recipe(easy, run, stability={} if damaged else {"snapshots": {"interval": 0}})
+    noise = ["losses"] if kind == "weights" else []
+    (end,) = run_ranks(1, noisy, config, exact, kind, [32, 33, 34, 35], noise, 3.5, damaged)
+    assert end["code"] == errors.HANDOVER
+    (told,) = incidents(run, "handed over")
+    assert told["summary"]["cause"] == cause
+    assert ("no snapshot is good" in end["message"]) == damaged
+    assert ("hardware" in end["message"]) == (cause == "hardware")
+    assert bool(told["summary"]["positions"]) == (run / "skips.jsonl").exists() == (cause == "unknown")
 
 
 def test_without_rewind_points_it_hands_over_to_a_restart(

@@ -2,7 +2,7 @@
 
 Pure: `train` side code (recovery.py) measures, these functions conclude. The experiments they read:
 1. the step that tripped, again, on the very state it was refused on: a result that two replays agree on, and the step
-   does not, means hardware;
+   does not, means hardware; so do replays that differ, too, where bits repeat or where they differ on a good state;
 2. the same in FP8 runs, but without it: where the trouble is gone, it is one of numerics;
 3. every sample since the onset on the state before it: one that is bad there is bad data;
 4. where no loss is bad there: a batch with an ordinary loss and an extraordinary gradient, halved down to its cause.
@@ -181,29 +181,32 @@ def narrow(
     return group, norm if known or not budget else measure(group)
 
 
-def reproduced(recorded: Floats, again: Floats) -> bool:
-    """Whether a replay gave the same per-sample losses."""
-    same = np.isclose(recorded, again, rtol=SAME, atol=0.0, equal_nan=True)
+def reproduced(recorded: Floats, again: Floats, tolerance: float = SAME) -> bool:
+    """Whether a replay gave the same numbers, within a relative tolerance; what is not finite counts as the same."""
+    same = np.isclose(recorded, again, rtol=tolerance, atol=0.0, equal_nan=True)
     return bool(np.all(same | (~np.isfinite(recorded) & ~np.isfinite(again))))
 
 
 class Replay(StrEnum):
-    """What a step says of the machine, done again twice."""
+    """Two replays of a step, compared with the step and with each other."""
 
-    SAME = "same"  # as recorded
-    OTHER = "other"  # the replays agree with one another, and the record is alone
-    UNSTEADY = "unsteady"  # every time something else
+    SAME = "same"  # the first replay agrees with the original step
+    OTHER = "other"  # both replays agree, the original step differs
+    UNSTEADY = "unsteady"  # every run differs
 
 
 def replay(step: Result, again: Result, once_more: Callable[[], Result]) -> Replay:
-    """A step and its replay; another one where they differ, as GPUs may sum in any order and some states amplify it."""
-    if _alike(step, again):
+    """Compare a step with its replay; where they differ, run a second replay: GPUs may sum in any order, and some
+    states amplify it."""
+    if alike(step, again):
         return Replay.SAME
-    return Replay.OTHER if _alike(again, once_more()) else Replay.UNSTEADY
+    return Replay.OTHER if alike(again, once_more()) else Replay.UNSTEADY
 
 
-def _alike(one: Result, other: Result) -> bool:
-    return math.isclose(one.norm, other.norm, rel_tol=SAME_NORM) and reproduced(one.losses, other.losses)
+def alike(one: Result, other: Result) -> bool:
+    """Whether two runs of a step agree, in every loss and in the norm of the gradient."""
+    norms = np.array([one.norm]), np.array([other.norm])
+    return reproduced(one.losses, other.losses) and reproduced(*norms, SAME_NORM)
 
 
 def gone(with_fp8: Sequence[float], without: Sequence[float], expected: Sequence[Trend | None]) -> bool:

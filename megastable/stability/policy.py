@@ -168,7 +168,7 @@ class Policy:
 
     def leave(self, decision: Decision, reason: str, cause: Cause = Cause.UNKNOWN) -> Decision:
         """A rewind that cannot be carried out after all. cause: as far as it is known."""
-        action, more = self._last_resort(decision.finding.step, cause=cause)
+        action, more = self._last_resort(decision.finding.step, cause is not Cause.HARDWARE, cause)
         return replace(decision, action=action, reason=f"{decision.reason}; {reason}{more}")
 
     def _climb(self, finding: Finding, reason: str, oldest: int | None, cut: bool = True) -> Decision:

@@ -370,6 +370,8 @@ STEP, OTHER_STEP, THIRD = ([2.0, 3.0], 1.0), ([2.0, 3.1], 1.0), ([2.0, 3.0], 1.2
         (OTHER_STEP, STEP, Replay.UNSTEADY),
         (OTHER_STEP, THIRD, Replay.UNSTEADY),
         (([2.0, NAN], INF), STEP, Replay.UNSTEADY),
+        (([2.0, 3.0], NAN), ([2.0, 3.0], NAN), Replay.OTHER),  # as losses: NaN again is the same
+        (([2.0, 3.0], NAN), ([2.0, 3.0], INF), Replay.OTHER),
     ],
 )
 def test_a_replay(again: Any, once_more: Any, told: Replay) -> None:

@@ -311,6 +311,15 @@ def test_a_handover_that_cannot_be_leaves_fp8_as_it_was(before: bool) -> None:
     assert policy.fp8 is not before
 
 
+@pytest.mark.parametrize("cause", [Cause.UNKNOWN, Cause.HARDWARE])
+def test_hardware_without_a_good_snapshot_cuts_no_rate(cause: Cause) -> None:
+    """A hand-over that did not help leads to a cut, but not where the rate is innocent."""
+    policy = Policy(PolicyConfig(handovers=3))
+    for step in (100, 130):
+        policy.leave(policy.decide(seen(step, Verdict.SPIKE), 0), "no snapshot is good", cause)
+    assert len(policy.state.cuts) == (cause is Cause.UNKNOWN)
+
+
 def test_a_memory_of_before_there_was_fp8_can_be_read() -> None:
     old = {
         "clock": 40,
