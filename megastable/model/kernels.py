@@ -15,9 +15,6 @@ import torch
 from megastable.config import RunConfig
 from megastable.model.blocked import supported
 
-# From which on gradients are right where a compiled block has sums over the tensor group in it: with torch 2.11 their
-# norm was 0.40 in place of 1.77 (tests/parallel/test_compiled.py; losses and context parallelism were right).
-COMPILES_TENSOR_PARALLEL = (2, 13)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -65,8 +62,6 @@ def choose(config: RunConfig, device: torch.device) -> Kernels:
     notes += told
     if compiled == "auto":
         compiled = on_gpu and _no_compilation(config, on_gpu, fp8) is None
-        if on_gpu and (wrong := _wrong_gradients(config)):
-            notes.append(f"kernels.compile=auto: {wrong}; nothing is compiled")
     elif compiled and (reason := _no_compilation(config, on_gpu, fp8)):
         notes.append(f"kernels.compile=true: {reason}; nothing is compiled")
         compiled = False
@@ -108,26 +103,12 @@ def _fp8(config: RunConfig, device: torch.device) -> tuple[str, list[str]]:
     return "emulated", [f"{key}: {reason}; FP8 is emulated, which is slower than none at all"]
 
 
-def _torch_version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
-def _wrong_gradients(config: RunConfig) -> str | None:
-    if config.parallel.tensor == 1 or _torch_version() >= COMPILES_TENSOR_PARALLEL:
-        return None
-    right = ".".join(map(str, COMPILES_TENSOR_PARALLEL))
-    return f"with torch {torch.__version__} gradients of compiled tensor-parallel blocks are wrong ({right} is right)"
-
-
 def _no_compilation(config: RunConfig, on_gpu: bool, fp8: str) -> str | None:
     """Why blocks cannot be compiled."""
     if fp8 == "emulated":
         return "emulated FP8 looks at numbers as it computes"
     if config.parallel.zero == 3:
         return "ZeRO 3 gathers the weights between the operations of a block"
-    if wrong := _wrong_gradients(config):
-        return wrong
     if on_gpu:
         return None if find_spec("triton") else "triton is not installed"
     named = os.environ.get("CXX")

@@ -70,10 +70,16 @@ class _Share(torch.autograd.Function):
         return _all_reduce(grad.to(torch.float32, copy=True), ctx.tp).to(grad.dtype), None
 
 
+# A forward with a collective returns a view of what the collective wrote. Dynamo (torch 2.11) also returns every
+# intermediate of a forward: an output that is one of them, as the result of an in-place collective is, would get the
+# gradient of the intermediate, which is zero. tests/parallel/test_mappings.py compiles all of them.
+
+
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        return _all_reduce(x.clone(), tp)
+        y = _all_reduce(x.clone(), tp)
+        return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -84,7 +90,8 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
-        return _all_reduce(x.clone(), tp)
+        y = _all_reduce(x.clone(), tp)
+        return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -95,7 +102,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
-        return _all_gather(x, tp)
+        y = _all_gather(x, tp)
+        return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -106,7 +114,8 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
-        return _reduce_scatter(x, tp)
+        y = _reduce_scatter(x, tp)
+        return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

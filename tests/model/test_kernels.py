@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megastable.config import RunConfig
-from megastable.model import kernels
 from megastable.model.kernels import choose
 
 CPU = torch.device("cpu")
@@ -57,26 +56,3 @@ def test_what_cannot_be_had_is_said(parts: dict[str, Any], note: str) -> None:
     (said,) = found.notes
     assert re.search(note, said), said
     assert found.attention == "blocked" and found.compile is False and found.fp8 in ("off", "emulated")
-
-
-@pytest.mark.parametrize(
-    ("version", "tensor", "compiled"),
-    [
-        ("2.11.0+cu130", 2, False),
-        ("2.12.1", 2, False),
-        ("2.11.0", 1, True),
-        ("2.13.0", 2, True),
-        ("3.0.0", 2, True),
-    ],
-)
-@pytest.mark.parametrize("wanted", ["auto", True])
-def test_no_torch_compiles_what_it_differentiates_wrongly(
-    version: str, tensor: int, compiled: bool, wanted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "__version__", version)
-    monkeypatch.setattr(kernels, "find_spec", lambda _: True)
-    parts = {"parallel": {"tensor": tensor}, "kernels": {"compile": wanted}}
-    found = choose(RunConfig.model_validate(parts), torch.device("cuda", 0))
-    assert found.compile is compiled
-    notes = [note for note in found.notes if "gradients of compiled tensor-parallel blocks are wrong" in note]
-    assert len(notes) == (not compiled)

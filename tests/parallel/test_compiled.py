@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megastable.config import RunConfig
-from megastable.model import kernels
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from tests.distributed import run_ranks
@@ -62,8 +61,6 @@ def both(c: RunConfig, world: int) -> list[tuple[list[float], list[int], int, di
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_compiled_layout_is_the_layout(name: str) -> None:
     world, options = LAYOUTS[name]
-    if "tensor" in options and kernels._torch_version() < kernels.COMPILES_TENSOR_PARALLEL:
-        pytest.skip("kernels.choose compiles no tensor-parallel block with this torch")
     for written, compiled in run_ranks(world, both, config(**options, micro_batch=4), world):
         assert written[1] == [0] * 3 and compiled[2] == 0
         assert compiled[1][0] > 0 and len(set(compiled[1])) == 1, "made anew"

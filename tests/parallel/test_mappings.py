@@ -1,7 +1,8 @@
-"""The all-to-alls of context parallelism: every number where it belongs, forward and backward."""
+"""The collectives inside of the model: every number where it belongs, forward and backward, compiled or not."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megastable.parallel.mappings import to_heads, to_tokens
-from megastable.parallel.topology import WHOLE, ContextParallel
+from megastable.parallel.mappings import enter, leave, share, to_heads, to_tokens, total
+from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
 from tests.distributed import run_ranks
 
 S, B, D = 8, 2, 4
@@ -83,3 +84,39 @@ def test_alone_nothing_is_touched() -> None:
     q, k, v, y = whole(4, 2)
     assert all(a is b for a, b in zip(to_heads(q, k, v, WHOLE), (q, k, v), strict=True))
     assert to_tokens(y, WHOLE) is y
+
+
+MAPPINGS = [enter, leave, share, total]
+
+
+def gradients(mapping: Callable[[Tensor, TensorParallel], Tensor], tp: TensorParallel, compiled: bool) -> Any:
+    """y of `mapping` between a product and a square, and the gradients of x [s, b, d] and of the product's weight."""
+    g = torch.Generator().manual_seed(tp.rank)
+    x, weight = (torch.randn(*shape, generator=g).requires_grad_() for shape in ((S, B, D), (D, D)))
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        return mapping(x @ weight, tp).square()
+
+    y = (torch.compile(run, backend="eager", fullgraph=True) if compiled else run)(x, weight)
+    y.sum().backward()
+    return y.detach(), x.grad, weight.grad
+
+
+def written_and_compiled() -> list[tuple[Any, Any]]:
+    """Of each of MAPPINGS, without and with sequence parallelism; on a rank of two."""
+    import torch.distributed as dist
+
+    tps = [TensorParallel(dist.group.WORLD, dist.get_rank(), 2, sequence) for sequence in (False, True)]
+    found = []
+    for mapping in MAPPINGS:
+        torch._dynamo.reset()
+        found += [(gradients(mapping, tp, False), gradients(mapping, tp, True)) for tp in tps]
+    return found
+
+
+def test_compiled_they_have_the_same_gradients() -> None:
+    for rank in run_ranks(2, written_and_compiled):
+        assert len(rank) == 2 * len(MAPPINGS)
+        for written, compiled in rank:
+            assert all(bool(t.any()) for t in written)
+            torch.testing.assert_close(compiled, written)
