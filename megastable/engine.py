@@ -30,7 +30,8 @@ from torch import Tensor, nn
 
 from megastable.hardware import has_gpu, ranks_of_host
 
-# Before the import, which else asks torch and starts CUDA; where it finds no GPU, it warns of that in every rank.
+# Set before importing deepspeed: otherwise it calls torch.cuda.is_available(), which initialises CUDA, and warns on
+# every rank without a GPU.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if has_gpu() else "cpu")
 
 import deepspeed
@@ -61,6 +62,7 @@ from megastable.model.kernels import DTYPES, Kernels, choose
 from megastable.model.loss import LossFunction
 from megastable.optim.adamw import AdamW, decay_groups
 from megastable.optim.fused import FusedAdamW
+from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear, linear_of_parameter
 from megastable.parallel.mappings import sum_and_scatter
 from megastable.parallel.pipeline import partition
 from megastable.parallel.sharding import placement_of, shape_of
@@ -418,7 +420,10 @@ class Engine:
         finally:
             torch.set_default_dtype(before)
         if self.config.parallel.zero == 3:
-            # Else it puts a product of its own in the place of F.linear, for every layer that is built later.
+            for part in module.modules():
+                if isinstance(part, ColumnParallelLinear | RowParallelLinear):
+                    part.product = linear_of_parameter
+            # Otherwise DeepSpeed monkeypatches F.linear globally.
             zero = ds_config["zero_optimization"] | {"memory_efficient_linear": False}
             given = ds_config | {"zero_optimization": zero}
             group, mpu = self.topology.data_group, _Mpu(self.topology)

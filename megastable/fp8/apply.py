@@ -60,6 +60,6 @@ def emulate(
     meters = metered(config, list(here), device or next(module.parameters()).device)
     found = Emulated(list(here), meters, group)
     for (name, linear), quantize in zip(here.items(), quantizers(config, len(here), meters), strict=True):
-        product = linear.product = Product(name, quantize, lambda: found.on)
+        product = linear.product = Product(name, quantize, lambda: found.on, linear.product)
         found.products.append(product)
     return found

@@ -115,18 +115,24 @@ def quantizers(config: Fp8Config, layers: int, meters: Meters | None) -> list[Qu
 
 
 class Product:
-    """x [..., in], w [out, in] -> [..., out], in place of `F.linear`. on: asked every time whether in FP8.
+    """x [..., in], w [out, in] -> [..., out], in place of `plain`. on: asked every time whether in FP8.
 
     observe: shown the slot, the tensor and what became of it, while somebody looks.
     """
 
-    def __init__(self, name: str, quantize: Quantizer, on: Callable[[], bool]) -> None:
-        self.name, self.quantize, self._on = name, quantize, on
+    def __init__(
+        self,
+        name: str,
+        quantize: Quantizer,
+        on: Callable[[], bool],
+        plain: Callable[[Tensor, Tensor], Tensor] = F.linear,
+    ) -> None:
+        self.name, self.quantize, self._on, self._plain = name, quantize, on, plain
         self.observe: Callable[[int, Tensor, Quantized], None] | None = None
 
     def __call__(self, x: Tensor, w: Tensor) -> Tensor:
         if not self._on():
-            return F.linear(x, w)
+            return self._plain(x, w)
         # Asked here: inside of the function gradients are off.
         y: Tensor = _Product.apply(x, w, self, torch.is_grad_enabled())
         return y
