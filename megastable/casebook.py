@@ -122,17 +122,16 @@ class Casebook:
         if found.cause is Cause.DATA:
             skipped = attribution.ranges(found.guilty)
             guilty = np.array(found.guilty)
-            documents = documents_at(self.source, guilty)
-            self._convict(guilty, reason, documents[:NAMED])
+            documents = self._convict(guilty, reason)
             known = {str(d) for d in incident.documents}
             incident.documents += [d for d in map(Document.model_dump, documents) if str(d) not in known]
             del incident.documents[NAMED:]
         elif found.cause is Cause.STATE:
             skipped = _positions(window)
-            self._pass_over(skipped, reason)
+            self._skip_positions(skipped, reason)
         if swap is not None:
             because = f"corpus {swap} was guilty again and again"
-            self._pass_over([(min(found.guilty), LAST_POSITION)], because, swap)
+            self._skip_positions([(min(found.guilty), LAST_POSITION)], because, swap)
             self.say(f"  swapped out: corpus {swap}")
         incident.cause = found.cause
         incident.actions.append(action)
@@ -175,7 +174,7 @@ class Casebook:
         data was not found to be innocent. Raises SpaceError."""
         incident = self._present()
         skipped = _positions(window) if skip else []
-        self._pass_over(skipped, f"the window of incident {incident.number}: {decision.reason}")
+        self._skip_positions(skipped, f"the window of incident {incident.number}: {decision.reason}")
         incident.positions = sorted({*incident.positions, *skipped})
         incident.actions.append(decision.action)
         incident.reasons.append(decision.reason)
@@ -196,13 +195,23 @@ class Casebook:
         assert self.incident is not None, "an action belongs to an incident that was opened"
         return self.incident
 
-    def _convict(self, guilty: Int64s, reason: str, documents: Sequence[Document]) -> None:
-        """Leave out the samples at these positions, for as long as the run goes: they are bad in every epoch."""
+    def _convict(self, guilty: Int64s, reason: str) -> list[Document]:
+        """Leave out the samples at these positions, for as long as the run goes: they are bad in every epoch. Their
+        documents."""
         incident, order = self._present(), self.source.order
-        self._skip(sample_entries(order, guilty, reason, documents, incident.number, incident.step))
+        try:
+            documents, problem = documents_at(self.source, guilty), None
+        except DataError as error:  # a damaged index names no documents; the samples are bad all the same
+            documents, problem = [], error
+        self._skip(sample_entries(order, guilty, reason, documents[:NAMED], incident.number, incident.step))
+        if problem is not None:
+            raise problem
+        return documents
 
-    def _pass_over(self, ranges: Sequence[tuple[int, int]], reason: str, corpus: str | None = None) -> None:
-        """Leave out these positions; nothing is said of their samples, which may come again in the next epoch."""
+    def _skip_positions(
+        self, ranges: Sequence[tuple[int, int]], reason: str, corpus: str | None = None
+    ) -> None:
+        """Leave out these positions; the samples may be read again in the next epoch."""
         incident = self._present()
         told = {"reason": reason, "incident": incident.number, "step": incident.step, "corpus": corpus}
         self._skip([SkipEntry.model_validate({"first": a, "end": b, **told}) for a, b in ranges])

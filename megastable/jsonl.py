@@ -90,6 +90,6 @@ def _mend(path: Path, file: IO[bytes]) -> None:
 def _whole(tail: bytes) -> bool:
     try:
         json.loads(tail)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True

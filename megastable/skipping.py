@@ -1,6 +1,6 @@
 """What a run leaves out of its data, on all ranks alike.
 
-Rank 0 reads the ledger, so that no rank sees a line that another one does not, and sends what it says as arrays. All
+Rank 0 reads the ledger, so that no rank sees a line that another one does not, and sends what it says, pickled. All
 methods but `foreign` are collective.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megastable.config import RunConfig
 from megastable.data.order import Order
-from megastable.data.skip_ledger import SkipLedger, usable
+from megastable.data.skip_ledger import SkipLedger
 from megastable.data.skips import Exclusions, Identity, Selection
 from megastable.errors import DataError
 from megastable.ranks import first
@@ -19,7 +19,7 @@ class Skipping:
     """Of one process of a run: data.skip of the recipe, and skips.jsonl."""
 
     def __init__(self, config: RunConfig, run: RunDirectory) -> None:
-        self._path, self._more = run.skips, config.data.skip
+        self._more = config.data.skip
         self._ledger = SkipLedger(run.skips)
         self._excluded = Exclusions()
 
@@ -32,19 +32,18 @@ class Skipping:
 
     def selection(self, order: Order, strict: bool = True) -> Selection:
         """What is left of `order`. Raises DataError as `check` and `Selection` do, if `strict`."""
+        if not strict:
+            return self.usable(order)[0]
         self.check(strict)
-        return Selection(order, self._excluded, self._more) if strict else self._usable(order, [])[0]
+        return Selection(order, self._excluded, self._more)
 
     def usable(self, order: Order) -> tuple[Selection, list[str]]:
         """As `selection`, in the middle of a run, which a line that somebody got wrong does not end: those lines are
         left out, and what is wrong with them is the second answer."""
-        self._excluded, odd = first(self._ledger.read)
-        return self._usable(order, odd)
+        self._excluded, odd = first(lambda: self._ledger.usable(order, self._more))
+        return Selection(order, self._excluded, self._more), odd
 
-    def foreign(self, order: Order) -> list[Identity]:
-        """The corpora that lines read last name samples of, and that are not those of `order`."""
+    def foreign(self, order: Order) -> dict[Identity, int]:
+        """The corpora that lines read last name tokens of, and how many, and that are not those of `order`."""
         mine = {Identity(corpus.name, corpus.fingerprint) for corpus in order.corpora}
-        return [identity for identity in self._excluded.tokens if identity not in mine]
-
-    def _usable(self, order: Order, odd: list[str]) -> tuple[Selection, list[str]]:
-        return usable(self._excluded, odd, self._path, order, self._more)
+        return {key: of.count() for key, of in self._excluded.tokens.items() if key not in mine}

@@ -35,7 +35,7 @@ from megastable.data.blends import BlendEntry, moved_skips
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.loader import Loader, Step
 from megastable.data.order import BLOCK
-from megastable.data.skip_ledger import append, append_all, read_ledger
+from megastable.data.skip_ledger import Ledger, append, append_all
 from megastable.data.skips import Selection, Skips
 from megastable.data.source import Source
 from megastable.data.statistics import token_counts, unigram_entropy
@@ -80,6 +80,7 @@ class Trainer:
         world, rank = dist.get_world_size(), dist.get_rank()
         self.config, self.run, self.corpora, self.stop, self.heart = config, run, corpora, stop, heart
         self.skipping = skipping
+        self._told_foreign: set[str] | None = None  # fingerprints, once the journal was read for them
         self.first = rank == 0
         p = config.parallel
         data = deepspeed_config.data_parallel(config, world)
@@ -154,7 +155,7 @@ class Trainer:
 
     def _move_skips(self, before: Corpora, position: int) -> int:
         """Skip the samples that the ledger names also where the new blend puts them; how many."""
-        entries = read_ledger(self.run.skips, None if self.heart.strict else [])
+        entries = Ledger.read(self.run.skips, None if self.heart.strict else []).by_position.entries
         new, since = self.corpora.train.order, before.blends[-1].time
         moved = moved_skips(entries, before.train.order, new, position, since)
         append_all(self.run.skips, moved)
@@ -163,17 +164,22 @@ class Trainer:
     def tell_foreign(self) -> None:
         """Say, once in the life of a run, which corpora the skip ledger names samples of that it does not have: their
         content was another one then, or the run was."""
-        foreign = self.skipping.foreign(self.corpora.train.order)
-        if not foreign:
-            return
-        known = first(lambda: [event.get("fingerprint") for event in self.run.events("skips_foreign")])
-        for corpus, fingerprint in foreign:
-            if fingerprint not in known:
-                self.note("skips_foreign", step=self.state.step, corpus=corpus, fingerprint=fingerprint)
-                self.say(
-                    f"note: {self.run.skips.name} names samples of corpus {corpus} as it was with fingerprint "
-                    f"{fingerprint[:12]}..., which is none of this run's: they are not skipped"
-                )
+        foreign, length = self.skipping.foreign(self.corpora.train.order), self.config.model.sequence_length
+        if foreign and self._told_foreign is None:
+            events = first(lambda: [e.get("fingerprint") for e in self.run.events("skips_foreign")])
+            self._told_foreign = set(map(str, events))
+        for (corpus, fingerprint), tokens in foreign.items():
+            if fingerprint in (told := self._told_foreign or set()):
+                continue
+            told.add(fingerprint)
+            self.note(
+                "skips_foreign", step=self.state.step, corpus=corpus, fingerprint=fingerprint, tokens=tokens
+            )
+            self.say(
+                f"WARNING: {self.run.skips.name} names {tokens:,} tokens ({plural(-(-tokens // length), 'sample')}) of "
+                f"corpus {corpus} with fingerprint {fingerprint[:12]}..., which this run does not use: they are not "
+                "skipped"
+            )
 
     def _check_order(self, saved: store.RunState, found: Path) -> None:
         if not saved.cursor or saved.order_fingerprint == self.corpora.fingerprint_until(saved.cursor):

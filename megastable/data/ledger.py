@@ -64,14 +64,18 @@ def read(path: Path, kind: type[E], odd: list[str] | None = None) -> list[E]:
 
 def parse(path: Path, number: int, line: bytes, kind: Callable[[Any], type[E]]) -> E:
     """Line `number` of `path`, of the kind that is chosen by its content. Raises DataError that says what is wrong."""
-    remedy = f"correct or delete line {number} of {path}, nothing else depends on it"
     try:
         content = json.loads(line)
         return kind(content).model_validate(content)
-    except ValueError as error:  # not UTF-8, not JSON, not an entry
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deep, not an entry
         problem = error
     if isinstance(problem, ValidationError):
         detail = problem.errors()[0]
         message = ".".join(str(part) for part in detail["loc"]) + " " + str(detail["msg"])
-        raise DataError(f"{path} line {number}: {message.strip()}: {remedy}") from problem
-    raise DataError(f"{path} line {number} is not JSON ({problem}): {remedy}") from problem
+        raise DataError(f"{path} line {number}: {message.strip()}: {remedy(path, number)}") from problem
+    raise DataError(f"{path} line {number} is not JSON ({problem}): {remedy(path, number)}") from problem
+
+
+def remedy(path: Path, number: int) -> str:
+    """What to do about a wrong line."""
+    return f"correct or delete line {number} of {path}, nothing else depends on it"

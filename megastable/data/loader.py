@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -100,7 +100,7 @@ class Loader:
         self._mine = np.arange(global_batch).reshape(-1, data_size, micro_batch)[:, data_rank]
         self._prefetch = max(prefetch, 1)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
-        self._ahead: deque[_Planned] = deque()
+        self._ahead: deque[Future[Step]] = deque()
         self._fill(self._prefetch)
 
     def __iter__(self) -> Iterator[Step]:
@@ -108,11 +108,10 @@ class Loader:
 
     def __next__(self) -> Step:
         self._fill(self._prefetch + 1)
-        planned = self._ahead[0]
-        micro_batches = planned.read.result()
+        step = self._ahead[0].result()
         self._ahead.popleft()
-        self.cursor = planned.next
-        return Step(planned.first, planned.next, planned.positions, micro_batches)
+        self.cursor = step.next
+        return step
 
     def go_to(self, cursor: int, skips: Skips | Selection) -> None:
         """Go on at `cursor`, and leave out `skips` from now on: what was read ahead is thrown away."""
@@ -142,17 +141,21 @@ class Loader:
 
     def _fill(self, steps: int) -> None:
         while len(self._ahead) < steps:
-            first = self._ahead[-1].next if self._ahead else self.cursor
-            positions, end = self.skips.next_kept(first, self.global_batch)
-            read = self._thread.submit(self._read, positions[self._mine])
-            self._ahead.append(_Planned(first, end, positions, read))
+            before = self._ahead[-1] if self._ahead else self.cursor
+            self._ahead.append(self._thread.submit(self._step, before, self.skips))
 
     def _drop(self) -> None:
         while self._ahead:
-            self._ahead.pop().read.cancel()
+            self._ahead.pop().cancel()
+
+    def _step(self, before: Future[Step] | int, skips: Skips | Selection) -> Step:
+        """The thread's work: the step after another one, which is done or was cancelled after this; or at a cursor."""
+        first = before if isinstance(before, int) else before.result().next
+        positions, end = skips.next_kept(first, self.global_batch)
+        return Step(first, end, positions, self._read(positions[self._mine]))
 
     def _read(self, positions: Int64s) -> list[MicroBatch]:
-        """The thread's work: this rank's part of a step, positions [accumulation, micro_batch]."""
+        """This rank's part of a step, positions [accumulation, micro_batch]."""
         return [self._micro_batch(part) for part in positions]
 
     def _micro_batch(self, positions: Int64s) -> MicroBatch:
@@ -180,12 +183,3 @@ def documents_of(tokens: Int64s, eod: int) -> Int32s:
     begins = np.zeros(tokens.shape, dtype=bool)
     begins[:, 1:] = tokens[:, :-1] == eod
     return np.cumsum(begins, axis=1, dtype=np.int32)
-
-
-class _Planned(NamedTuple):
-    """A step that is being read ahead."""
-
-    first: int
-    next: int
-    positions: Int64s
-    read: Future[list[MicroBatch]]

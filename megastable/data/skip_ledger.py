@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from itertools import product
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -26,9 +25,9 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, m
 
 from megastable import jsonl
 from megastable.data.documents import Document
-from megastable.data.ledger import Entry, append, append_all, parse
+from megastable.data.ledger import Entry, append, append_all, parse, remedy
 from megastable.data.order import LAST_POSITION, Order
-from megastable.data.skips import NONE, Exclusions, Identity, Range, Selection, Skips
+from megastable.data.skips import NOTHING, Exclusions, Identity, Range, Selection, Skips
 from megastable.errors import DataError
 
 __all__ = [
@@ -47,10 +46,12 @@ log = logging.getLogger(__name__)
 
 Int64s = npt.NDArray[np.int64]
 Place = Annotated[StrictInt, Field(ge=0, le=LAST_POSITION)]
+Number = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]  # as the columns hold it
 Pair = Annotated[list[Place], Field(min_length=2, max_length=2)]
 
 BLOCK = 32 << 20  # bytes that are read as columns together
 LONGEST = 1 << 20  # bytes of a line that is read so; also what a thread takes at once
+FEW = 64  # lines: so many are read one by one together with a wrong one
 RANGES = 4096  # of a line: a longer one would not be mended after a crash (jsonl.py)
 
 
@@ -63,8 +64,8 @@ class SkipEntry(Entry):
     first: Place
     end: Place
     reason: str
-    incident: int | None = None
-    step: int | None = None
+    incident: Number | None = None
+    step: Number | None = None
     corpus: str | None = None
 
     @model_validator(mode="after")
@@ -80,7 +81,7 @@ class ShardDocuments(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     shard: str
-    documents: list[int]
+    documents: list[Number]
 
 
 class SampleEntry(Entry):
@@ -91,8 +92,8 @@ class SampleEntry(Entry):
     fingerprint: Annotated[str, Field(min_length=1)]
     tokens: Annotated[list[Pair], Field(min_length=1)]
     reason: str
-    incident: int | None = None
-    step: int | None = None
+    incident: Number | None = None
+    step: Number | None = None
     documents: list[ShardDocuments] | None = None
 
     @field_validator("tokens")
@@ -113,6 +114,10 @@ SCHEMA = pa.schema(
         "documents": pa.list_(pa.struct({"shard": pa.string(), "documents": pa.list_(pa.int64())})),
     }
 )  # fmt: skip
+
+
+# Microseconds since 1970, of the times that Python has in every time zone.
+EARLIEST, LATEST = -62_135_500_000_000_000, 253_402_200_000_000_000
 
 
 @dataclass(frozen=True)
@@ -147,21 +152,14 @@ class Ledger:
     @property
     def exclusions(self) -> Exclusions:
         """What all of them leave out."""
-        named, pairs = _known(self.table, "tokens"), _pairs(self.table)
-        edges = _edges(self.table)
-        swapped: dict[str | None, Skips] = {}
-        counts: dict[str | None, int] = {None: int(named.sum())}
-        for (corpus,), of in _groups(self.table, "corpus"):
-            if (mine := of & ~named).any():
-                swapped[corpus] = Skips.merged(edges[mine])
-                counts[corpus] = counts.get(corpus, 0) + int(mine.sum())
-        tokens = {}
-        ranges = _lengths(self.table, "tokens")
-        for identity, of in _groups(self.table, *Identity._fields):
-            if (mine := of & named).any():
-                tokens[Identity(*map(str, identity))] = Skips.merged(pairs[np.repeat(mine, ranges)])
-        of_any = swapped.pop(None, NONE)
-        return Exclusions(of_any, {str(name): skips for name, skips in swapped.items()}, tokens, counts)
+        return _excluded([self.table])
+
+    def usable(self, path: Path, order: Order, more: Iterable[Range] = ()) -> tuple[Selection, list[str]]:
+        """The selection of the lines that `order` can do without, for who works while somebody else writes there, and
+        what is wrong with the others; more: as `Selection` has it. path: of the ledger, for the messages."""
+        more = list(more)
+        excluded, odd = _usable(self.exclusions, lambda: self, path, order, more)
+        return Selection(order, excluded, more), odd
 
     @property
     def reasons(self) -> Counter[str]:
@@ -171,6 +169,23 @@ class Ledger:
 
     def of_incident(self, number: int) -> Ledger:
         return Ledger(self.table.filter(pc.equal(self.table.column("incident"), number)))
+
+    def without(self, incident: int, reason: str) -> Ledger:
+        """But for the lines of an incident that give this reason."""
+        one, other = (
+            pc.equal(self.table.column("incident"), incident),
+            pc.equal(self.table.column("reason"), reason),
+        )
+        return Ledger(self.table.filter(pc.invert(pc.fill_null(pc.and_(one, other), False))))
+
+    def and_also(self, entries: Sequence[AnyEntry]) -> Ledger:
+        """With more lines."""
+        return Ledger(pa.concat_tables([self.table, Ledger.of(entries).table]))
+
+    @property
+    def by_position(self) -> Ledger:
+        """The lines that name positions."""
+        return Ledger(self.table.filter(self.table.column("first").is_valid()))
 
     def until(self, time: float) -> Ledger:
         """Those that were there at a time, in seconds since 1970; lines without one always were."""
@@ -212,10 +227,17 @@ class SkipLedger:
         odd = list(self._odd)
         return self._parsed(whole, odd) if ended < len(whole) else self._known, odd
 
+    def usable(self, order: Order, more: Iterable[Range] = ()) -> tuple[Exclusions, list[str]]:
+        """As `read`, but for the lines that `order` cannot do without; those are said to be wrong, too."""
+        excluded, odd = self.read()
+        excluded, refused = _usable(
+            excluded, lambda: Ledger.read(self.path, []), self.path, order, list(more)
+        )
+        return excluded, [*odd, *refused]
+
     def _parsed(self, content: bytes, odd: list[str]) -> Exclusions:
         """What is known, and the whole lines that come after that."""
-        tables = _tables(self.path, content, self._size, self._lines, odd)
-        return Exclusions.of([self._known, *(Ledger(table).exclusions for table in tables)])
+        return _excluded(_tables(self.path, content, self._size, self._lines, odd), self._known)
 
 
 def read_ledger(path: Path, odd: list[str] | None = None) -> list[AnyEntry]:
@@ -255,25 +277,40 @@ def sample_entries(
     return found
 
 
-def usable(
-    excluded: Exclusions, odd: Sequence[str], path: Path, order: Order, more: Iterable[Range] = ()
-) -> tuple[Selection, list[str]]:
-    """The selection of what of a ledger can be, for who works while somebody else writes there; and what is wrong with
-    the rest, after `odd`."""
-    known, odd = {corpus.name for corpus in order.corpora}, list(odd)
-    odd += [f"{path}: there is no corpus {name!r}" for name in sorted(set(excluded.swapped) - known)]
-    swapped = {name: skips for name, skips in excluded.swapped.items() if name in known}
-    counts = {name: count for name, count in excluded.counts.items() if name is None or name in known}
-    others: dict[str | None, int] = {None: counts.get(None, 0)}
-    for left in (
-        Exclusions(excluded.positions, swapped, excluded.tokens, counts),
-        Exclusions(excluded.positions, {}, excluded.tokens, others),
-    ):
+def _usable(
+    excluded: Exclusions, lines: Callable[[], Ledger], path: Path, order: Order, more: Sequence[Range]
+) -> tuple[Exclusions, list[str]]:
+    """What of a ledger leaves something of `order` to train on, and what is wrong with the rest. lines: the ledger, for
+    where not all of it does; then each line holds that leaves something beside the older ones that hold."""
+    known = {corpus.name for corpus in order.corpora}
+    odd = [f"{path}: there is no corpus {name!r}" for name in sorted(set(excluded.swapped) - known)]
+    excluded = excluded.of_corpora(known)
+
+    def wrong_with(some: Exclusions) -> str:
         try:
-            return Selection(order, left, more), odd
+            Selection(order, some, more)
         except DataError as error:
-            odd.append(str(error))
-    return Selection(order, Exclusions(excluded.positions, {}, {}, others), more), odd
+            return str(error)
+        return "every position from one on is named" if some.positions.contains(LAST_POSITION - 1) else ""
+
+    def leaves(table: pa.Table) -> bool:
+        return not wrong_with(Ledger(table).exclusions.of_corpora(known))
+
+    if not (problem := wrong_with(excluded)):
+        return excluded, odd
+    Selection(order, NOTHING, more)  # raises where it is not the ledger
+    table = lines().table
+    while len(table) and not leaves(table):
+        some, all_gone = 0, len(table)  # `some` of the lines leave something, `all_gone` do not
+        while all_gone - some > 1:
+            middle = (some + all_gone) // 2
+            some, all_gone = (middle, all_gone) if leaves(table.slice(0, middle)) else (some, middle)
+        wrong = table.slice(some, 1).to_pylist()[0]
+        odd.append(
+            f"{path}: {problem}. Left out is the line with the reason {wrong['reason']!r}, of {wrong['time']}"
+        )
+        table = pa.concat_tables([table.slice(0, some), table.slice(all_gone)])
+    return Ledger(table).exclusions.of_corpora(known), odd
 
 
 def _warn(path: Path, whole: bytes, torn: bytes) -> None:
@@ -287,13 +324,21 @@ def _tables(path: Path, content: bytes, at: int, before: int, odd: list[str] | N
     while at < len(content):
         end = content.find(b"\n", at + BLOCK) + 1 or len(content)
         block, at = content[at:end], end
-        table = _columns(block)
-        if table is not None:
-            before += len(table)
-            yield table
-        else:
-            yield _by_line(path, block, before, odd)
-            before += block.count(b"\n")
+        yield from _halves(path, block, before, odd)
+        before += block.count(b"\n")
+
+
+def _halves(path: Path, block: bytes, before: int, odd: list[str] | None) -> Iterator[pa.Table]:
+    """The columns of a block. A wrong line costs a few others that are read one by one, not all of the block."""
+    table = _columns(block)
+    middle = block.find(b"\n", len(block) // 2) + 1
+    if table is not None:
+        yield table
+    elif block.count(b"\n") <= FEW or not 0 < middle < len(block):
+        yield _by_line(path, block, before, odd)
+    else:
+        yield from _halves(path, block[:middle], before, odd)
+        yield from _halves(path, block[middle:], before + block.count(b"\n", 0, middle), odd)
 
 
 def _columns(block: bytes) -> pa.Table | None:
@@ -317,7 +362,13 @@ def _timed(table: pa.Table) -> pa.Table:
 
 def _valid(table: pa.Table, block: bytes) -> bool:
     """Whether every line of a block gave a row, and every row is a whole entry of one kind."""
-    if len(table) != block.count(b"\n") + (not block.endswith(b"\n")):
+    # Between two entries is the end of a line, and nothing else: no string has one in it.
+    if len(table) != block.count(b"}\n{") + 1 or not (
+        block.startswith(b"{") and block.endswith((b"}", b"}\n"))
+    ):
+        return False
+    times = pc.min_max(table.column("time"))
+    if times["min"].is_valid and not (times["min"].value >= EARLIEST and times["max"].value <= LATEST):
         return False
     known = {name: _known(table, name) for name in SCHEMA.names}
     named = known["tokens"]
@@ -368,6 +419,33 @@ def _pairs(table: pa.Table) -> Int64s:
     return np.asarray(numbers.to_numpy(), dtype=np.int64).reshape(-1, 2)
 
 
+def _excluded(tables: Iterable[pa.Table], known: Exclusions = NOTHING) -> Exclusions:
+    """What is `known` to be left out, and what the lines of some tables leave out."""
+    swapped: dict[str | None, list[Int64s]] = {name: [skips.edges] for name, skips in known.swapped.items()}
+    swapped[None] = [known.positions.edges]
+    tokens = {identity: [skips.edges] for identity, skips in known.tokens.items()}
+    counts = Counter(known.counts)
+    for table in tables:
+        named, edges = _known(table, "tokens"), _edges(table)
+        counts[None] += int(named.sum())
+        for (corpus,), of in _groups(table, "corpus"):
+            if (mine := of & ~named).any():
+                swapped.setdefault(corpus, []).append(edges[mine])
+                counts[corpus] += int(mine.sum())
+        pairs, ranges = _pairs(table), _lengths(table, "tokens")
+        for identity, of in _groups(table, *Identity._fields):
+            if (mine := of & named).any():
+                key = Identity(*map(str, identity))
+                tokens.setdefault(key, []).append(pairs[np.repeat(mine, ranges)])
+    of_any, *others = (Skips.merged(np.concatenate(some)) for some in (swapped.pop(None), *swapped.values()))
+    return Exclusions(
+        of_any,
+        {str(name): skips for name, skips in zip(swapped, others, strict=True)},
+        {identity: Skips.merged(np.concatenate(some)) for identity, some in tokens.items()},
+        dict(counts),
+    )
+
+
 def _groups(table: pa.Table, *columns: str) -> Iterator[tuple[tuple[str | None, ...], npt.NDArray[np.bool_]]]:
     """Each combination of texts in some columns, and which rows have it: bool [n]."""
     code, texts = np.zeros(len(table), dtype=np.int64), list[list[str | None]]()
@@ -375,27 +453,40 @@ def _groups(table: pa.Table, *columns: str) -> Iterator[tuple[tuple[str | None, 
         coded = pc.dictionary_encode(table.column(name), null_encoding="encode").combine_chunks()
         texts.append(coded.dictionary.to_pylist())
         code = code * len(texts[-1]) + coded.indices.to_numpy()
-    for number, values in enumerate(product(*texts)):
-        if (of := code == number).any():
-            yield values, of
+    for number in np.unique(code).tolist():
+        values = list[str | None]()
+        of, left = code == number, number
+        for some in reversed(texts):
+            left, index = divmod(left, len(some))
+            values.insert(0, some[index])
+        yield tuple(values), of
 
 
 def _by_line(path: Path, block: bytes, before: int, odd: list[str] | None) -> pa.Table:
     """The lines of a block, one by one, as `ledger.read` reads them."""
-    entries = list[AnyEntry]()
+    tables = [Ledger.of([]).table]
     for number, line in enumerate(block.removesuffix(b"\n").split(b"\n"), start=before + 1):
         try:
             if line.strip():
-                entries.append(parse(path, number, line, _kind))
+                tables.append(_row(path, number, line))
         except DataError as error:
             if odd is None:
                 raise
             odd.append(str(error))
-    return Ledger.of(entries).table
+    return pa.concat_tables(tables)
+
+
+def _row(path: Path, number: int, line: bytes) -> pa.Table:
+    """The columns of a line. Raises DataError as `parse` does, and where no column could hold what it says."""
+    entry = parse(path, number, line, _kind)
+    try:
+        return Ledger.of([entry]).table
+    except (pa.ArrowException, OverflowError, ValueError) as error:  # half a character, a year that is none
+        raise DataError(f"{path} line {number}: {error}: {remedy(path, number)}") from error
 
 
 def _told(time: datetime | None) -> str | None:
-    return None if time is None else time.astimezone().isoformat()
+    return None if time is None else time.astimezone(UTC).isoformat()
 
 
 def _kind(content: Any) -> type[SkipEntry] | type[SampleEntry]:

@@ -8,10 +8,8 @@ half-open, [first, end).
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +48,11 @@ class Skips:
         apart = edges[1:, 0] > reach[:-1]
         begins = np.flatnonzero(np.concatenate([np.ones(min(1, len(edges)), dtype=bool), apart]))
         return cls(edges[begins, 0], reach[np.append(begins[1:], len(edges)) - 1] if begins.size else reach)
+
+    @classmethod
+    def of_numbers(cls, numbers: Int64s) -> Skips:
+        """A set of n numbers, int64 [n], in any order."""
+        return cls.merged(np.column_stack([numbers, numbers + 1]))
 
     @property
     def edges(self) -> Int64s:
@@ -146,19 +149,11 @@ class Exclusions:
         """How many there are."""
         return sum(self.counts.values())
 
-    @classmethod
-    def of(cls, parts: Sequence[Exclusions]) -> Exclusions:
-        """What any of the parts leaves out."""
-        positions = Skips.union_of(part.positions for part in parts)
-        swapped, tokens = (
-            {
-                key: Skips.union_of(part[key] for part in some if key in part)
-                for key in dict.fromkeys(chain(*some))
-            }
-            for some in ([part.swapped for part in parts], [part.tokens for part in parts])
-        )
-        counts = sum((Counter(part.counts) for part in parts), Counter[str | None]())
-        return cls(positions, swapped, tokens, counts)
+    def of_corpora(self, names: Set[str]) -> Exclusions:
+        """But for what is said of the positions of other corpora."""
+        swapped = {name: skips for name, skips in self.swapped.items() if name in names}
+        counts = {name: count for name, count in self.counts.items() if name is None or name in names}
+        return replace(self, swapped=swapped, counts=counts)
 
 
 NOTHING = Exclusions()

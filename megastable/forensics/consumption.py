@@ -84,7 +84,7 @@ def _out(history: History, done: Sequence[Done]) -> list[Range]:
     """What was left out whatever its corpus: on the ledger, and not read before it came there."""
     selection = history.selection(history.library())
     named = selection.named_between(0, history.cursor)
-    told = selection.positions.union(Skips.merged(np.column_stack([named, named + 1])))
+    told = selection.positions.union(Skips.of_numbers(named))
     few = [(first, end) for first, end in told.between(0, history.cursor) if end - first <= FEW]
     positions = np.concatenate([np.empty(0, np.int64), *(np.arange(first, end) for first, end in few)])
     read = (p for _, mine in history.that_read(positions, done) for p in mine.tolist())

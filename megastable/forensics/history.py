@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from megastable import jsonl
 from megastable.data.blends import BlendEntry, Share, in_force, read_blends
-from megastable.data.skip_ledger import Ledger, usable
+from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import Selection, Skips
 from megastable.errors import DataError
 from megastable.recipe import load
@@ -154,9 +154,7 @@ class History:
 
     def selection(self, library: Library) -> Selection:
         """What the ledger of now leaves of the order of `library`."""
-        found, problems = usable(
-            self.ledger.exclusions, [], self.run.skips, library.source.order, self.config.data.skip
-        )
+        found, problems = self.ledger.usable(self.run.skips, library.source.order, self.config.data.skip)
         self.problems += [p for p in problems if p not in self.problems]
         return found
 

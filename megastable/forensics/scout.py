@@ -23,7 +23,7 @@ from megastable import recipe
 from megastable.config import RunConfig
 from megastable.data.blends import BlendEntry, read_blends
 from megastable.data.order import Order
-from megastable.data.skip_ledger import SkipLedger, append_all, sample_entries, usable
+from megastable.data.skip_ledger import SkipLedger, append_all, sample_entries
 from megastable.data.skips import Selection
 from megastable.errors import user_errors
 from megastable.forensics.ahead import COUNTED, Found, Lookout, passage
@@ -103,8 +103,8 @@ class Scout:
         except OSError:
             state = 0, 0, order
         if self._selection is None or state != self._selection[0]:
-            left, _ = usable(*self._ledger.read(), self.run.skips, order, self.config.data.skip)
-            self._selection = state, left
+            more = self.config.data.skip
+            self._selection = state, Selection(order, self._ledger.usable(order, more)[0], more)
         return self._selection[1]
 
     def _skipped_before(self) -> int:
@@ -137,7 +137,6 @@ class Scout:
         what = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         positions = as_ranges(sorted(chosen))
         documents = dict.fromkeys(one.document for some in chosen.values() for one in some)
-        # First the ledger: what is told of a skip that is not there would be a lie, the other way it comes again.
         assert self._lookout is not None
         order = self._lookout.source.order
         append_all(self.run.skips, sample_entries(order, np.array(sorted(chosen)), REASON + what, documents))

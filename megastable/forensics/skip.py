@@ -21,13 +21,12 @@ from megastable.data.order import LAST_POSITION
 from megastable.data.skip_ledger import (
     RANGES,
     AnyEntry,
-    Ledger,
     SampleEntry,
     ShardDocuments,
     SkipEntry,
     append_all,
 )
-from megastable.data.skips import NONE, Exclusions, Range, Selection, Skips, sequences_of
+from megastable.data.skips import NONE, Identity, Range, Selection, Skips, sequences_of
 from megastable.errors import DataError
 from megastable.forensics.history import History
 from megastable.forensics.places import checkpoint_cursor, live_place
@@ -57,8 +56,12 @@ class Skipped:
         if not self.documents:
             head = f"corpus {self.corpus} is swapped out{'' if self.lines else ' already'}"
         elif not self.lines:
-            head = f"nothing to do: none of the {self.documents:,} documents of corpus {self.corpus} is in a sample "
-            head += "that is not skipped already"
+            head = (
+                f"nothing to do: the {self.documents:,} documents of corpus {self.corpus} are skipped already"
+            )
+        elif not self.samples:
+            head = f"{self.documents:,} documents of corpus {self.corpus}: all of their samples are skipped already; "
+            head += "the documents are named now, too, which holds for any sequence length"
         else:
             head = f"{self.documents:,} documents of corpus {self.corpus}: {self.samples:,} samples are skipped in "
             head += "every epoch from now on"
@@ -88,8 +91,11 @@ def skip_documents(
     known = history.selection(library).sequences.get(corpus, NONE)
     samples = sequences_of(Skips.merged(edges), order.sequence_length, order.sequences[corpus])
     new = known.union(samples).count() - known.count()
+    # By tokens: shorter sequences may leave only some of them in samples that are out.
+    named = history.ledger.exclusions.tokens.get(Identity(name, fingerprint), NONE)
+    lacking = named.union(Skips.merged(edges)).count() > named.count()
     entries: list[AnyEntry] = []
-    for part in (found[at : at + RANGES] for at in range(0, len(found) if new else 0, RANGES)):
+    for part in (found[at : at + RANGES] for at in range(0, len(found) if lacking else 0, RANGES)):
         shards: dict[str, list[int]] = {}
         for shard, number, _ in part:
             shards.setdefault(shard, []).append(number)
@@ -156,8 +162,9 @@ def _tokens(stream: Stream, documents: Mapping[str, Int64s]) -> Iterator[tuple[s
 
 def _add(history: History, entries: Sequence[AnyEntry], added: Skipped) -> Skipped:
     order, more = history.library().source.order, history.config.data.skip
-    both = Exclusions.of([history.ledger.exclusions, Ledger.of(entries).exclusions])
-    Selection(order, both, more)  # nothing that a run could not live with
+    Selection(
+        order, history.ledger.and_also(entries).exclusions, more
+    )  # nothing that a run could not live with
     live, before = _is_live(history), len(_told(history))
     append_all(history.run.skips, entries)
     told = {key: value for key, value in asdict(added).items() if key not in ("live", "taken_up")}

@@ -146,7 +146,7 @@ def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> l
             found.append(row(position, state="skipped" if left_out else "not recorded"))
     batch, furthest = history.config.train.global_batch, int(ahead.max(initial=cursor))
     named = selection.named_between(cursor, furthest)
-    passed = selection.positions.union(Skips.merged(np.column_stack([named, named + 1])))
+    passed = selection.positions.union(Skips.of_numbers(named))
     for position, left_out in zip(ahead.tolist(), selection.mask(ahead).tolist(), strict=True):
         before = sum(b - a for a, b in passed.between(cursor, position))
         when = step + 1 + (position - cursor - before) // batch

@@ -17,7 +17,7 @@ from megastable.config import Fp8Config, RunConfig
 from megastable.data.blends import read_blends
 from megastable.data.corpora import open_corpora
 from megastable.data.order import Order
-from megastable.data.skip_ledger import SkipLedger, usable
+from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import Selection
 from megastable.data.source import Source
 from megastable.data.tokenizer import load_tokenizer
@@ -154,7 +154,7 @@ def _left(model: PlainModel, root: RunDirectory | None, order: Order) -> Selecti
     """What the run trains on."""
     if root is None:
         return Selection(order, more=model.run.data.skip)
-    return usable(*SkipLedger(root.skips).read(), root.skips, order, model.run.data.skip)[0]
+    return Ledger.read(root.skips, []).usable(root.skips, order, model.run.data.skip)[0]
 
 
 def _of_text(model: PlainModel, count: int, text: Path, tokenizer: Path | None) -> Material:

@@ -22,7 +22,7 @@ from megastable import durable, errors
 from megastable.config import RunConfig
 from megastable.data.blends import read_blends
 from megastable.data.corpora import open_corpora
-from megastable.data.skip_ledger import SkipLedger, append_all, sample_entries, usable
+from megastable.data.skip_ledger import Ledger, append_all, sample_entries
 from megastable.data.skips import Range
 from megastable.errors import ConfigError, DataError, MegastableError, SpaceError, UnstableError
 from megastable.messages import Progress, folder_of, log_of
@@ -277,7 +277,7 @@ class Supervisor:
             failure = Failure(end.what, end.step if end.cursor is not None else None, end.host, clock)
             remedy = after_failure([*memory.failures, failure], hosts(self.given), policy)
             if remedy.skip:
-                skipped = self._skip(end)  # before it is noted that it was done; twice does no harm
+                skipped = self._skip(end)  # before it is noted that it was done
         silent = None if progress is None else round(max(0.0, time.time() - progress.time), 1)
         self.note(
             "ended", attempt=number, clock=clock, silent=silent, skipped=skipped,
@@ -353,11 +353,17 @@ class Supervisor:
         blends = read_blends(self.run.blends)
         corpora = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, blends)
         order = corpora.train.order
-        left, _ = usable(*SkipLedger(self.run.skips).read(), self.run.skips, order, c.data.skip)
-        positions, _ = left.next_kept(end.cursor, c.train.global_batch)
+        incident = next(iter(self.memory.open), self.memory.number + 1)
         reason = f"{end.what} at step {end.step}, again and again"
-        entries = sample_entries(order, positions, reason, step=end.step)
-        self._insist(lambda: append_all(self.run.skips, entries))
+        ledger = Ledger.read(self.run.skips, [])
+        # As if a supervisor that was killed before it noted the end had not written its lines: the batch behind this
+        # one is innocent.
+        before = ledger.without(incident, reason)
+        left, _ = before.usable(self.run.skips, order, c.data.skip)
+        positions, _ = left.next_kept(end.cursor, c.train.global_batch)
+        entries = sample_entries(order, positions, reason, incident=incident, step=end.step)
+        if len(ledger.table) - len(before.table) < len(entries):
+            self._insist(lambda: append_all(self.run.skips, entries))
         self.say(f"  skipped in this and every later epoch: positions {positions[0]}-{positions[-1]}")
         return ranges(positions.tolist())
 

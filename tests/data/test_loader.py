@@ -163,7 +163,7 @@ def test_go_to_anywhere_is_a_start_there(source: Source, back: int) -> None:
 
 def test_go_to_after_an_error_of_what_was_read_ahead(source: Source) -> None:
     with Loader(source, Skips.of([(72, 2**62)]), 0, 24, 4, 0, 1, False, prefetch=1) as loader:
-        list(islice(loader, 2))
+        list(islice(loader, 3))
         with pytest.raises(DataError, match="all others are skipped"):
             next(loader)
         loader.go_to(24, SKIPS)
@@ -317,7 +317,23 @@ def test_nothing_left_to_train_on(source: Source) -> None:
     with pytest.raises(DataError, match="all others are skipped"):
         load(source, 1, skips=Skips.of([(10, 2**62)]))
     with Loader(source, Skips.of([(72, 2**62)]), 0, 24, 4, 0, 1, False, prefetch=1) as loader:
-        steps = list(islice(loader, 2))
+        steps = list(islice(loader, 3))
         with pytest.raises(DataError, match="all others are skipped"):
             next(loader)
-        assert loader.cursor == steps[-1].next == 48
+        assert loader.cursor == steps[-1].next == 72
+
+
+def test_positions_are_looked_up_beside_the_training(source: Source) -> None:
+    """With a convicted sample a look-up locates all positions of a step: not on the thread that trains."""
+    threads = set[threading.Thread]()
+
+    class Watched(Selection):
+        def next_kept(self, cursor: int, count: int) -> Any:
+            threads.add(threading.current_thread())
+            return super().next_kept(cursor, count)
+
+    with Loader(source, Watched(source.order), 0, 24, 4, 0, 1, False) as loader:
+        list(islice(loader, 3))
+        loader.go_to(0, Watched(source.order))
+        next(loader)
+    assert len(threads) == 1 and threading.main_thread() not in threads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,15 @@ from hypothesis import strategies as st
 
 from megastable.data.bitmap import PAGE, Bitmap
 from megastable.data.order import LAST_POSITION, Corpus, Order, Phase
-from megastable.data.skip_ledger import AnyEntry, Ledger, SampleEntry, SkipEntry, sample_entries, usable
+from megastable.data.skip_ledger import (
+    AnyEntry,
+    Ledger,
+    SampleEntry,
+    SkipEntry,
+    SkipLedger,
+    append_all,
+    sample_entries,
+)
 from megastable.data.skips import Range, Selection, Skips
 from megastable.errors import DataError
 
@@ -159,13 +168,12 @@ def test_many_numbers_are_set_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_lookup_does_not_depend_on_the_size_of_the_ledger_nor_of_the_corpus() -> None:
+def test_a_bitmap_of_a_large_corpus_is_small() -> None:
     """10^12 tokens, of which a million samples are named: what is touched is a page of each, and few bytes in all."""
     tokens, length = 10**12, 4096
     order = Order([Corpus("web", tokens, 1.0, "web")], length, seed=1)
     chosen = np.random.default_rng(0).choice(order.sequences[0], 1_000_000, replace=False)
-    edges = np.column_stack([chosen, chosen + 1])
-    bitmap = Bitmap(order.sequences[0], *Skips.merged(edges).edges.T)
+    bitmap = Bitmap(order.sequences[0], *Skips.of_numbers(chosen).edges.T)
     assert bitmap[chosen].all() and bitmap.nbytes < 40e6
     few = Bitmap(order.sequences[0], *Skips.of([(5, 6), (10**8, 2 * 10**8)]).edges.T)
     assert few.nbytes < 1e6 and few[np.array([4, 5, 6, 10**8, 2 * 10**8])].tolist() == [
@@ -213,12 +221,46 @@ def test_a_corpus_with_other_content_is_another_one() -> None:
     assert not chosen.mask(np.arange(200)).any() and chosen.lines == 2 and chosen.text == ""
 
 
-def test_a_live_run_goes_on_where_a_line_names_everything(tmp_path: Any) -> None:
-    order = Order([Corpus("books", 500, 1.0, print_of("books"))], 16, seed=0)
-    entries = [sample("books", (0, 500)), SkipEntry(first=3, end=5, reason="x")]
-    found, odd = usable(Ledger.of(entries).exclusions, [], tmp_path / "skips.jsonl", order)
-    assert found.mask(np.arange(8)).tolist() == [p in (3, 4) for p in range(8)]
-    assert "names all samples" in odd[0] and found.lines == 2
+def everything(name: str, reason: str) -> SampleEntry:
+    return sample(name, (0, 500)).model_copy(update={"reason": reason})
+
+
+OUT_AND_ALL = [
+    SkipEntry(first=0, end=LAST_POSITION, reason="out of b", corpus="code"),
+    everything("books", "all"),
+]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "refused"),
+    [
+        ([everything("books", "all")], []),
+        ([everything("books", "all"), everything("code", "all of b")], ["all of b"]),
+        (OUT_AND_ALL, ["all"]),
+        ([*OUT_AND_ALL, everything("books", "again")], ["all", "again"]),
+        ([SkipEntry(first=9, end=LAST_POSITION, reason="the rest")], ["the rest"]),
+        ([SkipEntry(first=9, end=10, reason="web", corpus="web")], ["web"]),
+    ],
+)
+@pytest.mark.parametrize("before", [True, False])
+def test_a_live_run_goes_on_without_the_line_that_names_everything_and_with_all_others(
+    tmp_path: Path, wrong: list[AnyEntry], refused: list[str], before: bool
+) -> None:
+    """What was convicted before it stays out, and so does what is convicted after it."""
+    order = Order([Corpus(name, 500, 1.0, print_of(name)) for name in ("books", "code")], 16, seed=0)
+    good = [sample("books", (0, 32)), sample("code", (64, 80)), SkipEntry(first=3, end=5, reason="x")]
+    path = tmp_path / "skips.jsonl"
+    entries = [*good, *wrong] if before else [*good[:1], *wrong, *good[1:]]
+    append_all(path, entries)
+    found, odd = SkipLedger(path).usable(order)
+    assert len(odd) == len(refused) and all(
+        f"{text!r}" in said for text, said in zip(refused, odd, strict=True)
+    )
+    held = [e for e in entries if e.reason not in refused]
+    kept = np.flatnonzero(~Selection(order, found).mask(np.arange(SHOWN))).tolist()
+    assert kept == naive(order, held, (), SHOWN) and kept and found.lines == len(held)
+    again, problems = Ledger.read(path).usable(path, order)
+    assert problems == odd and np.flatnonzero(~again.mask(np.arange(SHOWN))).tolist() == kept
 
 
 def test_what_is_said_of_it() -> None:

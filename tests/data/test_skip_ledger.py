@@ -28,7 +28,7 @@ from megastable.data.skip_ledger import (
     read_ledger,
     sample_entries,
 )
-from megastable.data.skips import Identity
+from megastable.data.skips import Identity, Skips
 from megastable.errors import DataError
 
 IDENTITY: dict[str, Any] = {"corpus": "web", "fingerprint": "f00", "tokens": [[0, 32]], "reason": "x"}
@@ -89,6 +89,14 @@ ODD = [
     (line(documents=[{"shard": "s"}]), "documents.0.documents Field required"),
     (line(documents=[None]), "documents.0"),
     (line(time="yesterday"), "time .*datetime"),
+    (line(time="0001-01-01T00:00:00"), "year 0|out of range"),
+    (line(time="0001-01-01T00:00:00+02:00"), "out of range"),
+    (line(time="9999-12-31T23:59:59-05:00"), "out of range"),
+    (line(incident=10**30), "incident .*less than"),
+    (line(step=-(10**30)), "step .*greater than"),
+    (line(documents=[{"shard": "s", "documents": [10**30]}]), "documents.0.documents.0 .*less than"),
+    (line(reason="\ud800"), "surrogates not allowed"),
+    (line(reason="x").replace('"x"', "[" * 200_000 + "]" * 200_000), "not JSON"),
     (json.dumps({k: v for k, v in IDENTITY.items() if k != "tokens"}), "tokens Field required"),
     (json.dumps({k: v for k, v in IDENTITY.items() if k != "fingerprint"}), "fingerprint Field required"),
     ('{"first": 1, "end": 2, "reason": "x"}{"first": 3, "end": 4, "reason": "x"}', "not JSON"),
@@ -115,18 +123,29 @@ def test_an_object_over_two_lines_is_two_wrong_lines(ledger: Path) -> None:
 
 TIMES = st.none() | st.sampled_from(
     ["2026-11-22T09:46:18.123456Z", "2026-11-22T09:46:18+02:00", "2026-11-22T09:46:18", 1764000000]
+    + [f"0001-01-0{day}T00:00:00{zone}" for day in (1, 3) for zone in ("", "Z", "+02:00")]
+    + [f"9999-12-{day}T23:59:59{zone}" for day in (29, 31) for zone in ("", "Z", "-05:00")]
 )
-NUMBERS = st.none() | st.integers(-1, 9) | st.just(2**62)
+LARGE = st.sampled_from([2**62, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 10**30])
+NUMBERS = st.none() | st.integers(-1, 9) | LARGE
 FIELDS = {
-    "first": NUMBERS, "end": NUMBERS, "reason": st.none() | st.sampled_from(["x", "", "ü"]),
-    "incident": st.none() | st.integers(0, 3), "step": st.none() | st.integers(0, 3) | st.just("3"),
+    "first": NUMBERS, "end": NUMBERS, "reason": st.none() | st.sampled_from(["x", "", "ü", "\ud800", "}\n{"]),
+    "incident": NUMBERS, "step": NUMBERS | st.just("3"),
     "corpus": st.none() | st.sampled_from(["web", "code", ""]), "fingerprint": st.none() | st.sampled_from(["f", ""]),
     "tokens": st.none() | st.lists(st.lists(st.integers(-1, 9), min_size=1, max_size=3), max_size=3),
-    "documents": st.none() | st.lists(st.fixed_dictionaries({"shard": st.just("s"), "documents": st.just([1])})),
+    "documents": st.none() | st.lists(st.fixed_dictionaries({"shard": st.just("s"), "documents": st.lists(NUMBERS)})),
     "time": TIMES, "why": st.none(),
 }  # fmt: skip
 GOOD = st.sampled_from(
-    [line(), line(tokens=[[1, 5], [3, 9]]), '{"first": 1, "end": 2, "reason": "x"}', "", " "]
+    [
+        line(),
+        line(tokens=[[1, 5], [3, 9]]),
+        '{"first": 1, "end": 2, "reason": "x"}',
+        "",
+        " ",
+        line() + " ",
+        line() * 2,
+    ]
 )
 
 
@@ -183,21 +202,41 @@ def test_many_lines_cost_as_much_each_as_few(
     ledger: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ledger of many lines is read as columns: not one of them becomes an object."""
-    made = 0
 
-    def count(*_: Any, **__: Any) -> Any:
-        nonlocal made
-        made += 1
+    def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError
 
-    monkeypatch.setattr(skip_ledger, "parse", count)
+    monkeypatch.setattr(skip_ledger, "parse", refuse)
     of = (lambda n: line(tokens=[[n, n + 1]])) if kind == "samples" else (
         lambda n: json.dumps({"first": n, "end": n + 1, "reason": "x"})
     )  # fmt: skip
     ledger.write_text("".join(of(2 * n) + "\n" for n in range(50_000)))
     found = Ledger.read(ledger).exclusions
     skips = found.positions if kind == "positions" else found.tokens[Identity("web", "f00")]
-    assert skips.count() == 50_000 and made == 0
+    assert skips.count() == 50_000
+
+
+@pytest.mark.parametrize("wrong", ["", "{not a line", line(time="2026-11-22T09:46:18")])
+def test_a_wrong_line_costs_a_few_that_are_read_one_by_one(
+    ledger: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all others of its block; and it is named by its number."""
+    parsed: list[int] = []
+    real = skip_ledger.parse
+    monkeypatch.setattr(skip_ledger, "parse", lambda *given: parsed.append(given[1]) or real(*given))
+    lines = [line(tokens=[[2 * n, 2 * n + 1]]) for n in range(20_000)]
+    ledger.write_text("\n".join([*lines[:7000], wrong, *lines[7000:]]) + "\n")
+    odd: list[str] = []
+    found = Ledger.read(ledger, odd).exclusions
+    assert found.lines == 20_000 + wrong.startswith('{"corpus')
+    assert (
+        Skips.of((2 * n, 2 * n + 1) for n in range(20_000))
+        .mask(found.tokens[Identity("web", "f00")].edges[:, 0])
+        .all()
+    )
+    assert len(parsed) <= 2 * skip_ledger.FEW and [f"line 7001 of {ledger}" in text for text in odd] == (
+        [True] if wrong == "{not a line" else []
+    )
 
 
 def test_the_lines_of_many_samples_stay_short(ledger: Path) -> None:

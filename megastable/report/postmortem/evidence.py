@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from megastable.config import RunConfig
 from megastable.data.blends import read_blends
 from megastable.data.plant import read_planted
-from megastable.data.skip_ledger import Ledger, usable
+from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import Selection
 from megastable.errors import ConfigError, DataError
 from megastable.recipe import find, load
@@ -91,7 +91,7 @@ class Run:
     def selection(self) -> Selection:
         """What is trained on. Raises as `library`."""
         order, more = self.library.source.order, self.config.data.skip if self.config else []
-        return usable(self.ledger.exclusions, [], self.directory.skips, order, more)[0]
+        return self.ledger.usable(self.directory.skips, order, more)[0]
 
 
 class Case:

@@ -130,7 +130,9 @@ def _found_and_done(e: Evidence) -> str:
     back = f"step {e.back_to[-1]:,}" if e.back_to else "before the onset"
     if i.breakdown:
         skipped = plural(count(i.positions), "sample")
-        told = [f"Skipped in this and every later epoch: {skipped}."] if i.positions else []
+        # Runs of before wrote positions only: their samples come again.
+        until = " in this and every later epoch" if any(isinstance(s, SampleEntry) for s in e.skipped) else ""
+        told = [f"Skipped{until}: {skipped}."] if i.positions else []
         told += [f"The run went on from {back}; steps done again: {i.steps_lost:,}."] if e.back_to else []
         return " ".join(told)
     guilty = f"{plural(count(i.guilty), 'sample')} of {documents(e)}"
@@ -300,7 +302,9 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
             yield FollowUp(
                 text="This run skips them in every epoch. Another one on the same corpora has to be told, whatever its "
                 "seed, blend and sequence length (here RUN).",
-                command=f'grep \'"tokens".*"incident":{i.number}[,}}]\' {ledger} >> RUN/skips.jsonl',
+                # Without this run's incident and step, which RUN would take for its own.
+                command=f'grep \'"tokens".*"incident":{i.number}[,}}]\' {ledger} | '
+                "sed -E 's/,\"(incident|step)\":[0-9]+//g' >> RUN/skips.jsonl",
             )
         if "swap_corpus" in i.actions:
             yield FollowUp(
