@@ -20,7 +20,7 @@ from megastable.data.order import LAST_POSITION
 from megastable.data.plant import Planted
 from megastable.data.skip_ledger import Ledger, SampleEntry, SkipEntry, read_ledger
 from megastable.data.skips import Selection
-from megastable.errors import SpaceError
+from megastable.errors import DataError, SpaceError
 from megastable.evidence import Trained
 from megastable.recall import TELLING, recall
 from megastable.report.summary import incidents
@@ -111,6 +111,19 @@ def test_only_what_is_not_innocent_is_skipped(book: Book) -> None:
         assert bool(book.book.incident.documents) == (cause is Cause.DATA)
         book.book.close(state(70), "healed")
     assert book.shown() == [(number, "healed", "rewind") for number in (1, 2, 3, 4, 5)]
+
+
+def test_samples_are_skipped_also_where_their_documents_cannot_be_named(
+    book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(*_: Any) -> Any:
+        raise DataError("part-0.idx is damaged")
+
+    monkeypatch.setattr("megastable.casebook.documents_at", damaged)
+    book.open()
+    with pytest.raises(DataError, match="damaged"):
+        book.attribute(Cause.DATA, [250])
+    assert book.convicted == [250]
 
 
 def test_a_corpus_is_swapped_out_from_the_first_guilty_sample_on(book: Book) -> None:

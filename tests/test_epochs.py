@@ -14,7 +14,7 @@ from megastable.data.corpora import open_corpora
 from megastable.data.order import BLOCK, Order
 from megastable.data.plant import Planted, plant
 from megastable.data.shards import Shard
-from megastable.data.skip_ledger import SampleEntry, read_ledger, sample_entries
+from megastable.data.skip_ledger import SampleEntry, append_all, read_ledger, sample_entries
 from megastable.forensics.consumption import run_sheet
 from megastable.forensics.history import History
 from megastable.forensics.shelf import open_shelf
@@ -183,4 +183,22 @@ def test_documents_stay_out_however_long_the_run_becomes(tmp_path: Path) -> None
     rows = document_sheet(open_shelf([tmp_path / "a"]), "part-0", 4, [History(tmp_path / "run")]).rows
     assert {r["state"] for r in rows if r.get("epoch", 0) > 0} == {"skipped"}
     again = skip_documents(History(tmp_path / "run"), entry.fingerprint, {"part-0": numbers[:1]}, "bad")
-    assert (again.samples, again.lines) == (0, 0) and again.text.startswith("nothing to do: none of the 1")
+    assert (again.samples, again.lines) == (0, 0) and again.text.startswith("nothing to do: the 1 documents")
+
+
+def test_documents_are_named_also_where_all_of_their_samples_are_out(tmp_path: Path) -> None:
+    """Of shorter sequences these are fewer."""
+    write_corpus(tmp_path / "a", tokens=SHORT, validation=0)
+    config = tiny(tmp_path / "a", tmp_path / "run", train={"steps": 1, "eval_samples": 0})
+    assert run_ranks(1, train, config) == [(0, "")]
+    first, end = Shard(tmp_path / "a/part-0").document_bounds(4)
+    fingerprint = History(tmp_path / "run").blends[0].corpora[0].fingerprint
+    beside = [[s * LENGTH, s * LENGTH + 1] for s in range(first // LENGTH, -(-end // LENGTH))]
+    assert first > beside[0][1] and end - first > LENGTH
+    known = SampleEntry(corpus="a", fingerprint=fingerprint, tokens=beside, reason="others")
+    append_all(tmp_path / "run/skips.jsonl", [known])
+    for lines in (1, 0):
+        done = skip_documents(History(tmp_path / "run"), fingerprint, {"part-0": np.array([4])}, "bad")
+        assert (done.samples, done.already, done.lines) == (0, len(beside), lines)
+    _, entry = read_ledger(tmp_path / "run/skips.jsonl")
+    assert isinstance(entry, SampleEntry) and entry.tokens == [[first, end]]

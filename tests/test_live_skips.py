@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from megastable.config import RunConfig
 from megastable.data.blends import read_blends
 from megastable.data.order import BLOCK
 from megastable.data.skip_ledger import SkipEntry, read_ledger
+from megastable.data.skips import Identity
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
 
@@ -57,6 +59,7 @@ def line(first: int, end: int) -> str:
     return SkipEntry(first=first, end=end, reason="bad").model_dump_json(exclude_none=True)
 
 
+NO_NUMBER = json.dumps({"first": 5, "end": 6, "reason": "bad", "incident": 10**30})
 OUT = SkipEntry(first=9, end=10, reason="bad", corpus="nowhere").model_dump_json(exclude_none=True)
 
 
@@ -80,7 +83,8 @@ def test_a_live_run_leaves_out_what_is_added_from_the_next_step_on(
 ) -> None:
     config = tiny(corpus, tmp_path / "run", train={"steps": 12})
     # In step 3, positions of 4 (skipped in part), of 5 (whole) and far ahead; then what is no line, then more.
-    lines = [(3, line(27, 30) + "\n" + line(34, 44)), (6, "{not a line"), (8, line(100, 101) + "\n" + OUT)]
+    lines = [(3, line(27, 30) + "\n" + line(34, 44)), (6, "{not a line\n" + NO_NUMBER)]
+    lines += [(8, line(100, 101) + "\n" + OUT + "\n" + line(60, 2**62))]
     assert run_ranks(world, train_and_skip, config, lines) == [0] * world
     trained = positions(tmp_path / "run")
     kept = [p for p in range(200) if p not in {*range(27, 30), *range(34, 44), 100}]
@@ -90,8 +94,10 @@ def test_a_live_run_leaves_out_what_is_added_from_the_next_step_on(
     assert (again["step"], again["entries"]) == (8, 1)
     # What somebody got wrong ends no run: the other lines hold.
     refused = events(tmp_path / "run", "skips_refused")
-    assert [e["step"] for e in refused] == [6, 8, 8]
-    assert "line 3 is not JSON" in refused[0]["problem"] and "no corpus 'nowhere'" in refused[2]["problem"]
+    assert [e["step"] for e in refused] == [6, 6, 8, 8, 8, 8]
+    said = ["line 3 is not JSON", "line 4: incident"]
+    said += [*said, "no corpus 'nowhere'", "every position from one on is named"]
+    assert all(text in event["problem"] for text, event in zip(said, refused, strict=True))
 
 
 def test_a_new_blend_begins_at_the_next_block_and_is_journaled(tmp_path: Path) -> None:
@@ -212,3 +218,31 @@ def train_attempt(config: RunConfig, attempt: int) -> int:
     from megastable.train import train
 
     return train(config, Path("recipe.yaml"), attempt)
+
+
+def test_the_journal_is_read_once_for_corpora_that_the_run_does_not_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not at every change of the ledger, in the middle of the training."""
+    from megastable.train import Trainer
+
+    read, noted, said = list[str](), list[dict[str, Any]](), list[str]()
+    known = [{"fingerprint": "told"}]
+    trainer = SimpleNamespace(
+        skipping=SimpleNamespace(foreign=lambda order: foreign),
+        corpora=SimpleNamespace(train=SimpleNamespace(order=None)),
+        config=SimpleNamespace(model=SimpleNamespace(sequence_length=32)),
+        run=SimpleNamespace(events=lambda kind: read.append(kind) or known, skips=Path("skips.jsonl")),
+        state=SimpleNamespace(step=7), note=lambda event, **fields: noted.append(fields), say=said.append,
+        _told_foreign=None,
+    )  # fmt: skip
+    monkeypatch.setattr("megastable.train.first", lambda action: action())
+    foreign = {Identity("a", "told"): 5, Identity("a", "old"): 96}
+    for _ in range(3):
+        Trainer.tell_foreign(trainer)  # type: ignore[arg-type]
+    foreign[Identity("b", "other")] = 33
+    Trainer.tell_foreign(trainer)  # type: ignore[arg-type]
+    assert read == ["skips_foreign"]
+    assert [(e["fingerprint"], e["tokens"]) for e in noted] == [("old", 96), ("other", 33)]
+    assert said[0].startswith("WARNING: skips.jsonl names 96 tokens (3 samples) of corpus a")
+    assert "33 tokens (2 samples) of corpus b" in said[1]

@@ -1,6 +1,6 @@
 """A set of numbers below a size, most of them out: a page table, and a bitmap of each page that holds some of them.
 
-A lookup takes two reads, whatever the size and however many numbers are in. The table takes 4 bytes per page of 4096
+A lookup takes two reads, whatever the size and however many numbers are set. The table takes 4 bytes per page of 4096
 numbers (0.25 MB for the 2.4e8 sequences of 10^12 tokens), a page that is neither empty nor full 512 bytes.
 """
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -49,7 +51,8 @@ Place = Annotated[StrictInt, Field(ge=0, le=LAST_POSITION)]
 Number = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]  # as the columns hold it
 Pair = Annotated[list[Place], Field(min_length=2, max_length=2)]
 
-BLOCK = 32 << 20  # bytes that are read as columns together
+BLOCK = 16 << 20  # bytes that are read as columns together
+THREADS = 2  # that read blocks, beside pyarrow's own
 LONGEST = 1 << 20  # bytes of a line that is read so; also what a thread takes at once
 FEW = 64  # lines: so many are read one by one together with a wrong one
 RANGES = 4096  # of a line: a longer one would not be mended after a crash (jsonl.py)
@@ -321,24 +324,32 @@ def _warn(path: Path, whole: bytes, torn: bytes) -> None:
 
 def _tables(path: Path, content: bytes, at: int, before: int, odd: list[str] | None) -> Iterator[pa.Table]:
     """The columns of the whole lines from byte `at` on, some at a time; before: how many lines come before them."""
-    while at < len(content):
-        end = content.find(b"\n", at + BLOCK) + 1 or len(content)
-        block, at = content[at:end], end
-        yield from _halves(path, block, before, odd)
-        before += block.count(b"\n")
+    edges = [at]
+    while edges[-1] < len(content):
+        edges.append(content.find(b"\n", edges[-1] + BLOCK) + 1 or len(content))
+    with ThreadPoolExecutor(THREADS) as pool:
+        blocks = pool.map(lambda edge: _columns(content[edge[0] : edge[1]]), pairwise(edges))
+        for (first, end), table in zip(pairwise(edges), blocks, strict=True):
+            for part, lines in _parts(path, table, content[first:end], before, odd):
+                before += lines
+                yield part
 
 
-def _halves(path: Path, block: bytes, before: int, odd: list[str] | None) -> Iterator[pa.Table]:
-    """The columns of a block. A wrong line costs a few others that are read one by one, not all of the block."""
-    table = _columns(block)
+def _parts(
+    path: Path, table: pa.Table | None, block: bytes, before: int, odd: list[str] | None
+) -> Iterator[tuple[pa.Table, int]]:
+    """The columns of a block, and of how many lines. table: all of it where no line is wrong; one that is costs a few
+    others that are read one by one, not the whole block."""
     middle = block.find(b"\n", len(block) // 2) + 1
     if table is not None:
-        yield table
+        yield table, len(table)
     elif block.count(b"\n") <= FEW or not 0 < middle < len(block):
-        yield _by_line(path, block, before, odd)
+        yield _by_line(path, block, before, odd), block.count(b"\n")
     else:
-        yield from _halves(path, block[:middle], before, odd)
-        yield from _halves(path, block[middle:], before + block.count(b"\n", 0, middle), odd)
+        for half in (block[:middle], block[middle:]):
+            for part, lines in _parts(path, _columns(half), half, before, odd):
+                before += lines
+                yield part, lines
 
 
 def _columns(block: bytes) -> pa.Table | None:

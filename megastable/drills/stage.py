@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from megastable.data.skips import Range
 from megastable.data.stdlib import prepare_stdlib
 from megastable.drills.plan import Policy
 from megastable.drills.scenarios import STEPS, Scenario
+from megastable.errors import DataError
 
 VOCABULARY = 1024
 RANKS = 2
@@ -107,21 +109,18 @@ class Stage:
 
     def _part(self, epochs: int) -> Path:
         """Short documents of the corpus, as many as make so many epochs of a run."""
-        part = self.folder / f"stdlib-part-{epochs}"
+        part = self.folder / f"stdlib-part-{self.steps}-{epochs}"
         if not part.exists():
-            shutil.copytree(self.corpus, part)
-            manifest = Manifest.load(part)
-            left = self.steps * RECIPE["train"]["global_batch"] * RECIPE["model"]["sequence_length"] // epochs
-            train = manifest.splits["train"][0]
-            shard, chosen = Stream(part, manifest, "train").open(train.shard), list[Segment]()
-            for number in range(shard.document_of(train.first_token), shard.documents):
-                first, end = shard.document_bounds(number)
-                if end <= train.end and end - first <= min(SHORT, left):
-                    left -= end - first
-                    chosen.append(
-                        Segment(shard=shard.name, first_token=first, tokens=end - first, documents=1)
-                    )
-            manifest.model_copy(update={"splits": manifest.splits | {"train": chosen}}).save(part)
+            made = part.with_name(f"{part.name}.tmp")
+            shutil.rmtree(made, ignore_errors=True)
+            shutil.copytree(self.corpus, made)
+            manifest = Manifest.load(made)
+            wanted = (
+                self.steps * RECIPE["train"]["global_batch"] * RECIPE["model"]["sequence_length"] // epochs
+            )
+            chosen = _short_documents(Stream(made, manifest, "train"), manifest.splits["train"], wanted)
+            manifest.model_copy(update={"splits": manifest.splits | {"train": chosen}}).save(made)
+            made.rename(part)  # what is there is whole
         return part
 
     def _descriptions(self) -> Path:
@@ -135,3 +134,23 @@ class Stage:
         tokenizer = self.corpus / "tokenizer.model"
         prepare_shards([texts], self.other, tokenizer, validation=0, skip_bad=True, progress=False)
         return self.other
+
+
+def _short_documents(stream: Stream, segments: Sequence[Segment], wanted: int) -> list[Segment]:
+    """Documents of a split in their order, `wanted` tokens less no more than a short one. Raises DataError where there
+    are not as many."""
+    chosen, left = list[Segment](), wanted
+    for segment in segments:
+        shard = stream.open(segment.shard)
+        for number in range(shard.document_of(segment.first_token), shard.documents):
+            first, end = shard.document_bounds(number)
+            if end > segment.end:
+                break
+            if first < end and end - first <= min(SHORT, left):
+                left -= end - first
+                chosen.append(Segment(shard=shard.name, first_token=first, tokens=end - first, documents=1))
+    if left > SHORT:
+        raise DataError(
+            f"{stream.directory} has {wanted - left:,} tokens in short documents, {wanted:,} are needed"
+        )
+    return chosen

@@ -62,6 +62,9 @@ def test_both_kinds_of_lines_come_back_as_they_were(ledger: Path) -> None:
         Identity("web", "f00"): [(0, 32), (64, 96)]
     }
     assert Ledger.read(ledger).of_incident(2).entries == [found[1]]
+    assert Ledger.read(ledger).by_position.entries == [found[0], found[2]]
+    assert Ledger.read(ledger).without(2, "x").entries == [found[0], *found[2:]]
+    assert Ledger.read(ledger).without(1, "x").entries == found
     assert Ledger.read(ledger).reasons == {"window": 1, "x": 1, "out": 1, "ü": 1}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megastable.data.skip_ledger import AnyEntry, SampleEntry, SkipEntry, append_all
 from megastable.report.postmortem import incidents_of, words, write_incidents
 from megastable.report.postmortem.facts import Evidence
 from megastable.report.postmortem.logs import TAIL, logs
@@ -119,6 +120,27 @@ def test_what_a_supervisor_concludes_is_not_called_what_attribution_does(
         )
     assert ("Skipped positions: 232-239" in texts[1]) == (cause == "data")
     assert not (folder / "tokens.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ([SkipEntry(first=232, end=240, reason="a crash")], "Skipped: 8 samples."),
+        (
+            [SampleEntry(corpus="c", fingerprint="f", tokens=[[0, 9]], reason="a crash", incident=1)],
+            "Skipped in this and every later epoch: 8 samples.",
+        ),
+    ],
+)
+def test_what_was_skipped_by_position_is_not_said_to_stay_out(
+    make: Make, entries: list[AnyEntry], said: str
+) -> None:
+    """A supervisor of before wrote positions, and no incident."""
+    root, known = make(), breakdown(cause="data", positions=[(232, 240)]).model_dump(mode="json")
+    note(RunDirectory(root), 1100.0, "incident", what="closed", number=1, summary=known)
+    append_all(root / "skips.jsonl", entries)
+    (evidence,) = incidents_of(root)
+    assert said in words.headline(evidence)
 
 
 # Logs

@@ -146,6 +146,36 @@ def test_the_same_failure_at_the_same_step_skips_it_and_then_gives_up(ladder: La
     assert "with other data, too" in list(ladder.run.events("supervisor"))[-1]["reason"]
 
 
+def test_a_supervisor_that_is_killed_when_it_has_skipped_skips_no_second_batch(
+    ladder: Ladder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch behind the first one is innocent."""
+
+    class Killed(BaseException): ...
+
+    real, killed = Supervisor.note, False
+
+    def note(self: Supervisor, event: str, **fields: Any) -> None:
+        nonlocal killed
+        killed = killed or bool(fields.get("skipped"))
+        if killed:
+            raise Killed
+        real(self, event, **fields)
+
+    crash = {"begin": 0, "until": 7, "code": 1, "words": "ValueError: a bad sample"}
+    with monkeypatch.context() as patch:
+        patch.setattr(Supervisor, "note", note)
+        with pytest.raises(Killed):
+            ladder(crash)
+    (entry,) = read_ledger(ladder.run.skips)
+    code, ends = ladder(crash, crash, crash, FINISHED)
+    assert code == errors.OK and read_ledger(ladder.run.skips) == [entry]
+    assert ends[-2]["skipped"] == [[56, 56 + ladder.config.train.global_batch]]
+    incident = list(ladder.run.events("incident"))[-1]
+    assert incident["number"] == entry.incident and ladder.incidents()[-1][1] == "data"
+    assert incident["summary"]["positions"] == ends[-2]["skipped"]
+
+
 def test_where_skipping_helped_it_was_the_data(ladder: Ladder) -> None:
     crash = {"begin": 0, "until": 7, "code": 1, "words": "ValueError: a bad sample"}
     code, _ = ladder(crash, crash, crash, FINISHED)
