@@ -43,6 +43,11 @@ class Skipping:
         self._excluded, odd = first(lambda: self._ledger.usable(order, self._more))
         return Selection(order, self._excluded, self._more), odd
 
+    @property
+    def by_position(self) -> bool:
+        """Whether lines read last name positions."""
+        return self._excluded.positions.count() > 0
+
     def foreign(self, order: Order) -> dict[Identity, int]:
         """The corpora that lines read last name tokens of, and how many, and that are not those of `order`."""
         mine = {Identity(corpus.name, corpus.fingerprint) for corpus in order.corpora}

@@ -31,7 +31,7 @@ from megastable import deepspeed_config, durable, errors, recipe, rundir
 from megastable.checkpoint import store
 from megastable.checkpointing import Checkpoints
 from megastable.config import LINEARS, RunConfig
-from megastable.data.blends import BlendEntry, moved_skips
+from megastable.data.blends import BlendEntry, moved_skips, named_skips
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.loader import Loader, Step
 from megastable.data.order import BLOCK
@@ -160,6 +160,24 @@ class Trainer:
         moved = moved_skips(entries, before.train.order, new, position, since)
         append_all(self.run.skips, moved)
         return sum(entry.end - entry.first for entry in moved)
+
+    def name_convicted(self) -> None:
+        """Skip in every epoch what an earlier version of this program convicted for one."""
+        if not self.state.step or not self.skipping.by_position:
+            return
+
+        def write() -> int:
+            ledger = Ledger.read(self.run.skips, None if self.heart.strict else [])
+            entries = named_skips(ledger, self.corpora.blends, self.corpora.train.order)
+            append_all(self.run.skips, entries)
+            return len(entries)
+
+        if lines := first(write):
+            self.note("skips_named", step=self.state.step, lines=lines)
+            self.say(
+                f"samples that an earlier version convicted for one epoch are skipped in every epoch from now on: "
+                f"{plural(lines, 'new line')} in {self.run.skips.name}"
+            )
 
     def tell_foreign(self) -> None:
         """Say, once in the life of a run, which corpora the skip ledger names samples of that it does not have: their
@@ -557,6 +575,7 @@ def _train(
     trainer = Trainer(config, run, skipping, corpora, stop, heart)
     trainer.resume()
     trainer.follow_blend()
+    trainer.name_convicted()
     source = trainer.corpora.train
     left_out = skipping.selection(source.order, heart.strict)
     first(lambda: run.freeze(config, corpora.fingerprints, trainer.ds_config))

@@ -20,10 +20,11 @@ from megastable.data.ledger import Entry
 from megastable.data.manifest import Stream
 from megastable.data.order import BLOCK, LAST_POSITION, Order, Phase
 from megastable.data.shards import Shard
-from megastable.data.skip_ledger import AnyEntry, SkipEntry
+from megastable.data.skip_ledger import AnyEntry, Ledger, SampleEntry, SkipEntry, sample_entries
 from megastable.data.skips import Skips
 from megastable.errors import DataError
 
+CONVICTED = "data: "  # begins the reason of what an incident convicted (casebook.py)
 MOST = 1 << 24  # positions: a longer range of the ledger is no choice of samples
 
 
@@ -90,6 +91,22 @@ def moved_skips(
         there = old.moved_to(new, positions)
         new_ranges = Skips.of((p, p + 1) for p in there[~known.mask(there)].tolist()).ranges
         found += [SkipEntry(first=first, end=end, reason=reason) for first, end in new_ranges]
+    return found
+
+
+def named_skips(ledger: Ledger, blends: Sequence[BlendEntry], order: Order) -> list[SampleEntry]:
+    """The lines by identity that the ledger needs for the convictions that an earlier version wrote by position, which
+    hold in one epoch only. Where a later blend put other samples at these positions, nobody knows which were meant."""
+    named = {(e.incident, e.reason) for e in ledger.by_identity.entries}
+    found: list[SampleEntry] = []
+    for e in ledger.by_position.entries:
+        assert isinstance(e, SkipEntry)
+        convicted = e.corpus is None and e.incident is not None and e.reason.startswith(CONVICTED)
+        if not convicted or (e.incident, e.reason) in named or e.end - e.first > MOST:
+            continue
+        later = [b.position for b in blends if e.time is None or b.time is None or b.time > e.time]
+        if e.end <= min(later, default=LAST_POSITION):
+            found += sample_entries(order, np.arange(e.first, e.end), e.reason, (), e.incident, e.step)
     return found
 
 

@@ -190,6 +190,11 @@ class Ledger:
         """The lines that name positions."""
         return Ledger(self.table.filter(self.table.column("first").is_valid()))
 
+    @property
+    def by_identity(self) -> Ledger:
+        """The lines that name samples."""
+        return Ledger(self.table.filter(self.table.column("tokens").is_valid()))
+
     def until(self, time: float) -> Ledger:
         """Those that were there at a time, in seconds since 1970; lines without one always were."""
         then = pa.scalar(int(time * 1e6), self.table.schema.field("time").type)
