@@ -10,10 +10,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -51,8 +49,7 @@ Place = Annotated[StrictInt, Field(ge=0, le=LAST_POSITION)]
 Number = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]  # as the columns hold it
 Pair = Annotated[list[Place], Field(min_length=2, max_length=2)]
 
-BLOCK = 16 << 20  # bytes that are read as columns together
-THREADS = 2  # that read blocks, beside pyarrow's own
+BLOCK = 32 << 20  # bytes that are read as columns together
 LONGEST = 1 << 20  # bytes of a line that is read so; also what a thread takes at once
 FEW = 64  # lines: so many are read one by one together with a wrong one
 RANGES = 4096  # of a line: a longer one would not be mended after a crash (jsonl.py)
@@ -329,15 +326,12 @@ def _warn(path: Path, whole: bytes, torn: bytes) -> None:
 
 def _tables(path: Path, content: bytes, at: int, before: int, odd: list[str] | None) -> Iterator[pa.Table]:
     """The columns of the whole lines from byte `at` on, some at a time; before: how many lines come before them."""
-    edges = [at]
-    while edges[-1] < len(content):
-        edges.append(content.find(b"\n", edges[-1] + BLOCK) + 1 or len(content))
-    with ThreadPoolExecutor(THREADS) as pool:
-        blocks = pool.map(lambda edge: _columns(content[edge[0] : edge[1]]), pairwise(edges))
-        for (first, end), table in zip(pairwise(edges), blocks, strict=True):
-            for part, lines in _parts(path, table, content[first:end], before, odd):
-                before += lines
-                yield part
+    while at < len(content):
+        end = content.find(b"\n", at + BLOCK) + 1 or len(content)
+        block, at = content[at:end], end
+        for part, lines in _parts(path, _columns(block), block, before, odd):
+            before += lines
+            yield part
 
 
 def _parts(
