@@ -67,6 +67,7 @@ REFUSED = {
     "curriculum_learning": "it changes the order of the data, which is a pure function here",
     "data_efficiency": "it changes the order of the data, which is a pure function here",
     "prescale_gradients": "ZeRO 2 and 3 do not do it; gradients are averaged in fp32 anyway",
+    "gradient_allreduce_op": "gradients are averaged over the data-parallel ranks, whatever it says",
     "gradient_predivide_factor": "ZeRO 2 and 3 do not do it; gradients are averaged in fp32 anyway",
     "tensorboard": "use logging.tensorboard",
     "bf16.bf16_master_weights_and_grads": _LOW_MASTERS,

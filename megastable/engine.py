@@ -264,12 +264,11 @@ class _Spec(LayerSpec):
 
 
 class _TiedSpec(TiedLayerSpec):
+    build = _Spec.build
+
     def __init__(self, layer: gpt.Layer, make: gpt.Make, forward: Callable[..., Any] | None) -> None:
         super().__init__("embedding", nn.Module, forward_fn=forward)
         self.layer, self.make = layer, make
-
-    def build(self, log: bool = False) -> nn.Module:
-        return self.make(self.layer.build)
 
 
 class _Pipeline(PipelineModule):
@@ -505,8 +504,7 @@ class Engine:
     def _gate(self, lr_kwargs: Any = None) -> None:
         """In place of DeepSpeed's update: measure, judge, then update or drop. Every rank decides alike."""
         if isinstance(self.optimizer, DeepSpeedZeroOptimizer):
-            for piece in self._gradients([]).values():
-                piece.div_(self.topology.layout.data)
+            torch._foreach_div_(list(self._gradients([]).values()), self.topology.layout.data)
         if self.tied is not None:
             self._sum_tied(self.tied)
         part, valid, known = self._squared_norm()

@@ -265,7 +265,7 @@ def tied_piece(config: RunConfig, data: int, held: Stage, data_rank: int = 0) ->
     if not (config.model.tied and config.parallel.pipeline > 1 and (held.first or held.last)):
         return 0
     matrices, _ = parameters(config.model, held, config.parallel.tensor)
-    size = _up(sum(matrices), 2 * data) // data
+    size = round_up(sum(matrices), 2 * data) // data
     embedding = config.model.padded_vocab * config.model.hidden // config.parallel.tensor
     return min(max(embedding - data_rank * size, 0), size)
 
@@ -283,13 +283,13 @@ def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
     matrices, norms = parameters(config.model, held, p.tensor)
     groups = [group for group in (matrices, norms) if group]
     if p.zero == 3:
-        gradients = sum(_up(n, data) for group in groups for n in group) * FP32
+        gradients = sum(round_up(n, data) for group in groups for n in group) * FP32
         return [
             *_gathered(config, data, held, settings),
             Term("gradients", "data", "reduce-scatter", gradients, steps),
             *_checks(config, len(groups), FP64),
         ]
-    flat = [_up(sum(group), 2 * data) for group in groups]  # DeepSpeed pads to 4 bytes of bf16 on every rank
+    flat = [round_up(sum(group), 2 * data) for group in groups]  # DeepSpeed pads to 4 bytes of bf16 on every rank
     # DeepSpeed sums over a group of one, too, but it does not gather over it.
     weights = [Term("weights", "data", "all-gather", size // data * e, int(data > 1)) for size in flat]
     if p.zero == 1 and config.precision.kind == "bf16":
@@ -319,10 +319,10 @@ def _gathered(config: RunConfig, data: int, held: Stage, settings: Mapping[str, 
     matrices, norms = parameters(m, held, p.tensor)
     total = sum(matrices) + sum(norms)
     enough = {"stage3_max_live_parameters": total, "stage3_max_reuse_distance": 2 * total}  # there and back
-    whole = [Counter(_up(n, data) // data * e for n in group) for group in (matrices, norms)]
+    whole = [Counter(round_up(n, data) // data * e for n in group) for group in (matrices, norms)]
     if all(settings.get(key, 10**9) >= needed for key, needed in enough.items()):
         # All in one call, kept until the backward pass is through. A tied weight is the whole model's, and comes first.
-        first = _up(m.padded_vocab * m.hidden // p.tensor, data) // data * e if m.tied else 0
+        first = round_up(m.padded_vocab * m.hidden // p.tensor, data) // data * e if m.tied else 0
         rest = sum(size * n for counted in whole for size, n in counted.items()) - first
         return [Term("weights", "data", "all-gather", size, steps * (size > 0)) for size in (first, rest)]
     # One by one, in both passes; where it is recomputed, once more: but for the last of a block, which the backward
@@ -330,9 +330,9 @@ def _gathered(config: RunConfig, data: int, held: Stage, settings: Mapping[str, 
     uses: Counter[int] = Counter()
     if p.recompute == "full":
         block = Stage(held.blocks, first=False, last=False)
-        uses.update(_up(n, data) // data * e for group in parameters(m, block, p.tensor) for n in group)
+        uses.update(round_up(n, data) // data * e for group in parameters(m, block, p.tensor) for n in group)
         last = m.hidden if m.norms == "after" else m.ffn_width * m.hidden // p.tensor
-        uses[_up(last, data) // data * e] -= held.blocks
+        uses[round_up(last, data) // data * e] -= held.blocks
     for counted in whole:
         for size, n in counted.items():
             uses[size] += 2 * n
@@ -354,5 +354,5 @@ def _checks(config: RunConfig, groups: int, norm_bytes: int) -> list[Term]:
     return terms
 
 
-def _up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple

@@ -33,7 +33,7 @@ def threads_to_draw() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), share))
 
 
-def _drawn_by(placement: Placement, config: ModelConfig, seed: int) -> tuple[float, torch.Generator]:
+def _std_and_generator(placement: Placement, config: ModelConfig, seed: int) -> tuple[float, torch.Generator]:
     """Standard deviation and generator of a matrix."""
     into_residual = placement.name.endswith((".attention.out.weight", ".mlp.down.weight"))
     std = config.init_std / math.sqrt(2 * config.layers) if into_residual else config.init_std
@@ -45,7 +45,7 @@ def whole_weight(placement: Placement, shape: tuple[int, ...], config: ModelConf
     """The initial value, fp32, of the whole tensor: the plain reference of `fill`."""
     if len(shape) == 1:
         return torch.ones(shape)
-    std, generator = _drawn_by(placement, config, seed)
+    std, generator = _std_and_generator(placement, config, seed)
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
@@ -104,7 +104,7 @@ def _fill(part: Part, config: ModelConfig, tp: TensorParallel, seed: int) -> Non
     if placement.dim is not None:
         whole = sum(placement.sections)
         rows, columns = (whole, columns) if placement.dim == 0 else (rows, whole)
-    std, generator = _drawn_by(placement, config, seed)
+    std, generator = _std_and_generator(placement, config, seed)
     for first, chunk in _chunks(rows, columns, std, generator):
         for at, mine in _of_shard(chunk, first, placement, tp):
             begin = at * part.shape[1] - part.start  # of these rows in `into`

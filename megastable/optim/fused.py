@@ -17,12 +17,17 @@ LANES = 16  # fp32 numbers of the widest vector, AVX-512; narrower ones divide i
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """torch.optim.AdamW(fused=True), elementwise: an element's update does not depend on its place."""
+    """torch.optim.AdamW(fused=True), elementwise: an element's update does not depend on its place.
+
+    Raises ValueError when a parameter is not contiguous.
+    """
 
     def __init__(
         self, params: Any, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.01
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+        if strided := [tuple(p.shape) for g in self.param_groups for p in g["params"] if not p.is_contiguous()]:
+            raise ValueError(f"FusedAdamW: parameters of shapes {strided} are not contiguous: pass p.contiguous()")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -56,6 +61,6 @@ class FusedAdamW(torch.optim.AdamW):
         for whole in (p, p.grad, state.get("exp_avg"), state.get("exp_avg_sq")):
             rest = p.new_zeros(LANES)
             if whole is not None:  # moments begin as zeros
-                rest[:n] = whole.view(-1)[-n:]
+                rest[:n] = whole.reshape(-1)[-n:]
             rests.append(rest)
         return rests

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from megastable import deepspeed_config
-from megastable.bench.volume import Stage, bounds, element, parameters, stage_of, tied_piece
+from megastable.bench.volume import Stage, bounds, element, parameters, round_up, stage_of, tied_piece
 from megastable.config import LINEARS, RunConfig
 from megastable.hostmemory import taken
 from megastable.model.sizes import chunk_size, elements_on, fp8_linears
@@ -133,17 +133,13 @@ def _zero_section(name: str, stage: int) -> dict[str, Any]:
     return deepspeed_config.build(config, 1)["zero_optimization"]
 
 
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
 def _flat(config: RunConfig, layout: Layout, held: Stage) -> list[int]:
     """Elements of the optimizer's groups (matrices, norms) on a rank before ZeRO shares them out, padded for that."""
     groups = [group for group in parameters(config.model, held, config.parallel.tensor) if group]
     if config.parallel.zero == 3:
         counted = (Counter(group).items() for group in groups)
-        return [sum(_up(n, layout.data) * times for n, times in group) for group in counted]
-    return [_up(sum(group), 2 * layout.data) for group in groups]  # to 4 bytes of bf16 on every rank
+        return [sum(round_up(n, layout.data) * times for n, times in group) for group in counted]
+    return [round_up(sum(group), 2 * layout.data) for group in groups]  # to 4 bytes of bf16 on every rank
 
 
 def _sums(config: RunConfig) -> bool:

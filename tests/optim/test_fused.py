@@ -54,3 +54,9 @@ def test_a_closure_is_asked_for_the_gradients() -> None:
 
     assert optimizer.step(closure) == 3.0
     torch.testing.assert_close(p.detach(), torch.tensor([0.9, 1.1, 1.0]))
+
+
+def test_a_parameter_that_is_not_contiguous_is_refused() -> None:
+    strided = torch.ones(3, 5).t().requires_grad_()
+    with pytest.raises(ValueError, match=r"\(5, 3\).*not contiguous"):
+        FusedAdamW([torch.ones(2, requires_grad=True), strided], lr=0.1, betas=(0.9, 0.95), eps=1e-8)
