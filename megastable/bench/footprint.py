@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,7 +32,6 @@ from megastable.plan import memory
 
 WARM = 2  # steps before the measured one: moments, tables and scratch are there, ZeRO 3 knows its order
 MIB = 2**20
-STEP = "a step whose memory counts"
 PROFILED = 2
 
 MODEL = dict(
@@ -310,7 +309,7 @@ def measure_joined(case: Case) -> Measured:
     gc.collect()
     gc.disable()
     all_held = torch.cuda.memory_allocated() if on_gpu else living_bytes()
-    peak = _peak_on_gpu if on_gpu else _peak_of
+    peak = _peak_on_gpu if on_gpu else partial(peak_of, again=PROFILED)
     most = peak(step), peak(watched), peak(located)
     held = _kinds(engine)
     held["other"] = all_held - before - sum(held.values())
@@ -326,36 +325,6 @@ def _peak_on_gpu(step: Callable[[], None]) -> int:
     step()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-def _peak_of(step: Callable[[], None]) -> int:
-    """The most bytes that a step has allocated on a CPU beside what was there before it.
-
-    Of later ones than the first: torch.profiler knows no memory that was there before it, and pipelines give the
-    buffers of the last step back. And the least of some: gloo's threads let go of what they have sent when they come to
-    it.
-    """
-    import torch
-
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        step()
-        for _ in range(PROFILED):
-            with torch.profiler.record_function(STEP):
-                step()
-    assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    events = profile.profiler.kineto_results.events()
-    begun = [e.start_ns() for e in events if e.name() == STEP]
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    peaks, starts = [], sorted(begun)
-    for begin, end in zip(starts, [*starts[1:], math.inf], strict=True):
-        before = now = most = sum(size for at, size in changes if at < begin)
-        for at, size in changes:
-            if begin <= at < end:
-                now += size
-                most = max(most, now)
-        peaks.append(most - before)
-    return min(peaks)
 
 
 def _batches(case: Case, sample_rank: int) -> list[Any]:

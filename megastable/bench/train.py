@@ -23,6 +23,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import psutil
@@ -47,6 +48,7 @@ PASSES = 3  # over all contestants, when they are apart
 LEAST_SECONDS, MOST_STEPS = 0.3, 16  # that one measurement takes; steps in it
 LEAST_ROUNDS = 2  # however late it is
 ROOM = 0.8  # of the device's memory that may be planned with
+MEASURED = "a run whose memory counts"
 NO_TIME = "it was not warm in the time that there was: more --seconds, or fewer --peers"
 
 Say = Callable[[str], None]
@@ -444,15 +446,24 @@ def living_bytes() -> int:
     return sum(storages.values())
 
 
-def peak_of(step: Callable[[], Any]) -> int:
-    """The most bytes that `step` has allocated on the CPU at once, beside what was there before it."""
+def peak_of(step: Callable[[], Any], again: int = 0) -> int:
+    """The most bytes that `step` has allocated on the CPU at once, beside what was there before it.
+
+    again: run it so many times more, and take the least of these. torch.profiler knows no memory that was there before
+    it, which a pipeline gives back in its first step; and gloo's threads release what they have sent with a delay.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        step()
+        for _ in range(1 + again):
+            with torch.profiler.record_function(MEASURED):
+                step()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
+    events = profile.profiler.kineto_results.events()
+    starts = sorted(e.start_ns() for e in events if e.name() == MEASURED)
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    peaks = []
+    for begin, end in zip(starts, [*starts[1:], math.inf], strict=True):
+        before = sum(size for at, size in changes if at < begin)
+        inside = (size for at, size in changes if begin <= at < end)
+        peaks.append(max(accumulate(inside, initial=before)) - before)
+    return min(peaks[min(again, 1) :])

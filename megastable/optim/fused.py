@@ -26,8 +26,12 @@ class FusedAdamW(torch.optim.AdamW):
         self, params: Any, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.01
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
-        if strided := [tuple(p.shape) for g in self.param_groups for p in g["params"] if not p.is_contiguous()]:
-            raise ValueError(f"FusedAdamW: parameters of shapes {strided} are not contiguous: pass p.contiguous()")
+        if strided := [
+            tuple(p.shape) for g in self.param_groups for p in g["params"] if not p.is_contiguous()
+        ]:
+            raise ValueError(
+                f"FusedAdamW: parameters of shapes {strided} are not contiguous: pass p.contiguous()"
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +40,10 @@ def config(
 class Built:
     """On one rank. module: most bytes of tensors at once until DeepSpeed gets the module; the chunks in which threads
     draw are not among them (see tests/model/test_init.py). whole, largest: elements of this tensor rank's model, of its
-    largest layer; parts: that this rank keeps."""
+    largest layer; parts: that this rank keeps. gathered: the most parameters that DeepSpeed had whole at once."""
 
     module: int
+    gathered: int
     whole: int
     largest: int
     parts: int
@@ -60,9 +62,22 @@ def build(c: RunConfig, world: int) -> Built:
 
     p = c.parallel
     topology = Topology(Layout(p.tensor, p.pipeline, world // (p.tensor * p.pipeline)), dist.get_rank(), 120)
-    initialize, made = deepspeed.initialize, []
+    initialize, made, gathered = deepspeed.initialize, [], [0]
+
+    def counted(p: Any, parameters: list[Any]) -> Callable[..., Any]:
+        gather = p.all_gather
+
+        def gather_and_count(*args: Any, **kwargs: Any) -> Any:
+            done = gather(*args, **kwargs)
+            gathered.append(sum(q.ds_status.name != "NOT_AVAILABLE" for q in parameters))
+            return done
+
+        return gather_and_count
 
     def marked(**given: Any) -> Any:
+        parameters = [q for q in given["model"].parameters() if hasattr(q, "all_gather")]
+        for q in parameters:
+            q.all_gather = counted(q, parameters)
         with torch.profiler.record_function("initialize"):
             return initialize(**given)
 
@@ -81,7 +96,7 @@ def build(c: RunConfig, world: int) -> Built:
     for name, size in of.items():
         by_layer[name.partition(".")[0]] = by_layer.get(name.partition(".")[0], 0) + size
     return Built(
-        most, sum(of.values()), max(by_layer.values()),
+        most, max(gathered), sum(of.values()), max(by_layer.values()),
         sum(fragment.numel for fragment in flat.fragments),
         flat.shards("weight"),
         {placement_of(q).name: placement_of(q) for q in made[0].ds.module.parameters()},
@@ -106,6 +121,7 @@ def test_zero_3_builds_the_parts_and_no_more_than_a_layer(name: str) -> None:
     c = config(world, zero=3, **parts)
     for built in run_ranks(world, build, c, world):
         padded = built.parts + 13 * LAYERS  # a part of each of 11 parameters a block, and of some more
+        assert built.gathered == 1  # one by one, each for its hook
         assert built.module / 2 <= padded + built.largest, f"{built.module / 2:,} of {built.whole:,}"
         check_weights(c, built)
 
