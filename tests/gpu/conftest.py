@@ -1,6 +1,12 @@
 """Tests of what only a GPU shows. One process, a group of one over NCCL; each is skipped where there is no GPU.
 
-bash launch/bench_gpu.sh runs them before it measures.
+Tests with the fixture `exact` compute as run.deterministic=true does, whose variables libraries read when CUDA starts:
+they run in a process of their own, the others with the defaults of training.
+
+    pytest tests/gpu            the others
+    pytest tests/gpu -m exact   these
+
+bash launch/bench_gpu.sh runs both before it measures.
 """
 
 from __future__ import annotations
@@ -15,10 +21,20 @@ import torch
 HERE = Path(__file__).parent
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _only_exact(config: pytest.Config) -> bool:
+    return str(config.option.markexpr) == "exact"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+            if "exact" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.exact)
+                if not _only_exact(config):
+                    item.add_marker(
+                        pytest.mark.skip(reason="in a process of its own: pytest tests/gpu -m exact")
+                    )
             if not torch.cuda.is_available():
                 item.add_marker(
                     pytest.mark.skip(reason="there is no GPU here (torch.cuda.is_available() is False)")
@@ -31,7 +47,7 @@ def gpu() -> torch.device:
 
 
 @pytest.fixture(scope="session")
-def world() -> Iterator[None]:
+def world(pytestconfig: pytest.Config) -> Iterator[None]:
     """A process group of this process, as under the launcher."""
     os.environ.update(
         RANK="0",
@@ -43,9 +59,8 @@ def world() -> Iterator[None]:
     )
     from megastable import deterministic, engine
 
-    os.environ.update(
-        deterministic.ENVIRONMENT
-    )  # read once, when CUDA starts; torch's part is switched by `exact`
+    if _only_exact(pytestconfig):
+        os.environ.update(deterministic.ENVIRONMENT)  # torch's part is switched by `exact`
     engine.start_distributed(timeout=120)
     yield
     engine.stop_distributed()

@@ -18,7 +18,6 @@ from megastable.model.loss import LossFunction
 from megastable.optim import adamw
 from megastable.parallel.topology import TensorParallel
 from tests.gpu_static import fake
-from tests.parallel import test_mappings
 
 S, B, VOCABULARY = 256, 2, 1000
 
@@ -86,11 +85,6 @@ def test_what_lies_between_linear_layers_compiles(norms: str, codes: list[str]) 
         for _ in range(2):
             block(x).sum().backward()
     assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 2
-
-
-def test_collectives_compile() -> None:
-    """compiled collectives of tensor parallelism have the gradients of those as written (two ranks, CPU)"""
-    test_mappings.test_compiled_they_have_the_same_gradients()
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["causal", "documents"])

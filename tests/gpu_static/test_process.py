@@ -58,6 +58,13 @@ def test_the_tests_of_a_gpu_host_are_collected_there() -> None:
     assert int(done.stdout.split(" tests collected")[0].split()[-1]) > 100
 
 
+@pytest.mark.parametrize("file", ["tests/parallel/test_mappings.py", "tests/parallel/test_compiled.py"])
+def test_compiled_collectives(file: str) -> None:
+    """compiled blocks with collectives in them have the gradients of blocks as written (two files of the CPU suite)"""
+    done = python("-m", "pytest", file, "-q", "-n0", "-p", "no:cacheprovider")
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
 @pytest.mark.parametrize("file", ["tests/test_gpu_host.py", "tests/test_synchronisations.py"])
 def test_what_the_cpu_suite_asks_of_gpu_hosts(file: str) -> None:
     """importing megastable starts no CUDA, and a step does not wait for the device (two files of the CPU suite)"""

@@ -71,6 +71,7 @@ def both_ways(c: RunConfig, world: int) -> list[dict[str, Any]]:
         # All of it but the kernels of the last pass, which take many times as long to make.
         patch.setattr(torch, "compile", lambda f, **options: compiler(f, **options, backend="aot_eager"))
         engine = Engine(c, deepspeed_config.build(c, world), topology)
+        assert engine.kernels.compile is c.kernels.compile
         first, second = (shared_out(batch, topology, c) for batch in batches(apart=True)[:2])
         engine.train_step(first, 1e-3, lambda m: m.finite)
         state = {name: t.clone() for name, t in engine.optimizer_state().items()}
