@@ -59,11 +59,11 @@ def _rank(
 
 def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
     """`fn(*args)` on `world` ranks of one process group; their results by rank. A failed rank fails the test."""
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     results = CONTEXT.Queue()
     # Held here, not by rank 0: its port is nobody else's, and no rank comes too early, to try again a second later.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
         CONTEXT.Process(target=_rank, args=(r, world, store.port, fn, args, results)) for r in range(world)
     ]

@@ -41,11 +41,11 @@ def exchange(size: int) -> list[dict[str, Any]]:
     for heads in HEADS:
         *qkv, grad = whole(*heads)
         mine = [x.chunk(size)[rank].clone().requires_grad_() for x in qkv]
-        q, k, v = to_heads(*mine, cp)
+        q, k, v = to_heads(mine[0], mine[1], mine[2], cp)
         y = to_tokens(attend(q, k, v), cp)
         y.backward(grad.chunk(size)[rank])
         with torch.no_grad():
-            back = to_tokens(to_heads(*mine, cp)[0], cp)
+            back = to_tokens(to_heads(mine[0], mine[1], mine[2], cp)[0], cp)
         found.append(
             {
                 "heads": [t.detach() for t in (q, k, v)], "y": y.detach(), "back": torch.equal(back, mine[0]),
