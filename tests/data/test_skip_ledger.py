@@ -126,9 +126,9 @@ def test_an_object_over_two_lines_is_two_wrong_lines(ledger: Path) -> None:
 
 def test_two_objects_on_a_line_are_a_wrong_line(ledger: Path) -> None:
     """Also where a blank line makes as many lines of them as objects."""
-    ledger.write_text(line() * 2 + "\n\n")
+    ledger.write_text(line() * 2 + "\n\n" + line() + "\n")
     odd: list[str] = []
-    assert read_ledger(ledger, odd) == [] and "line 1 is not JSON" in odd[0] and len(odd) == 1
+    assert len(read_ledger(ledger, odd)) == 1 and "line 1 is not JSON" in odd[0] and len(odd) == 1
 
 
 TIMES = st.none() | st.sampled_from(
