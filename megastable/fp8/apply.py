@@ -60,6 +60,8 @@ def emulate(
     meters = metered(config, list(here), device or next(module.parameters()).device)
     found = Emulated(list(here), meters, group)
     for (name, linear), quantize in zip(here.items(), quantizers(config, len(here), meters), strict=True):
-        product = linear.product = Product(name, quantize, lambda: found.on, linear.product)
-        found.products.append(product)
+        before = linear.product
+        plain = before.plain if isinstance(before, Product) else before  # emulated anew, as tools do
+        linear.product = Product(name, quantize, lambda: found.on, plain)
+        found.products.append(linear.product)
     return found

@@ -127,12 +127,12 @@ class Product:
         on: Callable[[], bool],
         plain: Callable[[Tensor, Tensor], Tensor] = F.linear,
     ) -> None:
-        self.name, self.quantize, self._on, self._plain = name, quantize, on, plain
+        self.name, self.quantize, self._on, self.plain = name, quantize, on, plain
         self.observe: Callable[[int, Tensor, Quantized], None] | None = None
 
     def __call__(self, x: Tensor, w: Tensor) -> Tensor:
         if not self._on():
-            return self._plain(x, w)
+            return self.plain(x, w)
         # Asked here: inside of the function gradients are off.
         y: Tensor = _Product.apply(x, w, self, torch.is_grad_enabled())
         return y
