@@ -51,7 +51,7 @@ from deepspeed.utils.timer import NoopTimer
 from megastable.config import OptimizerConfig, RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.deterministic import prepare
-from megastable.errors import ConfigError, MegastableError
+from megastable.errors import ConfigError, MegastableError, RendezvousError
 from megastable.flatstate import FlatState, Fragment
 from megastable.fp8.apply import apply
 from megastable.fp8.switch import History
@@ -154,7 +154,7 @@ def start_distributed(timeout: float, deterministic: bool = False) -> None:
             )
     except dist.DistNetworkError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise ConfigError(
+        raise RendezvousError(
             f"the ranks cannot meet at {where}: {str(error).splitlines()[0]}. If another run is on this host, "
             "give this one a port of its own: deepspeed --master_port 29600 ..."
         ) from None

@@ -40,6 +40,10 @@ class ConfigError(MegastableError):
     code = BAD_INPUT
 
 
+class RendezvousError(ConfigError):
+    """The ranks cannot meet where they were told to, mostly because the port is taken."""
+
+
 class DataError(MegastableError):
     """A shard, index, manifest, tokenizer, ledger or corpus that cannot be used as it stands."""
 

@@ -625,7 +625,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         start_distributed(config.run.timeout, config.run.deterministic)
         code = train(config, recipe.find(args.recipe), attempt_of(args.supervised))
     except errors.MegastableError as error:
-        code = error.code
+        # The supervisor chose the port, and chooses another one for its next attempt.
+        retried = isinstance(error, errors.RendezvousError) and args.supervised is not None
+        code = errors.FAILED if retried else error.code
         if rank == 0 or not error.collective:
             print(f"error: {error}", file=sys.stderr, flush=True)
         if not error.collective:

@@ -65,12 +65,14 @@ def test_bad_input_is_told_once_without_a_traceback(
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_a_port_in_use_is_told_with_the_remedy(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mark", "code"), [([], 2), (["--supervised=1@run"], 1)])
+def test_a_port_in_use_is_told_with_the_remedy(mark: list[str], code: int, tmp_path: Path) -> None:
+    """Bad input, unless a supervisor chose the port: it starts again with another one."""
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
-        done = launch(1, *TINY, f"run.dir={tmp_path / 'run'}", port=taken.getsockname()[1])
-    assert done.returncode == 2 and "--master_port" in done.stderr
+        done = launch(1, *TINY, f"run.dir={tmp_path / 'run'}", *mark, port=taken.getsockname()[1])
+    assert done.returncode == code and "--master_port" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 
 
