@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from megastable.config import RunConfig
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from tests.distributed import run_ranks
+from tests.parallel.compiling import without_kernels
 from tests.parallel.test_layouts import OLMO2, batches, config, mine
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -34,10 +34,7 @@ def both(c: RunConfig, world: int) -> list[tuple[list[float], list[int], int, di
     p = c.parallel
     layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(c, world), p.context)
     topology = Topology(layout, dist.get_rank(), timeout=120)
-    compiler = torch.compile
-    with pytest.MonkeyPatch.context() as patch:
-        # All of it but the kernels of the last pass, which take many times as long to make.
-        patch.setattr(torch, "compile", lambda f, **options: compiler(f, **options, backend="aot_eager"))
+    with without_kernels():
         found = []
         for compiled in (False, True):
             part = c.kernels.model_copy(update={"compile": compiled})

@@ -13,6 +13,7 @@ from megastable.data.loader import MicroBatch
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from tests.distributed import run_ranks
+from tests.parallel.compiling import without_kernels
 from tests.parallel.test_layouts import OLMO2, batches, config
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -66,10 +67,7 @@ def both_ways(c: RunConfig, world: int) -> list[dict[str, Any]]:
     p = c.parallel
     layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(c, world), p.context)
     topology = Topology(layout, dist.get_rank(), timeout=120)
-    compiler = torch.compile
-    with pytest.MonkeyPatch.context() as patch:
-        # All of it but the kernels of the last pass, which take many times as long to make.
-        patch.setattr(torch, "compile", lambda f, **options: compiler(f, **options, backend="aot_eager"))
+    with without_kernels():
         engine = Engine(c, deepspeed_config.build(c, world), topology)
         assert engine.kernels.compile is c.kernels.compile
         first, second = (shared_out(batch, topology, c) for batch in batches(apart=True)[:2])
