@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megastable.checkpoint import loading, markers, store
@@ -17,9 +18,11 @@ from megastable.checkpoint.health import Trend
 from megastable.checkpoint.saving import Outcome, Saver
 from megastable.checkpoint.staging import Staging, recover
 from megastable.checkpoint.store import LayoutState, RunState
+from megastable.checkpoint.vitals import Vitals, doubt, judge, loss_change, ratio, size_change, unclear
+from megastable.checkpoint.whole import run_of
 from megastable.config import RunConfig
 from megastable.engine import Engine
-from megastable.errors import CheckpointError, SpaceError, UnstableError
+from megastable.errors import CheckpointError, MegastableError, SpaceError, UnstableError
 from megastable.ranks import agree, first, shared
 from megastable.recall import interrupted
 from megastable.rundir import RunDirectory
@@ -27,7 +30,7 @@ from megastable.rundir import RunDirectory
 
 class Checkpoints:
     """Of one run, on this rank. note, say, phase: the trainer's journal, console and heartbeat. recipe: the
-    frozen one.
+    frozen one. vitals: measures those of the state that the engine holds.
 
     last: the step of the newest one that counts, -1 where there is none. rejected: those that were passed over at the
     start, and why. ill: the step of a state that could not be saved because it is not finite.
@@ -42,15 +45,21 @@ class Checkpoints:
         say: Callable[[str], None],
         phase: Callable[[str], None],
         recipe: Callable[[], bytes],
+        vitals: Callable[[], Vitals],
     ) -> None:
         self.config, self.engine, self.run, self.folder = config.checkpoint, engine, run, run.checkpoints
-        self.note, self.say, self.phase = note, say, phase
+        self.note, self.say, self.phase, self.vitals = note, say, phase, vitals
         self.saver = Saver(self.folder, engine, self.config, config.model, recipe)
         self.trend = Trend(self.config.healthy_after)
         self._model = config.model
         self.last = -1
         self.rejected: dict[str, str] = {}
         self.ill: int | None = None
+        self.changes: dict[
+            str, float
+        ] = {}  # of the state that was loaded since it was saved: what rounding did
+        self._moved: dict[str, str] = {}  # as saved, but with other losses here: passed over, and why
+        self._doubted: set[int] = set()  # steps of those that cannot prove healthy
 
     # Starting
 
@@ -65,18 +74,42 @@ class Checkpoints:
             first(lambda: self._only_before(before))
         elif cut_short := first(lambda: interrupted(self.run.events("training", "incident", "checkpoint"))):
             first(lambda: self._leave_behind(*cut_short))
-        found, self.rejected = store.newest_good(self.folder)
-        for name, problem in self.rejected.items():
+        convicted = first(self._convicted)
+        told, (found, self.rejected) = self.rejected, store.newest_good(self.folder, convicted | self._moved)
+        for name, problem in self.rejected.items() - told.items():
             self.note("checkpoint_rejected", name=name, problem=problem)
             self.say(f"passed over a damaged checkpoint: {problem}")
         if found is None and self.rejected:
-            raise shared(
-                CheckpointError(
-                    f"{self.folder}: none of its {len(self.rejected)} checkpoints can be used; see the lines above. "
-                    "Restore one, or start again with another run.dir"
-                )
-            )
+            raise shared(CheckpointError(self._nothing_left(convicted)))
         return found
+
+    def _nothing_left(self, convicted: Collection[str]) -> str:
+        """Why the run cannot begin."""
+        count = len(self.rejected)
+        told = f"{self.folder}: none of its {count} checkpoints can be used; see the lines above."
+        if self._moved:
+            return (
+                f"{told} Weights and moments of {len(self._moved)} of them are as large as when they were saved, but "
+                f"compute other losses here: {self._look()}"
+            )
+        accept = f", or accept one: {self._accept(convicted)}" if convicted else ""
+        return f"{told} Restore one{accept}, or start again with another run.dir"
+
+    def _look(self) -> str:
+        """What a person can do who has a checkpoint, or a machine, that computes something else."""
+        return (
+            "look at kernels, versions and hardware. Where they were changed on purpose, accept one: "
+            f"{self._accept(self._moved)}; checkpoint.vitals.probes=0 goes on without asking"
+        )
+
+    def _accept(self, names: Collection[str]) -> str:
+        newest = max((self.folder / name for name in names), key=store.step_of)
+        return f"python tools/checkpoint.py accept {newest}"
+
+    def _convicted(self) -> dict[str, str]:
+        """Names of those that a run has convicted already, with the reason."""
+        rulings = {path.name: markers.convicted(path) for path in store.newest_first(self.folder)}
+        return {name: ruling.reason for name, ruling in rulings.items() if ruling is not None}
 
     def load(self, found: Path, saved: RunState, layout: LayoutState) -> None:
         """Weights, moments and random states of `found` into the engine, whatever layout wrote it."""
@@ -89,15 +122,76 @@ class Checkpoints:
         if saved.updates and not saved.adam_step:
             self.note("moments_anew", step=saved.step)
             self.say(f"{found.name} holds no optimizer state: Adam's moments begin anew")
+        self.last = saved.step
+
+    def proved(self, found: Path, saved: RunState) -> bool:
+        """Whether the state that the engine holds is the one that `found` was saved of.
+
+        If so, those that were passed over are put aside. Otherwise it is convicted, and `find` finds the one before it.
+        Raises CheckpointError where one before computes other losses, and this one cannot tell whether that is to blame
+        or what computes here.
+        """
+        now = self.vitals()
+        bf16 = self.engine.flat_state().moments is torch.bfloat16
+        kept = saved.vitals
+        most = ratio(self.engine.config.optimizer.betas, *first(lambda: self._betas(found)))
+        verdict = judge(kept, now, bf16, self.config.vitals, most)
+        self.changes = (
+            {}
+            if kept is None
+            else {"sizes": size_change(kept.sizes, now.sizes), "losses": loss_change(kept, now)}
+        )
+        asked = bool(verdict.problem or self._moved)
+        ruling = first(lambda: markers.accepted(found)) if asked else None
+        if verdict.problem and ruling is not None:
+            self.note(
+                "warning", step=saved.step, text=f"{found.name}: {verdict.problem}; accepted by a person"
+            )
+            self.say(
+                f"WARNING: {found}: {verdict.problem}; a person accepts it: {ruling.reason or 'no reason given'}"
+            )
+        elif verdict.problem:
+            what = (
+                "its checksums are right, its content is not"
+                if verdict.content
+                else "its content is as large as it was, what it computes is not as it was"
+            )
+            problem = f"{found}: {what}: {verdict.problem}"
+            if verdict.content:
+                first(lambda: markers.convict(found, problem))
+            else:  # of the checkpoint or of what computes here: the one before it tells
+                self._moved[found.name] = problem
+            return False
+        doubtful = unclear(kept, now, self.config.vitals) if self._moved else ""
+        if doubtful and ruling is None:
+            names = ", ".join(self._moved)
+            raise shared(
+                CheckpointError(
+                    f"{self.folder}: {names}: weights and moments are as large as when they were saved, but compute "
+                    f"other losses here, and {found.name} does not prove that this is right: {doubtful}. So nothing is "
+                    f"convicted: {self._look()}"
+                )
+            )
+        # Whom a person has accepted may be as wrong as they are, and convicts nobody by being taken.
+        for name, problem in self._moved.items() if not doubtful else ():
+            path = self.folder / name
+            first(lambda path=path, problem=problem: markers.convict(path, problem))  # type: ignore[misc]
         for name in self.rejected if dist.get_rank() == 0 else ():
             store.set_aside(self.folder / name)
-        self.last = saved.step
+        return True
+
+    def _betas(self, found: Path) -> list[tuple[float, float]]:
+        """Adam's when `found` was saved; none where its recipe cannot be read, which nothing else here needs."""
+        try:
+            return [run_of(found).optimizer.betas]
+        except MegastableError:
+            return []
 
     def begin(self, step: int) -> None:
         """Training goes on after `step`."""
         self.last = max(self.last, step)
         self.saver.began = first(time.time)
-        self.trend.resumed(step, first(lambda: [s for s in self._steps() if not self._is_healthy(s)]))
+        self.trend.resumed(step, first(self._unproven))
 
     def prepare(self) -> None:
         """Once the rewind points have their share of the memory."""
@@ -154,6 +248,17 @@ class Checkpoints:
     def _is_healthy(self, step: int) -> bool:
         return markers.healthy(self.folder / store.name_of(step)) is not None
 
+    def _unproven(self) -> list[int]:
+        """Steps of those that may prove healthy yet."""
+        return [step for step in self._steps() if not self._is_healthy(step) and not self._is_doubted(step)]
+
+    def _is_doubted(self, step: int) -> bool:
+        try:
+            vitals = store.read_state(self.folder / store.name_of(step)).vitals
+        except CheckpointError:
+            return False  # damaged: it is passed over anyway
+        return vitals is not None and bool(vitals.doubt)
+
     # While training
 
     def save(self, state: RunState, wait: bool = False) -> bool:
@@ -161,6 +266,7 @@ class Checkpoints:
         proves ill is left by whoever calls (`ill`); where that is waited for, UnstableError is raised."""
         self.settle()
         if self.ill is None:
+            self._examine(state)
             self.saver.begin(state)
             self._say_note()
             if wait or not self.saver.asynchronous:
@@ -168,6 +274,21 @@ class Checkpoints:
         if wait and self.ill is not None:
             raise self.unstable()
         return self.saver.pending == state.step or self.last == state.step
+
+    def _examine(self, state: RunState) -> None:
+        """Measure what the checkpoint of `state` is to remember of it. The steps wait for this: done before anything is
+        copied, it tells of a copy that goes wrong."""
+        before, now = state.vitals, self.vitals()
+        if before is not None and before.doubt:
+            before = None  # no measure of anything
+        reason = doubt(now, before, state.recent_losses, self.config.vitals)
+        self._doubted.discard(state.step)
+        if reason:
+            self._doubted.add(state.step)
+            text = f"the checkpoint of step {state.step} will not count as healthy: {reason}"
+            self.note("warning", step=state.step, text=text)
+            self.say(f"step {state.step}: warning: {text}")
+        state.vitals = now.model_copy(update={"doubt": reason})
 
     def finish(self) -> None:
         """Wait for the one that is under way, if there is one. Raises SpaceError, UnstableError."""
@@ -231,7 +352,8 @@ class Checkpoints:
                 "checkpoint", step=step, name=outcome.path.name, bytes=outcome.size,
                 seconds=round(outcome.seconds, 3), blocked=round(outcome.blocked, 3),
             )  # fmt: skip
-            self._mark(self.trend.saved(step), step)
+            if step not in self._doubted:
+                self._mark(self.trend.saved(step), step)
             return
         self.note("checkpoint_failed", step=step, problem=outcome.problem)
         if not outcome.finite:

@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from megastable.checkpoint.settings import VitalsConfig
 from megastable.part import Fraction, Part
 from megastable.stability.settings import StabilityConfig
 from megastable.supervise.settings import SuperviseConfig
@@ -230,6 +231,7 @@ class CheckpointConfig(Part):
     staging: Path | None = None  # local disk of every host: written there first, then uploaded to run.dir
     at_end: bool = True
     on_failure: Literal["continue", "stop"] = "continue"  # when a checkpoint cannot be written
+    vitals: VitalsConfig = VitalsConfig()
 
 
 class LoggingConfig(Part):

@@ -13,9 +13,11 @@ import numpy.typing as npt
 from megastable.data.loader import Loader, MicroBatch
 from megastable.data.skips import Selection, Skips
 from megastable.engine import Engine
+from megastable.examination import Examination
 from megastable.ranks import agree
-from megastable.stability import attribution
-from megastable.stability.attribution import Conclusion, Suspect
+from megastable.stability import attribution, groups
+from megastable.stability.attribution import Conclusion
+from megastable.stability.likeness import READ
 from megastable.stability.settings import AttributionConfig
 
 Int64s = npt.NDArray[np.int64]
@@ -26,7 +28,6 @@ RECORDED = (
 )  # samples of the recorded steps that are compared with: more tell nothing more, and take seconds
 SEARCHED = 2**17  # positions before the present one among which samples of a rare corpus are looked for
 BATCHES = 4  # whose gradients are measured where no loss is bad: what a bad one does shows within a few steps
-SHOWN = 2  # guilty samples whose own gradients are measured, as evidence
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,22 @@ class Known(NamedTuple):
     corpora: Int64s
 
 
+class Norms(NamedTuple):
+    """Norms of gradients on the good state: of an ordinary batch as a whole and of an ordinary sample alone; of some
+    batches [n]. budget: how many more may be measured."""
+
+    whole: float
+    alone: float
+    batches: list[Trained]
+    norms: Floats
+    budget: int
+
+    @property
+    def extraordinary(self) -> npt.NDArray[np.bool_]:
+        """Which of the batches are: bool [n]."""
+        return np.asarray(self.norms > attribution.BATCH_RATIO * self.whole)
+
+
 def harmless(steps: Sequence[Trained], selection: Skips | Selection) -> tuple[Int64s, Floats]:
     """Positions and losses of what some steps trained on, but for what is left out by now: it may have been convicted
     since, in a later epoch."""
@@ -61,7 +78,6 @@ class Laboratory:
 
     def __init__(self, config: AttributionConfig, engine: Engine, loader: Loader, batch: int) -> None:
         self.config, self.engine, self.loader, self.batch = config, engine, loader, batch
-        self.order = loader.source.order
 
     def losses(self, positions: Int64s) -> Floats:
         """Per-sample cross-entropy, fp64 [n], by forward passes alone; read and moved a global batch at a time.
@@ -84,7 +100,23 @@ class Laboratory:
         return math.nan if measured.overflow else measured.grad_norm
 
     def corpora(self, positions: Int64s) -> Int64s:
-        return self.order.locate(positions).corpus
+        return self.loader.source.order.locate(positions).corpus
+
+    def tokens(self, positions: Int64s) -> npt.NDArray[np.int32]:
+        """The first `READ` + 1 of each sample, or all: int32 [n, l]; read by every rank, a global batch at a time.
+
+        Raises DataError as `losses` does.
+        """
+        source = self.loader.source
+        found = np.empty((positions.size, min(source.order.sequence_length, READ) + 1), np.int32)
+
+        def read() -> None:
+            for first in range(0, positions.size, self.batch):
+                part = slice(first, first + self.batch)
+                found[part] = source.samples(positions[part])[:, : found.shape[1]]
+
+        agree(read)
+        return found
 
     def examine(
         self,
@@ -93,61 +125,29 @@ class Laboratory:
         cursor: int,
         selection: Skips | Selection,
         recurred: bool,
+        adjacent: bool = False,
+        between: Sequence[Trained] = (),
     ) -> Conclusion:
-        """Who of `window` (the steps since the onset) is guilty; beyond its end, too, where it ends in bad data.
+        """Who of `window` (the steps since the onset) is guilty; beyond both of its ends, too, as far as that goes.
 
-        history: steps that led to the present state without a complaint; cursor: the position that it has come to;
-        selection: what is skipped already. Raises DataError as `losses` does.
+        history: steps that led to the present state without a complaint; between: applied ones after that, before the
+        window; cursor: the position that the state has come to; selection: what is skipped already. adjacent: the
+        window lies next to what an incident of shortly before skipped. Raises DataError as `losses` does.
         """
-        steps = window[: self.config.window]
-        positions = np.concatenate([t.positions for t in steps])
-        corpora, losses = self.corpora(positions), self.losses(positions)
-        known = self._known(history, selection)
-        end = int(positions.max()) + 1
+        return Examination(self, window, history, between, cursor, selection, adjacent).conclude(recurred)
 
-        def judge(threshold: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
-            """On until a clean batch."""
-            nonlocal known, positions, losses, corpora, end
-            for ahead in range(self.config.ahead + 1):
-                known = self._more(known, corpora, cursor, selection)
-                z, p = attribution.compare(losses, corpora, known.losses, known.corpora)
-                bad = attribution.guilty_by_loss(z, p, threshold)
-                if not bad[-self.batch :].any() or ahead == self.config.ahead:
-                    break
-                more, end = selection.next_kept(end, self.batch)
-                positions, losses = (
-                    np.concatenate([positions, more]),
-                    np.concatenate([losses, self.losses(more)]),
-                )
-                corpora = np.concatenate([corpora, self.corpora(more)])
-            return z, bad
+    def known(
+        self, history: Sequence[Trained], corpora: Int64s, cursor: int, selection: Skips | Selection
+    ) -> Known:
+        """Harmless samples to compare samples of `corpora` with."""
+        return self._more(self._known(history, selection), corpora, cursor, selection)
 
-        z, bad = judge(self.config.threshold)
-        guilty = positions[bad]
-        if guilty.size:
-            worst = guilty[np.argsort(-z[bad], kind="stable")][: min(SHOWN, self.config.gradients)]
-            norms = {p: self.gradient_norm(np.array([p])) for p in worst.tolist()}
-        else:
-            guilty, norm = self._by_gradient(steps, known)
-            norms = {int(guilty[0]): norm} if guilty.size == 1 else {}
-            if guilty.size:
-                # What its gradient proves of one, its loss says of its like.
-                like = attribution.LIKE * float(np.nanmin(z[np.isin(positions, guilty)], initial=np.inf))
-                if math.isfinite(like) and like > attribution.TELLING:
-                    z, bad = judge(min(like, self.config.threshold))
-                    guilty = np.union1d(guilty, positions[bad])
-        norms = {p: norm for p, norm in norms.items() if not math.isnan(norm)}
-        suspects = [
-            Suspect(position, loss, deviation, norms.get(position))
-            for position, loss, deviation in zip(positions.tolist(), losses.tolist(), z.tolist(), strict=True)
-        ]
-        examined = (
-            f"the first {len(steps)} of {len(window)}" if len(steps) < len(window) else f"the {len(steps)}"
-        )
-        kinds = int(np.isin(known.corpora, corpora).sum())
-        return attribution.conclude(
-            suspects, guilty.tolist(), recurred, kinds, f"{examined} steps since the onset"
-        )
+    def usual(
+        self, history: Sequence[Trained], corpora: Int64s, before: int, selection: Skips | Selection
+    ) -> Known:
+        """Harmless samples of `corpora`: those of `history`; where these are too few, the latest of before the position
+        `before`, measured."""
+        return self._more(self._known(history, selection), corpora, before, selection)
 
     def _read(self, positions: Int64s) -> list[MicroBatch]:
         return agree(lambda: self.loader.read(positions))
@@ -183,25 +183,31 @@ class Laboratory:
         left = ~np.isin(known.corpora, measured.corpora)
         return Known(*(np.concatenate([new, old[left]]) for old, new in zip(known, measured, strict=True)))
 
-    def _by_gradient(self, steps: Sequence[Trained], known: Known) -> tuple[Int64s, float]:
-        """Who of the batches of `steps` has an extraordinary gradient on the good state, and its norm; else nobody.
+    def batch_norms(self, steps: Sequence[Trained], known: Known) -> Norms | None:
+        """Gradients of a few of the batches of `steps` on the good state, the refused ones first, and of what is
+        ordinary there; None where that is not known.
 
-        Takes at most `gradients` steps' time: two for what is ordinary, at most half of the rest for the batches, the
-        refused ones first, the others to halve the worst of them.
+        Takes two steps' time, and one for each batch: at most half of the rest of `gradients`.
         """
-        nobody, budget = (np.empty(0, np.int64), math.nan), self.config.gradients - 2
-        if budget < 2 or known.positions.size < attribution.ENOUGH:
-            return nobody
+        budget = self.config.gradients - 2
+        if budget < 2 or known.positions.size < groups.ENOUGH:
+            return None
         calm = known.positions[np.argsort(np.abs(known.losses - np.median(known.losses)), kind="stable")]
         # Samples of ordinary loss, for a gradient of ordinary size.
         whole, alone = self.gradient_norm(known.positions[-self.batch :]), self.gradient_norm(calm[:1])
         batches = sorted(steps, key=lambda t: t.applied)[: min(BATCHES, budget // 2)]
         norms = np.array([self.gradient_norm(t.positions) for t in batches])
-        worst = int(np.argmax(np.nan_to_num(norms, nan=-1.0, posinf=np.inf)))
-        if not norms[worst] > attribution.BATCH_RATIO * whole:
+        return Norms(whole, alone, batches, norms, budget - len(batches))
+
+    def by_gradient(self, found: Norms) -> tuple[Int64s, float]:
+        """Which sample or group of the worst batch has an extraordinary gradient, found by halving, and its norm; else
+        nobody."""
+        nobody = np.empty(0, np.int64), math.nan
+        worst = int(np.argmax(np.nan_to_num(found.norms, nan=-1.0, posinf=np.inf)))
+        if not found.extraordinary[worst]:
             return nobody
         group, norm = attribution.narrow(
-            batches[worst].positions, float(norms[worst]), self.gradient_norm, budget - len(batches)
+            found.batches[worst].positions, float(found.norms[worst]), self.gradient_norm, found.budget
         )
-        usual = attribution.usual_norm(whole, alone, self.batch, group.size)
+        usual = attribution.usual_norm(found.whole, found.alone, self.batch, group.size)
         return (group, norm) if norm > attribution.GRADIENT_RATIO * usual else nobody

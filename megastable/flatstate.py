@@ -9,6 +9,7 @@ fragments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,13 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from megastable.checkpoint.vitals import Size
 from megastable.parallel.sharding import Placement
 from megastable.ranks import gathered
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # fp32 master weights, Adam's first and second moment
 CHUNK = 1 << 22  # elements worked on at a time: 16 MiB, where a whole embedding would be gigabytes
+CACHED = 1 << 18  # the same on a CPU, whose fp32 sums of so many squares are right to 1e-6
 
 
 class Fragment(BaseModel):
@@ -126,6 +129,38 @@ class FlatState:
         return Norms(weights, moments)
 
     @torch.no_grad()
+    def sizes(self, names: Sequence[str]) -> dict[str, dict[str, Size]]:
+        """Norm and largest magnitude of every whole tensor, by kind and name; without moments before the first update.
+
+        names: all that any rank may hold, the same on every rank. Collective over the world; every element counts once.
+        """
+        device = self.masters[0].device
+        row = {name: i for i, name in enumerate(names)}
+        # Counts tell what there is: the largest magnitude of a tensor may be zero.
+        sums = torch.zeros(2, len(KINDS), len(row), dtype=torch.float64, device=device)
+        largest = torch.zeros(len(KINDS), len(row), dtype=torch.float64, device=device)
+        for f in self.fragments:
+            for k, kind in enumerate(KINDS if f.counted else ()):
+                piece = self.piece(f, kind)
+                for part in (
+                    piece.split(CHUNK if device.type == "cuda" else CACHED) if piece is not None else ()
+                ):
+                    norm = torch.linalg.vector_norm(part.float())
+                    peak = torch.linalg.vector_norm(part, ord=math.inf)
+                    sums[0, k, row[f.name]] += norm.double().square()
+                    sums[1, k, row[f.name]] += part.numel()
+                    largest[k, row[f.name]] = torch.maximum(largest[k, row[f.name]], peak.double())
+        dist.all_reduce(sums)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        norms, counts, peaks = sums[0].sqrt().tolist(), sums[1].tolist(), largest.tolist()
+        return {
+            kind: {
+                name: Size(norm=norms[k][i], largest=peaks[k][i]) for name, i in row.items() if counts[k][i]
+            }
+            for k, kind in enumerate(KINDS)
+        }
+
+    @torch.no_grad()
     def shards(self, kind: str) -> dict[str, Tensor]:
         """This tensor rank's and stage's parameters by name, whole over data parallelism, fp32 on the CPU.
 
@@ -158,6 +193,8 @@ class FlatState:
             state["step"] = torch.tensor(float(step), device=master.device if fused else "cpu")
             for kind in KINDS[1:]:
                 state[kind] = torch.zeros_like(master.data, dtype=self.moments)
+        for master in self.masters if not step else []:
+            self.optimizer.state.get(master, {}).clear()  # of another checkpoint that was loaded before
         for kind in KINDS if step else KINDS[:1]:
             for fragment in self.fragments:
                 piece = self.piece(fragment, kind)

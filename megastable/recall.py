@@ -14,20 +14,27 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megastable.stability.guard import GuardState
-from megastable.stability.incident import Incident
-from megastable.stability.policy import PolicyState
+from megastable.stability.incident import Incident, LeftOut
+from megastable.stability.policy_state import PolicyState
+from megastable.stability.samples import WatchState
+from megastable.stability.signs import SignsState
 
-TELLING = ("incident", "handover", "unstable")  # events of the journal that may carry all this
+TELLING = ("incident", "handover", "alert", "unstable")  # events of the journal that may carry all this
 
 
 class Memory(BaseModel):
-    """What a checkpoint keeps. incident: the open one. incidents: how many there were."""
+    """What a checkpoint keeps. incident: the open one. incidents: how many there were. rate: scheduled, of the last
+    step. left_out: by the last incident."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     guard: GuardState = GuardState()
     incident: Incident | None = None
     incidents: int = 0
+    rate: float | None = None
+    left_out: LeftOut | None = None
+    samples: WatchState = WatchState()
+    signs: SignsState = SignsState()
 
 
 ONGOING = ("open", "handed over")  # what the next process goes on with
@@ -40,6 +47,7 @@ class _Told(BaseModel):
 
     policy: PolicyState
     summary: Incident | None = None
+    left_out: LeftOut | None = None
 
 
 def recall(
@@ -70,6 +78,7 @@ def recall(
         if memory.guard.simulated or told.policy.clock < memory.guard.policy.clock:
             continue
         memory.guard.policy = told.policy
+        memory.left_out = told.left_out or memory.left_out
         if told.summary is not None:
             memory.incident = told.summary if told.summary.outcome in ONGOING else None
     return memory, [*lost, problem] if problem else lost
@@ -93,6 +102,25 @@ def interrupted(events: Iterable[dict[str, Any]]) -> tuple[int, set[str]] | None
         elif event["event"] == "checkpoint":
             since.add(str(event.get("name")))
     return (undone, since) if isinstance(undone, int) else None
+
+
+def tried(events: Iterable[dict[str, Any]], clock: int, verify_steps: int) -> list[int]:
+    """The steps of the checkpoints that processes went on from after a handover that no new ground followed: none of
+    them is to be gone on from again.
+
+    events: the journal's "handover" and "training", in order. clock: the farthest step by now; what lies `verify_steps`
+    behind the farthest one of a handover is new ground.
+    """
+    steps, barren = list[int](), False
+    for event in events:
+        if event["event"] == "handover":
+            policy = event.get("policy")
+            then = policy.get("clock") if isinstance(policy, dict) else None
+            barren = isinstance(then, int) and clock - then <= verify_steps
+            steps = steps if barren else []
+        elif barren and isinstance(step := event.get("step"), int) and step:
+            steps.append(step)
+    return steps
 
 
 def _readable(saved: dict[str, Any]) -> tuple[Memory, list[str]]:

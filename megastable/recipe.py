@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -178,7 +179,7 @@ def _part(location: Sequence[str]) -> type[Part]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """`python -m megastable.config`: print the resolved tree and the DeepSpeed JSON."""
-    from megastable import deepspeed_config
+    from megastable import deepspeed_config, lint
 
     parser = argparse.ArgumentParser(
         prog="python -m megastable.config",
@@ -195,6 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         replica = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
         world = replica if args.world is None else args.world
         ds = deepspeed_config.build(config, world)
+        for text in lint.lint(config):
+            print(f"WARNING: {text}", file=sys.stderr)
         tree = config.model_dump(mode="json")
         if args.json:
             print(json.dumps({"config": tree, "deepspeed": ds}, indent=2))

@@ -6,44 +6,41 @@ that it helped. Every decision is journaled with its reason. All methods are col
 
 from __future__ import annotations
 
-import math
-import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from megastable import diagnose, room
+from megastable import diagnose
 from megastable.casebook import Casebook
-from megastable.checkpoint import store
 from megastable.checkpoint.store import RunState
 from megastable.config import RunConfig
 from megastable.data.loader import Loader, Step
 from megastable.data.skips import Selection
 from megastable.data.source import Source
-from megastable.deterministic import exact
+from megastable.deferring import Deferring
 from megastable.engine import Engine, Measured
-from megastable.errors import HandoverError, MegastableError, UnstableError
-from megastable.evidence import Laboratory, Trained, harmless
-from megastable.ranks import agree, first, gathered, shared
+from megastable.evidence import Trained
+from megastable.lastresort import LastResort
+from megastable.origin import Origin
+from megastable.points import Points
+from megastable.ranks import first
+from megastable.rates import Rates
 from megastable.recall import TELLING, Memory, recall
-from megastable.rng import rng_state, set_rng_state
+from megastable.replays import Replays
+from megastable.rewinding import Rewinding, Tripped
 from megastable.rundir import RunDirectory
+from megastable.sample_watch import SampleWatch
 from megastable.skipping import Skipping
-from megastable.stability import attribution
-from megastable.stability.attribution import Conclusion, Replay, Result
-from megastable.stability.detector import Detector, DetectorState
+from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.guard import Guard
-from megastable.stability.policy import Action, Cause, Decision
 from megastable.stability.signals import Finding, Signals, Verdict
-from megastable.stability.snapshot import Ring, Snapshot
+from megastable.stability.signs import SignsState
+from megastable.startsigns import StartSigns
 
 QUIET = 500  # steps between two warnings: what moves, moves for long
-UNSTEADY = "the same data on the same state gives other numbers every time: hardware"
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -52,7 +49,7 @@ Floats = npt.NDArray[np.float64]
 class Recovery:
     """The stability system of one training process. skipping: what it leaves out, and adds to; note, say, phase: the
     trainer's journal, console and heartbeat; settle: waits until no checkpoint is under way, so that those that are
-    there can be counted."""
+    there can be counted; changed: as `Origin` has it."""
 
     def __init__(
         self,
@@ -65,25 +62,35 @@ class Recovery:
         say: Callable[[str], None],
         phase: Callable[[str], None],
         settle: Callable[[], None] = lambda: None,
+        changed: Sequence[str] = (),
     ) -> None:
         self.config, self.settings = config, config.stability
         self.engine, self.source, self.run, self.skipping = engine, source, run, skipping
-        self.note, self.say, self.phase, self.settle_saves = note, say, phase, settle
+        self.note, self.say, self.phase = note, say, phase
         self.decision: Decision | None = None
         self.indicators: dict[str, float] = {}
+        self._mixed = False  # whether the coming step is the first of another data mix
         self._quiet_until = 0
-        self._irreproducible: int | None = None  # step whose numbers were finite when it was done again
+        self._located = ""  # what a replay of this step, refused as it is not finite, found
         c = self.settings
         self._in_fp8 = True  # as was said last; an engine begins with it
         self.guard = Guard(c, simulated=c.dry_run, fp8=engine.fp8 is not None)
-        self.casebook = Casebook(run, source, lambda: self.guard.policy.state, note, say)
+        self.replays = Replays(engine, config.run.deterministic)
+        deferring = Deferring(config, run, source, self._selection)
+        self.casebook = Casebook(run, source, deferring, lambda: self.guard.policy.state, note, say)
+        self.samples = SampleWatch(c, self.casebook, note, say, phase, self._selection)
+        self.signs = StartSigns(config, source, SignsState(), note, say)
         self._before = self.guard.detector.state
-        self.ring = Ring(engine, 0, c.snapshots.interval)
-        self.laboratory: Laboratory | None = None
-        # As many steps as the ring reaches back, whichever snapshots it keeps.
-        self._trained: deque[Trained] = deque(
-            maxlen=min(512, 2**c.snapshots.keep * max(1, c.snapshots.interval))
+        self.origin = Origin(run, config, changed, note)
+        self.points = Points(c, engine, self.origin, config.train.global_batch, note, say)
+        self.rates = Rates(self.points.trained.maxlen or 1)
+        self.last_resort = LastResort(
+            run, self.casebook, self.origin, lambda: self.guard.policy, self.points.since, note, say, settle
         )
+        self.rewinding = Rewinding(
+            config, engine, source, self.points, self.replays, self.rates, self.casebook, self.origin,
+            self.samples, self.last_resort, lambda: self.guard, self._selection, note, say, phase,
+        )  # fmt: skip
 
     # Starting
 
@@ -93,29 +100,37 @@ class Recovery:
         in_fp8 = self.engine.fp8 is not None
         self.guard = Guard(self.settings, memory.guard, self.settings.dry_run, in_fp8)
         self.guard.policy.resumed(state.step, state.updates)
-        self.casebook.restore(memory.incident, memory.incidents, state.step)
-        batch = self.config.train.global_batch
-        self.laboratory = Laboratory(self.settings.attribution, self.engine, loader, batch)
+        self.last_resort.begin()
+        self.rates.resume(state.step, memory.rate)
+        self.casebook.restore(memory.incident, memory.incidents, state.step, memory.left_out)
+        self.samples.rewind(memory.samples)
+        self.signs = StartSigns(self.config, self.source, memory.signs, self.note, self.say)
+        self.origin.resumed(state)
+        self.points.begin(loader, self.acts)
         if self.acts:
-            self.ring = Ring(self.engine, self._capacity(), self.settings.snapshots.interval)
-            self._snapshot(state, self.guard.detector.state)
+            self.points.take(state, self.guard.detector.state, self.samples.state)
         self.choose_precision(state)
 
-    def begin_anew(self, step: int, old: dict[str, float], new: dict[str, float]) -> None:
-        """Other data is read from here on, on purpose: what was usual of its loss is learnt again, so that nobody takes
-        the change for an incident. Not while one is open: its proof needs what was usual before it."""
-        if not self.acts or self.casebook.incident is not None:
-            return
-        self.guard.rewind(DetectorState())
-        self.note("baseline_anew", step=step, old=old, new=new)
-        self.say(
-            f"step {step}: the corpora are mixed in another way from here on: what is usual is learnt anew"
-        )
+    def mix_changed(self, step: int, old: dict[str, float], new: dict[str, float]) -> None:
+        """Other data is read from `step` on, on purpose: the detector takes another level of the loss for its effect.
+        While an incident is open, too: its proof is then judged by the new level."""
+        self._mixed = True
+        if self.settings.enabled:
+            self.note("mix_changed", step=step, old=old, new=new)
+            self.say(f"step {step}: data mix changed; another level of the loss is no incident")
 
     def memory(self) -> dict[str, Any]:
         """For the checkpoint."""
         book = self.casebook
-        memory = Memory(guard=self.guard.state, incident=book.incident, incidents=book.count)
+        memory = Memory(
+            guard=self.guard.state,
+            incident=book.incident,
+            incidents=book.count,
+            rate=self.rates.newest,
+            left_out=book.left_out,
+            samples=self.samples.state,
+            signs=self.signs.signs.state,
+        )
         return memory.model_dump()
 
     def _recall(self, state: RunState) -> Memory:
@@ -126,19 +141,6 @@ class Recovery:
             self.note("stability_state_dropped", step=state.step, problem=problem)
             self.say(f"WARNING: what was remembered of stability cannot be read and starts anew: {problem}")
         return memory
-
-    def _capacity(self) -> int:
-        """How many snapshots every rank has room for; said, with the numbers."""
-        c = self.settings.snapshots
-        if not c.interval:
-            return 0
-        state, pinned = self.engine.optimizer_state().values(), torch.cuda.is_initialized()
-        everyone = gathered(room.demand(state, self.engine.masters, self.engine.flat_state().moments, pinned))
-        found = agree(lambda: room.plan(everyone, c))
-        if not found.points:
-            self.note("no_snapshots", bytes=found.snapshot, budget=found.budget)
-        self.say(found.text)
-        return found.points
 
     @property
     def acts(self) -> bool:
@@ -174,21 +176,24 @@ class Recovery:
 
     def judge(self, measured: Measured, step: int, lr: float) -> bool:
         """The gate: whether the update may be applied."""
-        self.decision = None
+        self.decision, self._located = None, ""
         if measured.overflow:
             return False  # part of fp16: a smaller loss scale mends it
         if not self.settings.enabled:
             return measured.finite
-        signals = Signals(step, measured.loss, measured.grad_norm, lr, self.indicators)
-        self.indicators = {}
-        oldest = 0 if self.settings.dry_run else self._oldest()
+        signals = Signals(step, measured.loss, measured.grad_norm, lr, self.indicators, self._mixed)
+        self.indicators, self._mixed = {}, False
+        oldest = 0 if self.settings.dry_run else self.points.oldest
         self._before = self.guard.detector.state
         self.decision = self.guard.judge(signals, oldest)
         return measured.finite if self.settings.dry_run else self.decision.applies
 
-    def rate_factor(self, updates: int) -> float:
-        """What the learning rate is multiplied by: less than one after a cut."""
-        return 1.0 if self.settings.dry_run else self.guard.policy.rate_factor(updates)
+    def rate(self, updates: int, scheduled: float) -> float:
+        """The rate of the update after `updates` applied ones, where the schedule says `scheduled`: less after a cut or
+        under a cap."""
+        self.rates.coming = scheduled
+        self.guard.policy.follow(scheduled)
+        return self.guard.policy.rate(updates, scheduled) if self.acts else scheduled
 
     def refusal(self, measured: Measured) -> tuple[str, str]:
         """Why the last update was refused: a verdict, and its reason."""
@@ -209,40 +214,78 @@ class Recovery:
         state: RunState,
         loader: Loader,
     ) -> RunState:
-        """Carry out what was decided about the step from `before` to `state`; where the run stands then.
+        """Carry out what was decided about the step from `before` to `state`; where the run stands then: where it
+        stays, suspected samples are examined.
 
         Raises HandoverError and UnstableError.
         """
+        self.points.trained.append(Trained(state.step, batch.positions, measured.losses.numpy(), applied))
+        self.rates.done(state.step)
+        if not measured.overflow:
+            self.samples.observe(batch, measured, applied, state.step)
+        after = self._carry_out(batch, measured, applied, before, state, loader)
+        if after is state and self.acts and self.decision is not None:
+            if self.decision.action is Action.DISCARD and self.replays.finite_again != state.step:
+                self.samples.refused(batch, measured, state.step, self.decision, self._located)
+            clear = self.casebook.incident is None and not self.guard.policy.state.watching
+            assert self.points.laboratory is not None
+            quiet = applied and self.calm
+            for found in self.samples.act(state, self.points.trained, self.points.laboratory, clear, quiet):
+                self.guard.policy.explained()
+                self.guard.policy.skipped(found.convicted, found.odds)
+        return after
+
+    def _carry_out(
+        self,
+        batch: Step,
+        measured: Measured,
+        applied: bool,
+        before: RunState,
+        state: RunState,
+        loader: Loader,
+    ) -> RunState:
         decision, damage = self.decision, ""
-        self._trained.append(Trained(state.step, batch.positions, measured.losses.numpy(), applied))
         if decision is None:
             return state
         if decision.finding.verdict is Verdict.NON_FINITE and not applied:
             damage = self._locate(batch, state)
-            if damage and decision.action is Action.DISCARD and not self.settings.dry_run:
-                decision = self.guard.policy.escalate(decision.finding, damage, self._oldest())
+            if damage and not decision.action.ends and not decision.action.rewinds and self.acts:
+                decision = self.guard.policy.escalate(decision.finding, damage, self.points.oldest)
         if self.settings.dry_run:
             self._rehearse(decision, state)
             return state
         self._warn(decision, state)
+        if decision.finding.reset:
+            self.note("baseline_reset", step=state.step, reason=decision.finding.reason)
+            self.say(f"step {state.step}: {decision.finding.reason}")
         if decision.healed:
             self.casebook.close(state, "healed")
         if decision.action.rewinds:
             return self._rewind(decision, batch, measured, state, loader, damage)
-        if decision.action.ends:
-            self.casebook.open(decision, state, self._since(decision.finding.onset), measured.grad_norm)
-            if not damage:
-                _, damage = self._replay(batch, measured, state, decision.finding.verdict)
-                decision = replace(decision, reason="; ".join(filter(None, [decision.reason, damage])))
-            raise self._end(decision, state, Cause.HARDWARE if damage else Cause.UNKNOWN)
-        if decision.action is Action.DISCARD and not before.discards_in_a_row and self.ring.capacity > 1:
+        if decision.action is not Action.APPLY and decision.action is not Action.DISCARD:
+            self.casebook.open(decision, state, self.points.since(decision.finding.onset), measured.grad_norm)
+            found = ""
+            if not (damage or applied):  # an update that was applied left another state
+                _, found = self.replays.compare(batch, measured, state.step, decision.finding.verdict)
+                decision = replace(decision, reason="; ".join(filter(None, [decision.reason, found])))
+            cause = Cause.HARDWARE if damage or found else Cause.UNKNOWN
+            self.last_resort.conclude(decision, state, cause, damaged=bool(damage))
+            return state
+        self.last_resort.tell_alert(state)
+        if applied:
+            self._relax(decision.finding, state)
+        if (
+            decision.action is Action.DISCARD
+            and not before.discards_in_a_row
+            and self.points.ring.capacity > 1
+        ):
             # The weights are those of before it: should more follow, nothing needs to be done again. (Nothing random
             # happens in a step, so the random states are those of before it, too.)
-            self._snapshot(before, self._before, self.engine.counters_before)
+            self.points.take(before, self._before, self.samples.before, self.engine.counters_before)
             return state
         calm, finding = applied and decision.finding.verdict is Verdict.HEALTHY, decision.finding
-        if calm and self.ring.due(state.step, urgent=not finding.on_trend):
-            self._snapshot(state, self.guard.detector.state)
+        if calm and self.points.ring.due(state.step, urgent=not finding.on_trend):
+            self.points.take(state, self.guard.detector.state, self.samples.state)
         return state
 
     def rescue(
@@ -250,29 +293,21 @@ class Recovery:
     ) -> RunState:
         """Go back because the state itself is found to be damaged. Raises HandoverError and UnstableError."""
         finding = Finding(state.step, Verdict.NON_FINITE, 1.0, state.step, damage, on_trend=False)
-        decision = self.guard.policy.escalate(finding, damage, self._oldest())
+        decision = self.guard.policy.escalate(finding, damage, self.points.oldest)
         if decision.action.rewinds:
             return self._rewind(decision, batch, measured, state, loader, damage)
-        self.casebook.open(decision, state, self._since(state.step), measured.grad_norm)
-        raise self._end(decision, state, Cause.HARDWARE)
+        self.casebook.open(decision, state, self.points.since(state.step), measured.grad_norm)
+        raise self.last_resort.end(self.last_resort.weigh(decision, damaged=True), state, Cause.HARDWARE)
 
     def _locate(self, batch: Step, state: RunState) -> str:
         """Where the first number that is not finite arose; not empty when it was in the state already."""
         self.phase("locate")
         found = diagnose.locate(self.engine, batch.micro_batches)
         self.note("located", step=state.step, **asdict(found))
+        self._located = found.sentence
         self.say(f"step {state.step}: {found.sentence}")
-        self._irreproducible = state.step if not found.reproduced else None
+        self.replays.finite_again = state.step if not found.reproduced else None
         return found.sentence if found.kind == "state" else ""
-
-    def _snapshot(
-        self, state: RunState, detector: DetectorState, counters: dict[str, Any] | None = None
-    ) -> None:
-        if state.step not in self.ring.steps:
-            self.ring.take(state.step, (state.model_copy(deep=True), rng_state(), detector), counters)
-
-    def _oldest(self) -> int | None:
-        return self.ring.steps[0] if self.ring.steps else None
 
     def _warn(self, decision: Decision, state: RunState) -> None:
         """Journal leading indicators when they begin to move; nobody acts on them."""
@@ -298,149 +333,23 @@ class Recovery:
         loader: Loader,
         damage: str,
     ) -> RunState:
-        begin, finding, policy = time.perf_counter(), decision.finding, self.guard.policy
-        self.phase("rewind")
-        c = self.settings.policy
-        window = self._since(finding.onset)
-        self.casebook.open(decision, state, window, measured.grad_norm)
-        recurred = policy.recurred()
-        unsteady = False
-        if not damage:
-            unsteady, damage = self._replay(batch, measured, state, finding.verdict)
-        numerics = "" if damage else self._without_fp8(batch, measured)
-        if numerics and self.engine.fp8 is not None:
-            self.engine.fp8.on = False  # what has failed is no measure of samples and states
-        left_out = self._selection()
-        snapshot = self._restore(finding.onset, 1 if recurred and not numerics else 0, left_out)
-        if snapshot is None:
-            cause = Cause.HARDWARE if damage else Cause.NUMERICS if numerics else Cause.UNKNOWN
-            why = "; ".join(filter(None, ["no snapshot is good", damage, numerics]))
-            raise self._end(policy.leave(decision, why, cause), state, cause)
-        saved, random_states, detector = snapshot.extra
-        if unsteady and not damage and not attribution.alike(self._again(batch), self._again(batch)):
-            damage = UNSTEADY  # on a good state, too: there is nothing that would magnify the last bits
-        if damage:
-            conclusion = Conclusion(Cause.HARDWARE, [], [], damage)
-        elif numerics:
-            conclusion = Conclusion(Cause.NUMERICS, [], [], numerics)
-        else:
-            conclusion = self._examine(window, snapshot, left_out, recurred)
-        culprit = self._culprit(conclusion)
-        may_swap = culprit is not None and left_out.share_without(culprit) >= 1 - c.swap_most
-        action, reason = policy.remedy(conclusion.cause, saved.updates, culprit, may_swap)
-        seconds = time.perf_counter() - begin
-        lost = state.step - snapshot.step
-        swap = culprit if action is Action.SWAP_CORPUS else None
-        self.casebook.attribute(conclusion, window, action, reason, lost, seconds, swap)
-        if action.ends:
-            raise self._end(replace(decision, action=action, reason=reason), state, conclusion.cause)
-        back: RunState = saved.model_copy(deep=True)
-        back.seconds = state.seconds
+        tripped = Tripped(decision, batch, measured, state, self._before, damage)
         self.indicators = {}  # of the state that is undone
-        self.guard.rewind(detector)
-        set_rng_state(random_states)
-        loader.go_to(back.cursor, self._selection())
-        self._forget(snapshot.step)
-        self.casebook.rewound(back.step, back.cursor)
-        self.say(
-            f"  rewound {lost} steps to step {back.step} in {time.perf_counter() - begin:.1f} s, without a restart; "
-            f"{reason}"
-        )
-        return back
+        return self.rewinding.go_back(tripped, loader)
 
-    def _replay(self, batch: Step, measured: Measured, state: RunState, verdict: Verdict) -> tuple[bool, str]:
-        """The step that tripped, again, on the state that it was refused on: whether every run of it differs, and what
-        that proves of the hardware: a sentence, or nothing yet, as a bad state may magnify the last bits."""
-        if verdict is Verdict.NON_FINITE and self._irreproducible != state.step:
-            return False, ""
-        found = attribution.replay(_result(measured), self._again(batch), lambda: self._again(batch))
-        if found is Replay.OTHER:
-            return False, "the same data on the same state gave other numbers: hardware, or a race"
-        unsteady = found is Replay.UNSTEADY
-        proven = unsteady and exact(self.config.run.deterministic, self.engine.device)
-        return unsteady, UNSTEADY if proven else ""
-
-    def _again(self, batch: Step) -> Result:
-        return _result(self.engine.measure(batch.micro_batches))
-
-    def _without_fp8(self, batch: Step, measured: Measured) -> str:
-        """The very step that tripped, on the state that it was refused on, but not in FP8: a sentence if that is
-        harmless. Not asked where FP8 is off, or not to be left any more."""
-        engine, fp8 = self.engine, self.engine.fp8
-        if fp8 is None or not measured.fp8 or not self.guard.policy.may_fall_back:
-            return ""
-        counters = engine.counters()
-        fp8.on = False
-        try:
-            other = engine.measure(batch.micro_batches)
-        finally:
-            fp8.on = True
-            engine.restore_counters(counters)  # magnitudes of the last steps, which switching forgets
-        expected = Detector(self.settings.detector, self._before).expected()
-        with_fp8, without = ((m.loss, math.log(max(m.grad_norm, 1e-30))) for m in (measured, other))
-        if not attribution.gone(with_fp8, without, expected):
-            return ""
-        return (
-            f"the same step without FP8 is harmless: a loss of {other.loss:.4g} in place of {measured.loss:.4g}, a "
-            f"gradient norm of {other.grad_norm:.3g} in place of {measured.grad_norm:.3g}"
-        )
-
-    def _culprit(self, found: Conclusion) -> str | None:
-        """The corpus that most of the guilty samples come from."""
-        if not found.guilty:
-            return None
-        corpora = self.source.order.locate(np.array(found.guilty)).corpus
-        return self.source.order.corpora[int(np.bincount(corpora).argmax())].name
-
-    def _restore(self, onset: int, older: int, left_out: Selection) -> Snapshot | None:
-        """Put the engine back to the newest snapshot before `onset` that is still good."""
-        while (snapshot := self.ring.before(onset, older)) is not None:
-            self.ring.restore(snapshot)
-            self.engine.refresh_weights()
-            recorded, now = self._reference(snapshot, left_out)
-            norms = self.engine.flat_state().norms()
-            finite = math.isfinite(norms.parameters + norms.second_moment)
-            if finite and not attribution.is_worse(now[: recorded.size], recorded):
-                return snapshot
-            why = "is worse on what it was trained on" if finite else "is not finite"
-            self.note("snapshot_rejected", step=snapshot.step, reason=why)
-            self.say(f"  the state after step {snapshot.step} {why} already: further back")
-            self.ring.forget_from(snapshot.step)
-            onset = snapshot.step
-        return None
-
-    def _reference(self, snapshot: Snapshot, left_out: Selection) -> tuple[Floats, Floats]:
-        """Of harmless samples of before a snapshot: losses when they were trained on, losses on its state.
-
-        Right after a start the former are not known, and empty.
-        """
-        assert self.laboratory is not None
-        count, saved = self.settings.attribution.reference, snapshot.extra[0]
-        before = [t for t in self._trained if t.step <= snapshot.step and t.applied]
-        positions, recorded = harmless(before, left_out)
-        positions, recorded = positions[-count:], recorded[-count:]
-        if not positions.size:
-            latest, _ = left_out.next_kept(max(0, saved.cursor - count), count)
-            positions = latest[latest < saved.cursor]
-        return recorded, self.laboratory.losses(positions)
-
-    def _examine(
-        self, window: list[Trained], snapshot: Snapshot, left_out: Selection, recurred: bool
-    ) -> Conclusion:
-        assert self.laboratory is not None
-        history = [t for t in self._trained if t.applied and t.step <= snapshot.step]
-        return self.laboratory.examine(window, history, snapshot.extra[0].cursor, left_out, recurred)
+    def _relax(self, finding: Finding, state: RunState) -> None:
+        """Lift limits of the rate that have rested."""
+        if self.rates.coming is None:
+            return
+        for reason in self.guard.policy.relax(finding, state.updates, self.rates.coming):
+            self.note("rate_lifted", step=state.step, reason=reason)
+            self.say(f"step {state.step}: a limit of the learning rate is lifted: {reason}")
 
     def _selection(self) -> Selection:
         found, odd = self.skipping.usable(self.source.order)
         for problem in odd:
             self.note("skips_refused", problem=problem)
         return found
-
-    def _forget(self, step: int) -> None:
-        """The samples of the steps that are undone."""
-        while self._trained and self._trained[-1].step > step:
-            self._trained.pop()
 
     def finish(self, state: RunState) -> None:
         """At the end of the run: an incident that nothing came after is over."""
@@ -449,42 +358,3 @@ class Recovery:
         seen = self.guard.policy.state.good >= self.settings.policy.verify_steps // 6
         self.casebook.close(state, "healed" if calm and seen else "open")
         state.stability = self.memory()  # the summary tells of it
-
-    def _end(self, decision: Decision, state: RunState, cause: Cause) -> MegastableError:
-        """What ends this process; all that a restart needs is written down. The window is skipped if the cause is not
-        known: its data may be guilty."""
-        onset, unknown = decision.finding.onset, cause is Cause.UNKNOWN
-        if self.casebook.incident is not None and not unknown:
-            self.casebook.incident.cause = cause
-        if decision.action is Action.HANDOVER and not self._can_go_back(onset):
-            why = f"no checkpoint in {self.run.checkpoints} is from before step {onset}"
-            decision = replace(decision, action=Action.STOP, reason=f"{decision.reason}; {why}")
-            self.guard.policy.cannot_hand_over()
-        number = self.casebook.give_up(decision, state, self._since(onset), skip=unknown).number
-        where = f"step {state.step}: incident {number} (began at step {onset}): {decision.reason}. "
-        if decision.action is Action.HANDOVER:
-            return shared(
-                HandoverError(
-                    f"{where}It needs a restart from a checkpoint before step {onset}: the same command does that, "
-                    f"and skips the suspect data ({self.run.skips.name})"
-                )
-            )
-        return shared(
-            UnstableError(
-                f"{where}A person is needed: look at {self.run.journal}; lower optimizer.lr, look at the data, or "
-                "raise the budgets of stability.policy"
-            )
-        )
-
-    def _can_go_back(self, onset: int) -> bool:
-        """Whether a restart finds a checkpoint of before `onset`; or none at all: then little has been done yet."""
-        self.settle_saves()
-        steps = first(lambda: [store.step_of(path) for path in store.newest_first(self.run.checkpoints)])
-        return not steps or min(steps) < onset
-
-    def _since(self, onset: int) -> list[Trained]:
-        return [t for t in self._trained if t.step >= onset]
-
-
-def _result(measured: Measured) -> Result:
-    return Result(measured.losses.numpy(), measured.grad_norm)

@@ -115,18 +115,20 @@ class RunDirectory:
             )
         return int(last["before"])
 
-    def compare(self, config: RunConfig) -> list[str]:
-        """What differs from the frozen recipe, as "key: old -> new"; nothing where there is none yet.
+    def compare(self, config: RunConfig, recipe: Path | None = None) -> list[str]:
+        """What differs from the frozen recipe, as "key: old -> new"; nothing where there is none yet. recipe: another
+        frozen one, of a checkpoint.
 
         Raises ConfigError when this directory belongs to another model or seed.
         """
-        if not self.recipe.exists():
+        recipe = recipe or self.recipe
+        if not recipe.exists():
             return []
         try:
-            old = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))["config"]
+            old = yaml.safe_load(recipe.read_text(encoding="utf-8"))["config"]
         except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{self.recipe}: not a frozen recipe ({error}): restore it, or use another run.dir"
+                f"{recipe}: not a frozen recipe ({error}): restore it, or use another run.dir"
             ) from None
         before, after = dict(_leaves(old)), dict(_leaves(config.model_dump(mode="json")))
         if config.model.vocab_size is None:  # nobody has asked the tokenizer yet

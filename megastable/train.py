@@ -29,9 +29,11 @@ import torch.distributed as dist
 import megastable
 from megastable import deepspeed_config, durable, errors, recipe, rundir
 from megastable.checkpoint import store
+from megastable.checkpoint.measuring import NONE, Probes, measure, read_probes
+from megastable.checkpoint.vitals import Vitals
 from megastable.checkpointing import Checkpoints
 from megastable.config import LINEARS, RunConfig
-from megastable.data.blends import BlendEntry, moved_skips, named_skips
+from megastable.data.blends import BlendEntry, Line, moved_skips, named_skips
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.loader import Loader, Step
 from megastable.data.order import BLOCK
@@ -41,9 +43,10 @@ from megastable.data.source import Source
 from megastable.data.statistics import token_counts, unigram_entropy
 from megastable.deterministic import exact
 from megastable.engine import Engine, Judge, Measured, start_distributed, stop_distributed
-from megastable.errors import CheckpointError, SpaceError, UnstableError
+from megastable.errors import CheckpointError, DataError, SpaceError, UnstableError
 from megastable.hardware import peak_tflops
 from megastable.heartbeat import Heartbeat
+from megastable.lint import lint
 from megastable.membership import membership, tasks
 from megastable.messages import attempt_of
 from megastable.model.flops import parameters
@@ -101,26 +104,43 @@ class Trainer:
             },
         )
         self.checkpoints = Checkpoints(
-            config, self.engine, run, self.note, self.say, heart.phase, self.frozen
+            config, self.engine, run, self.note, self.say, heart.phase, self.frozen, self._vitals
         )
+        self._probes: tuple[Corpora, Probes] | None = None
         self.validation: tuple[Any, int] | None = None
+        self.changed: list[str] = []  # since the run was started before, or its checkpoint was written
         self._anew = False  # the corpora are others than those that the checkpoint knew
 
     # Starting
 
     def resume(self) -> None:
         """Continue from the newest good checkpoint of the run directory, if there is one."""
-        found = self.checkpoints.find()
-        if found is None:
-            return
-        saved = agree(lambda: store.read_state(found))
-        agree(lambda: self._check_order(saved, found))
-        self.checkpoints.load(found, saved, self.state.layout)
+        while True:
+            found = self.checkpoints.find()
+            if found is None:
+                stability = self.config.stability
+                for text in lint(self.config) if stability.enabled and stability.signs.enabled else ():
+                    self.note("warning", step=0, text=text, sign="recipe")
+                    self.say(f"WARNING: {text}")
+                return
+            saved = agree(lambda found=found: store.read_state(found))  # type: ignore[misc]
+            agree(lambda found=found, saved=saved: self._check_order(saved, found))  # type: ignore[misc]
+            self.checkpoints.load(found, saved, self.state.layout)
+            if self.checkpoints.proved(found, saved):
+                break
+        # Who was started with another recipe and died before a checkpoint of his has frozen it all the same.
+        self.changed = sorted({*self.changed, *first(lambda: self._changed_since(found))})
         versions = self.state.versions
         # Every rewind point copies the state, and what FP8 remembers is the engine's from here on.
         known = {"layout": self.state.layout, "versions": versions, "fp8": {}}
         self.state = saved.model_copy(update=known)
-        self.note("resumed", step=saved.step, checkpoint=found.name, cursor=saved.cursor)
+        self.note(
+            "resumed",
+            step=saved.step,
+            checkpoint=found.name,
+            cursor=saved.cursor,
+            changes=self.checkpoints.changes,
+        )
         self.say(f"resumed from {found} at step {saved.step}")
 
     def follow_blend(self) -> None:
@@ -133,7 +153,7 @@ class Trainer:
             return
         position = 0 if begins else -(-s.cursor // BLOCK) * BLOCK
         entry = BlendEntry(position=position, corpora=corpora.shares, step=s.step)
-        blends = [*corpora.blends, entry]
+        blends: list[Line] = [*corpora.blends, *corpora.exchanges, entry]
         self.corpora = agree(
             lambda: open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, blends)
         )
@@ -199,6 +219,13 @@ class Trainer:
                 "skipped"
             )
 
+    def _changed_since(self, found: Path) -> list[str]:
+        """What the recipe says otherwise than when `found` was written, where that can be read."""
+        try:
+            return self.run.compare(self.config, found / store.RECIPE)
+        except errors.ConfigError:
+            return []
+
     def _check_order(self, saved: store.RunState, found: Path) -> None:
         if not saved.cursor or saved.order_fingerprint == self.corpora.fingerprint_until(saved.cursor):
             return
@@ -241,7 +268,7 @@ class Trainer:
         source = self.corpora.train
         self.recovery = Recovery(
             c, self.engine, source, self.run, self.skipping, self.note, self.say, self.heart.phase,
-            self.checkpoints.settle,
+            self.checkpoints.settle, [*self.changed, *(["data"] if self._anew else [])],
         )  # fmt: skip
         first(self.heart.skips_read)
         loader = self._loader(source, self.skipping.selection(source.order, self.heart.strict), s.cursor)
@@ -252,6 +279,7 @@ class Trainer:
         self.checkpoints.begin(s.step)
         try:
             self.recovery.begin(s, loader)
+            signs = self.recovery.signs
             self.checkpoints.prepare()
             if self.checkpoints.rejected:
                 self.recovery.casebook.damaged(self.checkpoints.rejected, s.step)
@@ -265,9 +293,11 @@ class Trainer:
 
                 # Forward, backward, gate, update
                 self.recovery.choose_precision(s)
-                lr = rate(c.schedule, c.optimizer.lr, total, s.updates) * self.recovery.rate_factor(s.updates)
-                if due(c.logging.layers_interval, s.step + 1) or s.discards_in_a_row == 1:
-                    self.engine.probe.watch()  # the second refused update, too: what the trouble looks like inside
+                lr = self.recovery.rate(s.updates, rate(c.schedule, c.optimizer.lr, total, s.updates))
+                # The second refused update, too: what the trouble looks like inside.
+                look = due(c.logging.layers_interval, s.step + 1) or s.discards_in_a_row == 1
+                if look or signs.looks(s.step + 1):
+                    self.engine.probe.watch()
                 measured, applied = self.engine.train_step(
                     batch.micro_batches, lr, self._gate(lr), self._votes
                 )
@@ -293,10 +323,12 @@ class Trainer:
 
                 # The record
                 statistics = None
-                if self.engine.probe.watching or due(c.logging.norms_interval, s.step):
+                regular = look or due(c.logging.norms_interval, s.step)
+                if regular or signs.measures(s.step):
                     statistics = self.engine.statistics()
-                    if not s.discards_in_a_row:
+                    if regular and not s.discards_in_a_row:
                         self.recovery.indicators = statistics.indicators
+                signs.after(s, statistics, self.recovery.casebook.incident is not None)
                 if observer is not None:
                     observer.step(s, batch, measured, applied, lr, seconds, waited, statistics)
                 if not applied:
@@ -361,7 +393,7 @@ class Trainer:
         s, skips = self.state, loader.skips
         mix = skips.mix(batch.next - 1) if isinstance(skips, Selection) else {}
         if s.mix and mix != s.mix:
-            self.recovery.begin_anew(s.step + 1, s.mix, mix)
+            self.recovery.mix_changed(s.step + 1, s.mix, mix)
         s.mix = mix
 
     def _gate(self, lr: float) -> Judge:
@@ -445,6 +477,21 @@ class Trainer:
             observer.flush()
         self._remember()
         return self.checkpoints.save(self.state, wait)
+
+    def _vitals(self) -> Vitals:
+        """Of the state that the engine holds."""
+        if self._probes is None or self._probes[0] is not self.corpora:
+            source = self.corpora.train
+            unit = self.config.train.micro_batch * self.layout.samples
+            with self._loader(source, Skips.of([]), 0, unit) as loader:
+                try:
+                    probes = read_probes(loader, self.config.checkpoint.vitals.probes)
+                except DataError as error:
+                    self.note("warning", step=self.state.step, text=f"there are no probe samples: {error}")
+                    self.say(f"WARNING: the probe samples of checkpoints cannot be read: {error}")
+                    probes = NONE
+            self._probes = self.corpora, probes
+        return measure(self.engine, self._probes[1])
 
     def _remember(self) -> None:
         """Into the state what a checkpoint is to know."""
@@ -573,6 +620,7 @@ def _train(
         skipping.selection(corpora.train.order, heart.strict)
     changed = first(lambda: run.compare(config))
     trainer = Trainer(config, run, skipping, corpora, stop, heart)
+    trainer.changed = changed
     trainer.resume()
     trainer.follow_blend()
     trainer.name_convicted()

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from megastable.config import ModelConfig, RunConfig
+from megastable.stability.settings import StabilityConfig
 
 
 def refused(**parts: Any) -> str:
@@ -155,3 +156,11 @@ def test_a_tree_cannot_be_changed() -> None:
     c = RunConfig()
     with pytest.raises(ValidationError, match="frozen"):
         c.train.steps = 5  # type: ignore[misc]
+
+
+def test_a_recipe_of_before_regions_were_grown_still_loads() -> None:
+    """Every run of then has the key in its frozen recipe, and must go on."""
+    old = StabilityConfig.model_validate({"attribution": {"ahead": 16, "window": 8}})
+    assert old.attribution.window == 8 and "ahead" not in old.model_dump()["attribution"]
+    with pytest.raises(ValidationError, match="aheadd"):
+        StabilityConfig.model_validate({"attribution": {"aheadd": 16}})

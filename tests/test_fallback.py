@@ -120,7 +120,7 @@ def noisy(config: RunConfig, everywhere: bool) -> tuple[int, str]:
     that never repeats a loss without FP8, either."""
     import torch
 
-    from megastable import recovery
+    from megastable import replays
     from megastable.engine import Engine
 
     real, drawn = Engine.measure, torch.Generator().manual_seed(1)
@@ -130,7 +130,7 @@ def noisy(config: RunConfig, everywhere: bool) -> tuple[int, str]:
         return replace(found, losses=found.losses * factor) if everywhere or found.fp8 else found
 
     Engine.measure = measure  # type: ignore[method-assign]
-    recovery.exact = lambda *_: False  # type: ignore[attr-defined]
+    replays.exact = lambda *_: False  # type: ignore[attr-defined]
     return broken(config, REST, 10.0)
 
 
@@ -169,7 +169,7 @@ def test_bad_data_in_fp8_is_data(planted: tuple[Path, Planted], tmp_path: Path) 
     run = tmp_path / "run"
     assert run_ranks(1, train, run_of(corpus, run)) == [(0, "")]
     (incident,) = incidents(run)
-    assert incident["cause"] == "data" and [tuple(r) for r in incident["positions"]] == [what.positions]
+    assert incident["cause"] == "data" and [tuple(r) for r in incident["positions"]] == what.positions
     assert changes(run) == []
 
 

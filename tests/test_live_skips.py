@@ -177,7 +177,7 @@ def test_a_changed_corpus_is_still_refused(tmp_path: Path) -> None:
     assert [e.position for e in read_blends(tmp_path / "run" / "blends.jsonl")] == [0, 0]
 
 
-def test_what_is_usual_is_learnt_anew_where_a_person_changes_the_mix(tmp_path: Path) -> None:
+def test_the_detector_is_told_where_a_person_changes_the_mix(tmp_path: Path) -> None:
     """A corpus swapped out of a live run, and weights that begin at a block: neither may pass for an incident."""
     paths = [tmp_path / name for name in ("a", "b")]
     for seed, path in enumerate(paths):
@@ -190,11 +190,11 @@ def test_what_is_usual_is_learnt_anew_where_a_person_changes_the_mix(tmp_path: P
 
     out = SkipEntry(first=0, end=2**62, reason="x", corpus="b").model_dump_json(exclude_none=True)
     run_ranks(2, train_and_skip, config(10, (0.5, 0.5)), [(4, out)])
-    (anew,) = events(tmp_path / "run", "baseline_anew")
+    (anew,) = events(tmp_path / "run", "mix_changed")
     assert anew["step"] == 5 and anew["old"] == {"a": 0.5, "b": 0.5} and anew["new"] == {"a": 1.0}
     (tmp_path / "run/skips.jsonl").write_text("")  # a person takes that back
     run_ranks(1, train, config(20, (0.25, 0.75)))
-    steps = events(tmp_path / "run", "baseline_anew")[1:]
+    steps = events(tmp_path / "run", "mix_changed")[1:]
     assert [e["new"] for e in steps] == [{"a": 0.5, "b": 0.5}, {"a": 0.25, "b": 0.75}]
     first, second = (e["step"] for e in steps)
     rows = {r["step"]: r for r in records.read(tmp_path / "run/steps").to_pylist()}

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from megastable.recall import Memory, interrupted, recall
-from megastable.stability.detector import DetectorState
+from megastable.stability.actions import Action
+from megastable.stability.detector_state import DetectorState
 from megastable.stability.guard import GuardState
 from megastable.stability.incident import Incident
-from megastable.stability.policy import Action, PolicyState, Taken
+from megastable.stability.policy_state import PolicyState, Taken
 from megastable.stability.signals import Verdict
 
 

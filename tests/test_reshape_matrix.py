@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from megastable import records
+from megastable.checkpoint.settings import VitalsConfig
 from megastable.checkpoint.whole import WholeState
 from megastable.config import RunConfig
 from megastable.flatstate import KINDS
+from megastable.rundir import RunDirectory
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.test_resume import resave, train
@@ -90,8 +92,14 @@ def test_a_run_goes_on_in_another_layout(
     run_ranks(world, train, at(corpus, moved, b, STEPS + MORE))
     after = losses(moved)
     assert len(after) == MORE
+    # It is the state that was saved, by a wide margin, wherever it is loaded.
+    *_, resumed = RunDirectory(moved).events("resumed")  # `resave` has resumed, too
+    assert not list(RunDirectory(moved).events("checkpoint_rejected"))
+    changes = resumed["changes"]
+    assert changes["sizes"] < VitalsConfig().size_change / 20, changes
+    assert changes["losses"] < VitalsConfig().loss_change / 20, changes
     worst = max(abs(x - y) for x, y in zip(after, runs[a][STEPS:], strict=True))
     if EVERY:
         with (tmp_path.parent / "differences.txt").open("a") as file:
-            file.write(f"{a} {b} {worst:.3g}\n")
+            file.write(f"{a} {b} {worst:.3g} {changes['sizes']:.3g} {changes['losses']:.3g}\n")
     assert worst < 1e-6, worst

@@ -14,8 +14,8 @@ from megastable import durable, recipe, records
 from megastable.errors import ConfigError, DataError, user_errors
 from megastable.report.plot import backtest_plot
 from megastable.rundir import as_json
+from megastable.stability.actions import Action
 from megastable.stability.backtest import Judged, Recorded, episodes, read_trace, simulate
-from megastable.stability.policy import Action
 from megastable.stability.settings import StabilityConfig
 
 EXAMPLES = """Examples:
@@ -26,9 +26,8 @@ BACKTEST trace.csv --json out.json --plot out.png
 
 BACKTEST trace.csv stability.policy.discards=2 stability.snapshots.interval=20
 
-TRACE.csv has the columns step,loss,grad_norm and, where known, lr.""".replace(
-    "BACKTEST", "python tools/backtest.py"
-)
+TRACE.csv has the columns step,loss,grad_norm and, where known, lr and data: the name of what was trained on. Where
+that changes, another level of the loss is no incident.""".replace("BACKTEST", "python tools/backtest.py")
 PICTURES = (".png", ".svg", ".pdf")
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
 
@@ -38,7 +37,9 @@ app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=F
 def backtest(
     source: Annotated[Path, typer.Argument(metavar="RUN|TRACE.csv", help="A run directory, or a CSV file")],
     overrides: Annotated[list[str] | None, typer.Argument(help="stability.KEY=VALUE ...")] = None,
-    json: Annotated[Path | None, typer.Option(help="Every step as {step, verdict, action, reason}")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Every step as {step, verdict, action, reason, reset}")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="A picture of it: .png, .svg or .pdf")] = None,
 ) -> None:
     """Replay recorded losses and gradient norms through detector and policy: what would have been done, and when."""
@@ -92,11 +93,14 @@ def _show(source: Path, judged: list[Judged]) -> None:
     table = Table("steps", "verdict", "action", "reason", title=str(source), title_justify="left")
     for first, last, count in episodes(judged):
         steps = str(first.step) if count == 1 else f"{first.step}-{last}"
-        table.add_row(steps, first.verdict, first.action, first.reason)
+        table.add_row(steps, first.verdict, "reset" if first.reset else first.action, first.reason)
     if table.row_count:
         console.print(table)
     counts = {action: sum(step.action is action for step in judged) for action in Action}
-    acted = ", ".join(f"{n} {a.value}" for a, n in counts.items() if n and a is not Action.APPLY)
+    done = [f"{n} {a.value}" for a, n in counts.items() if n and a is not Action.APPLY]
+    if resets := sum(step.reset for step in judged):
+        done.append(f"{resets} reset of the baseline")
+    acted = ", ".join(done)
     console.print(f"{source}: {len(judged)} steps; {acted or 'nothing would have been done'}", soft_wrap=True)
 
 

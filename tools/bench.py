@@ -6,11 +6,12 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from megastable import deepspeed_config, durable, recipe
 from megastable.errors import ConfigError, user_errors
@@ -23,6 +24,14 @@ BENCH stability
 BENCH stability --rounds 100 --json cost.json
 
 BENCH stability --recipe launch/recipes/125m.yaml model.vocab_size=32000 train.global_batch=32
+
+BENCH noise
+
+BENCH noise --steps 6000 --seeds 4 --kind ar-0.7 --kind levels-20 --json noise.json
+
+BENCH noise stability.detector.false_alarms=0.1
+
+BENCH samples --steps 6000 --delays 3
 
 BENCH checkpoint
 
@@ -85,9 +94,91 @@ def stability(
         durable.write_output(json, as_json(asdict(found), indent=1) + "\n")
 
 
+@app.command(epilog=EXAMPLES)
+@user_errors()
+def noise(
+    overrides: Annotated[list[str] | None, typer.Argument(help="stability.KEY=VALUE ...")] = None,
+    steps: Annotated[int, typer.Option(min=200, help="Of every healthy run")] = 60_000,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of every kind")] = 1,
+    first: Annotated[int, typer.Option("--first-seed", min=0, help="The others follow it")] = 1,
+    kinds: Annotated[list[str] | None, typer.Option("--kind", help="Repeatable. Default: all")] = None,
+    norms: Annotated[bool, typer.Option(help="Whether gradient norms were recorded")] = True,
+    json: Annotated[Path | None, typer.Option(help="All numbers")] = None,
+) -> None:
+    """False alarms of detector and policy in healthy runs whose noise is not white. About 10 s a kind; no GPU."""
+    from megastable.bench.noise import KINDS, count
+
+    if foreign := [item for item in overrides or [] if not item.startswith("stability.")]:
+        raise ConfigError(f"{foreign[0]}: only stability.KEY=VALUE has an influence here")
+    if unknown := set(kinds or ()) - set(KINDS):
+        raise ConfigError(f"--kind {sorted(unknown)[0]}: one of {', '.join(KINDS)}")
+    tree: dict[str, Any] = {}
+    for assignment in overrides or []:
+        recipe.override(tree, assignment)
+    config = recipe.validate(tree, "the overrides").stability
+    table = Table(
+        "noise", "steps", "rewinds", "discards", "irreversible", "alerts", "levels let pass", "resets"
+    )
+    found = []
+    columns = TextColumn("judging"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        for kind in progress.track(kinds or list(KINDS)):
+            f = count(kind, steps, range(first, first + seeds), config, norms)
+            found.append(f)
+            numbers = f.steps, f.rewinds, f.discards, f.irreversible, f.alerts, f.watched, f.resets
+            table.add_row(kind, *(f"{number:,}" for number in numbers))
+    Console().print(table)
+    if json is not None:
+        durable.write_output(json, as_json([asdict(f) for f in found], indent=1) + "\n")
+
+
 def _alone() -> None:
     """A process group of this process, if one is started."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+
+
+@app.command(epilog=EXAMPLES)
+@user_errors()
+def samples(
+    overrides: Annotated[list[str] | None, typer.Argument(help="stability.samples.KEY=VALUE ...")] = None,
+    steps: Annotated[int, typer.Option(min=200, help="Of every healthy run")] = 60_000,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of every mixture")] = 1,
+    first: Annotated[int, typer.Option("--first-seed", min=0, help="The others follow it")] = 1,
+    delays: Annotated[int, typer.Option(min=0, help="Runs with bad samples, of every kind")] = 9,
+    json: Annotated[Path | None, typer.Option(help="All numbers")] = None,
+) -> None:
+    """False alarms of the running test of single samples, and how soon it notices bad ones. About 1 min a mixture."""
+    from megastable.bench.mixtures import BAD, HEALTHY, TAILS, delay, false_alarms
+
+    if foreign := [item for item in overrides or [] if not item.startswith("stability.samples.")]:
+        raise ConfigError(f"{foreign[0]}: only stability.samples.KEY=VALUE has an influence here")
+    tree: dict[str, Any] = {}
+    for assignment in overrides or []:
+        recipe.override(tree, assignment)
+    config = recipe.validate(tree, "the overrides").stability.samples
+    healthy, noticed = Table("healthy", "steps", "trickle", "batch"), Table("bad", *TAILS)
+    found = []
+    columns = TextColumn("judging"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        for name in progress.track(list(HEALTHY)):
+            f = false_alarms(name, steps, range(first, first + seeds), config)
+            found.append(asdict(f))
+            healthy.add_row(name, f"{f.steps:,}", f"{f.trickle:,}", f"{f.batch:,}")
+        for bad in progress.track(list(BAD)) if delays else ():
+            cells = []
+            for tails in TAILS:
+                d = delay(tails, bad, range(first, first + delays), config)
+                found.append(asdict(d))
+                known = sorted(steps for steps in d.delays if steps is not None)
+                middle = str(known[len(known) // 2]) if len(known) > delays // 2 else "never"
+                missed = f" ({delays - len(known)} of {delays} missed)" if len(known) < delays else ""
+                cells.append(f"{middle}{missed}")
+            noticed.add_row(bad, *cells)
+    Console().print(healthy)
+    if delays:
+        Console().print("Steps until bad samples are noticed, median of the seeds:", noticed)
+    if json is not None:
+        durable.write_output(json, as_json(found, indent=1) + "\n")
 
 
 @app.command(epilog=EXAMPLES)

@@ -29,6 +29,8 @@ CHECKPOINT show runs/7b/checkpoints/step-500 --tensor "blocks.0.*"
 
 CHECKPOINT pin runs/7b/checkpoints/step-500 --reason "before the new data"
 
+CHECKPOINT accept runs/7b/checkpoints/rejected-step-500 --reason "the kernels were wrong, not the weights"
+
 CHECKPOINT diff runs/7b/checkpoints/step-500 runs/other
 
 CHECKPOINT reshape runs/7b runs/7b-tp2 --tensor 2 --pipeline 1 --zero 1 --data 4
@@ -108,6 +110,17 @@ def unpin(checkpoint: One) -> None:
     from megastable.checkpoint.tool.pinning import unpin as let_go
 
     print(let_go(checkpoint))
+
+
+@app.command(epilog=EXAMPLES)
+@user_errors()
+def accept(
+    checkpoint: One, reason: Annotated[str, typer.Option(help="Why, for whoever wonders later")] = ""
+) -> None:
+    """Let runs go on from a checkpoint that was convicted or put aside (rejected-step-N, suspect-step-N)."""
+    from megastable.checkpoint.tool.accepting import accept as take
+
+    print(take(checkpoint, reason))
 
 
 @app.command(epilog=EXAMPLES)

@@ -28,6 +28,10 @@ PREPARE manifest megatron_shards/ --tokenizer tokenizer.json --validation 0.01
 
 PREPARE plant data/stdlib data/stdlib-planted --recipe launch/recipes/quickstart.yaml
 
+PREPARE plant data/stdlib data/logs --recipe launch/recipes/quickstart.yaml --text app.log --samples 480 --step 75
+
+PREPARE plant data/stdlib data/trickle --recipe launch/recipes/quickstart.yaml --text app.log --samples 20 --of-each 1
+
 PREPARE verify data/mine""".replace("PREPARE", "python tools/prepare_data.py")
 app = typer.Typer(help=__doc__, epilog=EXAMPLES, add_completion=False, pretty_exceptions_enable=False)
 Inputs = Annotated[list[Path], typer.Option("--input", help="Text, .jsonl, .parquet or folder; repeatable")]
@@ -97,16 +101,35 @@ def verify(directory: Path, as_json: Json = False) -> None:
 def plant_noise(corpus: Path, output: Path, recipe: Annotated[Path, typer.Option(help="Of the run on OUTPUT")],
                 overrides: Annotated[list[str] | None, typer.Argument(help="Of the recipe: key=value")] = None,
                 step: Annotated[int, typer.Option(help="Of the run, where it begins")] = 120,
-                samples: Annotated[int, typer.Option(help="How many are noise")] = 40, seed: int = 0,
+                samples: Annotated[int, typer.Option(help="How many are replaced")] = 40,
+                text: Annotated[Path | None, typer.Option(help="UTF-8 to replace them by; else noise")] = None,
+                of_each: Annotated[int | None, typer.Option(help="Samples of each step; else consecutive ones")] = None,
+                seed: Annotated[int, typer.Option(help="Of the noise, and of the places with --of-each")] = 0,
                 overwrite: Overwrite = False, as_json: Json = False) -> None:  # fmt: skip
-    """Copy a corpus with noise in the samples that a run reads around a step: a spike to practise on."""
+    """Copy a corpus with noise or a text in samples that a run reads from a step on: a spike to practise on.
+
+    A text is encoded with the corpus's tokenizer, goes on from sample to sample, and begins again where it ends.
+    """
     from megastable.data.plant import plant  # imports torch, which the other commands start faster without
     from megastable.recipe import load
 
-    planted, reused = plant(corpus, output, load(recipe, overrides or ()), step=step, samples=samples,
-                            seed=seed, overwrite=overwrite)  # fmt: skip
-    text = f"{'reused' if reused else 'planted'} {output}: {planted}"
-    print(planted.model_dump_json() if as_json else text)
+    planted, reused = plant(corpus, output, load(recipe, overrides or ()), step=step, samples=samples, seed=seed,
+                            kind="random" if text is None else "text", text=None if text is None else read_text(text),
+                            of_each=of_each, overwrite=overwrite)  # fmt: skip
+    told = f"{'reused' if reused else 'planted'} {output}: {planted}"
+    print(planted.model_dump_json() if as_json else told)
+
+
+def read_text(path: Path) -> str:
+    """A whole file. Raises DataError where it cannot be read or is not UTF-8."""
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise DataError(f"--text {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"--text {path} is not UTF-8 (byte {error.start}): convert it, e.g. with iconv -t UTF-8"
+        ) from error
 
 
 def show(as_json: bool, made: Summary) -> None:

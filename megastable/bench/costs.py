@@ -13,13 +13,14 @@ from rich.table import Table
 Floats = npt.NDArray[np.float64]
 Term = tuple[Floats, float]  # values [rounds], and what their median counts
 
-GATE_LIMIT, LIMIT = 0.005, 0.02  # of a step: the gate with its NaN checks, and everything
+# Of a step: the gate with its NaN checks; what judges a step, samples included; and everything.
+GATE_LIMIT, GUARD_LIMIT, LIMIT = 0.005, 0.005, 0.02
 RESAMPLES = 2000
 
 # By component: the stopwatches whose sum it is, and the two kinds of step whose difference it is.
 COMPONENTS: dict[str, tuple[tuple[str, ...], tuple[str, str] | None]] = {
     "gate": (("norm", "collect", "finite", "losses", "counters", "rest"), ("gate", "bare")),
-    "guard": (("judge", "settle"), ("guard", "gate")),
+    "guard": (("judge", "samples", "signs", "settle"), ("guard", "gate")),
     "snapshot": (("take",), ("snapshot", "guard")),
     "norms": (("statistics",), None),
     "layers": (("look", "tell"), ("layers", "guard")),
@@ -35,6 +36,8 @@ MEANING = {
     "rest": "rest of the gate",
     "guard": "detector, policy, record",
     "judge": "detector and policy",
+    "samples": "test of single samples",
+    "signs": "signs of the start",
     "settle": "record, carrying out",
     "snapshot": "rewind point in memory",
     "norms": "weight, moment norms",
@@ -82,7 +85,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Costs:
-    """steps_ms: whole steps by kind; totals: "gate" and "everything"."""
+    """steps_ms: whole steps by kind; totals: "gate", "guard" and "everything"."""
 
     steps_ms: dict[str, Estimate]
     components: list[Cost]
@@ -129,9 +132,10 @@ def assess(
             {watch: 1000 * float(np.median(seconds[watch])) for watch in watches},
         )
         components.append(cost)
-    gate = components[0]
+    gate, guard = components[:2]
     totals = {
         "gate": Total(gate.direct_share, gate.paired_share, GATE_LIMIT),
+        "guard": Total(guard.direct_share, guard.paired_share, GUARD_LIMIT),
         "everything": Total(estimate(direct_terms, of_step), estimate(paired_terms, of_step), LIMIT),
     }
     steps_ms = {kind: estimate([(seconds[kind], 1.0)], 1000) for kind in kinds}

@@ -45,10 +45,9 @@ from megastable.parallel.topology import Topology
 from megastable.probe import Statistics
 from megastable.recovery import Recovery
 from megastable.report.observer import Observer
-from megastable.rng import rng_state
 from megastable.rundir import RunDirectory
 from megastable.skipping import Skipping
-from megastable.stability.policy import Action
+from megastable.stability.actions import Action
 from megastable.stability.signals import Signals
 
 KINDS = ("bare", "gate", "guard", "snapshot", "layers", "timed gate", "timed guard", "timed layers")
@@ -147,7 +146,7 @@ class Bench:
                 samples[name].append(seconds)
         c = self.config
         intervals = {
-            "snapshot": c.stability.snapshots.interval if self.recovery.ring.steps else 0,
+            "snapshot": c.stability.snapshots.interval if self.recovery.points.ring.steps else 0,
             "norms": c.logging.norms_interval,
             "layers": c.logging.layers_interval,
             "records": c.logging.flush_steps,
@@ -164,7 +163,7 @@ class Bench:
             "precision": c.precision.kind,
             "zero": c.parallel.zero,
             "optimizer": type(self.engine.optimizer).__name__,
-            "snapshots": len(self.recovery.ring.steps),
+            "snapshots": len(self.recovery.points.ring.steps),
         }
 
     def _settle_in(self) -> None:
@@ -173,7 +172,7 @@ class Bench:
             measured, _ = self.engine.train_step(batch.micro_batches, RATE, _finite)
         self.recovery.begin(self.state, self.loader)
         # Snapshots are taken here, when their cost is measured.
-        self.recovery.ring.due = lambda step, urgent=False: False  # type: ignore[method-assign]
+        self.recovery.points.ring.due = lambda step, urgent=False: False  # type: ignore[method-assign]
         drawn = np.random.default_rng(0)
         for _ in range(2 * self.config.stability.detector.window):
             self.state.step += 1
@@ -265,8 +264,12 @@ class Bench:
     def _timed_guard(self, batch: Step, watch: Stopwatch) -> None:
         judge = watch.timed("judge", self._judge)
         measured, applied = self.engine.train_step(batch.micro_batches, RATE, judge)
-        with watch.time("settle"):
+        r, inside = self.recovery, Stopwatch(self.engine.device)
+        calls = [("samples", r.samples, "observe"), ("signs", r.signs, "after")]
+        with _stopwatches(inside, calls), watch.time("settle"):
             self._settle(batch, measured, applied)
+        watch.seconds["settle"] -= sum(inside.seconds.values())
+        watch.seconds |= inside.seconds
 
     def _timed_layers(self, batch: Step, watch: Stopwatch) -> None:
         e, probe = self.engine, self.engine.probe
@@ -299,14 +302,15 @@ class Bench:
         s.recent_losses = [*s.recent_losses, measured.loss][-20:]
         if found is not None:
             self.recovery.indicators = found.indicators
+        self.recovery.signs.after(s, found)
         self.observer.step(s, batch, measured, applied, RATE, 1.0, 0.0, found)
         self.state = self.recovery.settle(batch, measured, applied, before, s, self.loader)
         decision = self.recovery.decision
         self.disturbed += decision is not None and decision.action is not Action.APPLY
 
     def _snapshot(self) -> None:
-        kept = self.state.model_copy(deep=True), rng_state(), self.recovery.guard.detector.state
-        self.recovery.ring.take(self.state.step, kept)
+        recovery = self.recovery
+        recovery.points.take(self.state, recovery.guard.detector.state, recovery.samples.state)
 
     def _losses(self) -> float:
         """Seconds of what the loss function does for the per-sample losses of a step: in the bare step, too."""

@@ -49,8 +49,9 @@ def average(
                 raise CheckpointError(
                     f"{path}: model.{key} is {other}, in {checkpoints[newest]} {own}: they are not of one model"
                 )
+    state = states[newest].model_copy(update={"vitals": None})  # of another state than the mean
     return write_run_of(
-        out, runs[newest], states[newest], mean(given, parts), ledgers_of(checkpoints[newest]), optimizer=False,
+        out, runs[newest], state, mean(given, parts), ledgers_of(checkpoints[newest]), optimizer=False,
         origin={"how": "averaged", "shares": parts, "sources": [origin_of(path) for path in checkpoints]},
         watch=watch,
     )  # fmt: skip

@@ -37,6 +37,7 @@ UNFINISHED: dict[Kind, str] = {
 class Entry:
     """A checkpoint of a run.
 
+    probes: mean loss of its probe samples when it was saved, None where it has none.
     state: fresh = whole by its sizes, not proven yet; suspect = the run went back behind it; rejected = found damaged
     when a run started; incomplete = being written or deleted. bytes: what lies on the disk. loss: mean of its last
     training losses that are finite, nats per token; validation: the last validation loss up to it. age: seconds since
@@ -52,6 +53,7 @@ class Entry:
     health: Health | None
     pinned: Pinned | None
     loss: float | None
+    probes: float | None
     validation: float | None
     age: float | None
     latest: bool
@@ -85,6 +87,7 @@ def sheet(run: Path, listed: Sequence[Entry]) -> Sheet:
         Column("state", "state", help="fresh: not proven yet; healthy: later steps stayed on trend"),
         Column("pinned", "pinned", help="not deleted until it is unpinned"),
         Column("loss", "loss", "number", help="mean of its last training losses, nats per token"),
+        Column("probes", "probes", "number", help="mean loss of the probe samples when it was saved"),
         Column("validation", "validation", "number", help="last validation loss up to it, nats per token"),
         Column("size", "size"),
         Column("written", "written"),
@@ -114,7 +117,8 @@ def _row(entry: Entry) -> dict[str, Any]:
         "pinned": None if pinned is None else pinned.reason or "yes",
         "proven_at": None if health is None else health.step,
         "calm_steps": None if health is None else health.steps,
-        "loss": entry.loss, "validation": entry.validation, "size": size(entry.bytes), "bytes": entry.bytes,
+        "loss": entry.loss, "probes": entry.probes, "validation": entry.validation,
+        "size": size(entry.bytes), "bytes": entry.bytes,
         "written": None if entry.age is None else f"{duration(entry.age)} ago", "age": entry.age,
         "layout": None if entry.layout is None else _short(entry.layout), "problem": entry.problem,
     }  # fmt: skip
@@ -140,13 +144,20 @@ def _entry(one: Found, losses: _Validation | None, named: bool) -> Entry:
     state, unreadable = _tried(store.read_state, path)
     # What is wrong with state.json follows mostly from what the manifest says of it.
     problem = UNFINISHED.get(one.kind) or damage or unreadable
-    problems = [problem] * bool(problem) + markers.problems(path)
+    ruling, accepted = markers.convicted(path), markers.accepted(path)
+    doubt = state.vitals.doubt if state is not None and state.vitals is not None else ""
+    problems = [
+        *([problem] if problem else []), *([f"convicted: {ruling.reason}"] if ruling else []),
+        *([f"accepted by a person: {accepted.reason}"] if accepted else []),
+        *([f"will not count as healthy: {doubt}"] if doubt else []), *markers.problems(path),
+    ]  # fmt: skip
     health = markers.healthy(path)
     standing = _standing(one.kind, bool(damage or unreadable), health)
     return Entry(
         step=one.step, name=path.name, path=path, state=standing, bytes=_bytes(path),
         layout=state.layout if state else None, health=health, pinned=markers.pinned(path),
         loss=_mean(state.recent_losses) if state else None,
+        probes=_mean(state.vitals.losses) if state and state.vitals else None,
         validation=losses.until(one) if losses else None,
         age=_age(path), latest=named, problem="; ".join(problems).replace(f"{path}{os.sep}", ""),
     )  # fmt: skip

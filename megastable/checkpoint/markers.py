@@ -1,7 +1,8 @@
-"""What is found out about a checkpoint after it stands: that it proved healthy, that a person wants it to be kept.
+"""What is found out about a checkpoint after it stands: that it proved healthy, that a person wants it to be kept, that
+its content is wrong though its checksums are right, that a person accepts it all the same.
 
-health.json and pinned.json lie in its folder and are not in its manifest. A health marker names the manifest that it
-is about, so it says nothing of another checkpoint that it is copied to.
+The markers lie in its folder and are not in its manifest. All but a pin name the manifest that they are about, so they
+say nothing of another checkpoint that they are copied to.
 """
 
 from __future__ import annotations
@@ -9,17 +10,19 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megastable import durable
 from megastable.checkpoint import store
 from megastable.checkpoint.files import hash_file
-from megastable.checkpoint.store import HEALTH, PINNED
+from megastable.checkpoint.store import ACCEPTED, CONVICTED, HEALTH, PINNED
 from megastable.errors import CheckpointError
 
 UNREADABLE = "not known: its marker cannot be read"  # the reason of a pin that stands all the same
+
+M = TypeVar("M", "Health", "Ruling")
 
 _CONFIG = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -47,6 +50,18 @@ class Pinned(BaseModel):
     time: float
 
 
+class Ruling(BaseModel):
+    """convicted.json: a run found the content wrong, and does not go on from it. accepted.json: a person says that it
+    may. manifest: as in `Health`; reason: a sentence; time: unix seconds."""
+
+    model_config = _CONFIG
+
+    format: Literal[1] = 1
+    manifest: str
+    reason: str = ""
+    time: float
+
+
 def mark_healthy(checkpoint: Path, step: int, steps: int) -> Health:
     """Say that a checkpoint proved healthy at `step`, when `steps` steps after it had stayed on trend.
 
@@ -64,6 +79,33 @@ def healthy(checkpoint: Path) -> Health | None:
     """What a checkpoint was found healthy by, None when it was not. A marker that is damaged, of a newer format or of
     another checkpoint counts as none; `problems` says so."""
     return _health(checkpoint)[0]
+
+
+def convict(checkpoint: Path, reason: str) -> Ruling:
+    """Say that no run may go on from a checkpoint, until a person accepts it. It is no longer healthy, either.
+
+    The marker is on the disk when this returns. Raises CheckpointError."""
+    ruling = _rule(checkpoint, CONVICTED, reason)
+    for other in (HEALTH, ACCEPTED):
+        _remove(checkpoint / other)
+    return ruling
+
+
+def accept(checkpoint: Path, reason: str = "") -> Ruling:
+    """A person says that runs may go on from a checkpoint, whatever they find in it. Raises CheckpointError."""
+    ruling = _rule(checkpoint, ACCEPTED, reason)
+    _remove(checkpoint / CONVICTED)
+    return ruling
+
+
+def convicted(checkpoint: Path) -> Ruling | None:
+    """Why no run may go on from a checkpoint. A marker that cannot be read counts as none: a run finds out again."""
+    return None if accepted(checkpoint) is not None else _ruling(checkpoint, CONVICTED)[0]
+
+
+def accepted(checkpoint: Path) -> Ruling | None:
+    """Whether a person has said that runs may go on from it all the same."""
+    return _ruling(checkpoint, ACCEPTED)[0]
 
 
 def pin(checkpoint: Path, reason: str = "") -> Pinned:
@@ -103,20 +145,51 @@ def pinned(checkpoint: Path) -> Pinned | None:
 
 def problems(checkpoint: Path) -> list[str]:
     """What is wrong with the markers of a checkpoint, a sentence each."""
-    return [problem for _, problem in (_health(checkpoint), _pinned(checkpoint)) if problem]
+    rulings = (_ruling(checkpoint, name) for name in (CONVICTED, ACCEPTED))
+    return [problem for _, problem in (_health(checkpoint), _pinned(checkpoint), *rulings) if problem]
 
 
 def _health(checkpoint: Path) -> tuple[Health | None, str]:
-    path = checkpoint / HEALTH
+    return _about(checkpoint, HEALTH, Health)
+
+
+def _ruling(checkpoint: Path, name: str) -> tuple[Ruling | None, str]:
+    return _about(checkpoint, name, Ruling)
+
+
+def _about(checkpoint: Path, name: str, model: type[M]) -> tuple[M | None, str]:
+    """A marker that is about this very checkpoint; what is wrong with it."""
+    path = checkpoint / name
     try:
-        health = Health.model_validate_json(path.read_bytes())
-        if health.manifest != _hash(checkpoint):
+        marker = model.model_validate_json(path.read_bytes())
+        if marker.manifest != _hash(checkpoint):
             return None, f"{path}: is about another checkpoint: it does not count"
     except (FileNotFoundError, NotADirectoryError):
         return None, ""
     except (OSError, ValueError) as error:
         return None, f"{path}: damaged ({_told(error)}): it does not count"
-    return health, ""
+    return marker, ""
+
+
+def _rule(checkpoint: Path, name: str, reason: str) -> Ruling:
+    try:
+        manifest = _hash(checkpoint)
+    except OSError as error:
+        raise CheckpointError(
+            f"{checkpoint}: there is no such checkpoint: {error.strerror or error}"
+        ) from None
+    text = reason.encode("utf-8", "backslashreplace").decode()
+    ruling = Ruling(manifest=manifest, reason=text, time=round(time.time(), 3))
+    _write(checkpoint / name, ruling)
+    return ruling
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+        durable.sync_directory(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be removed: {error.strerror or error}") from None
 
 
 def _pinned(checkpoint: Path) -> tuple[Pinned | None, str]:

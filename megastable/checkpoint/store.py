@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt
 from megastable import __version__, durable, rundir
 from megastable.checkpoint.files import FileRecord, hash_file
 from megastable.checkpoint.pieces import FORMAT
+from megastable.checkpoint.vitals import Vitals
 from megastable.config import ModelConfig
 from megastable.errors import CheckpointError
 from megastable.ranks import first, gathered
@@ -36,6 +37,7 @@ M = TypeVar("M", bound=BaseModel)
 
 MANIFEST, STATE, RECIPE, LATEST = "manifest.json", "state.json", "recipe.yaml", "latest"
 HEALTH, PINNED = "health.json", "pinned.json"  # markers, see markers.py
+CONVICTED, ACCEPTED = "convicted.json", "accepted.json"
 SEAL = b'"xxh3": "%s"'  # of a manifest: its last field
 SAVING = ".saving-"  # prefix of a checkpoint that is being written
 FREE = {
@@ -72,7 +74,8 @@ class RunState(BaseModel):
     step: steps done, discarded ones included. updates: those that were applied; the learning rate follows from
     it. cursor: the next data position. adam_step: Adam's own count, 0 where there are no moments. scaler: of fp16's
     loss. fp8: the largest magnitudes that delayed scales follow from, by layer. stability: the state of detector,
-    policy and the open incident (recovery.py). mix: the share of each corpus in the last step.
+    policy and the open incident (recovery.py). mix: the share of each corpus in the last step. vitals: of the
+    state at this step, None of one that an older version saved.
     """
 
     # A loss may be nan: the default would write null, which is no number when it is read again.
@@ -94,6 +97,7 @@ class RunState(BaseModel):
     layout: LayoutState
     stability: dict[str, Any] = {}
     mix: dict[str, float] = {}
+    vitals: Vitals | None = None
     versions: dict[str, str] = {}
 
 
@@ -349,10 +353,18 @@ def _listed(checkpoint: Path) -> list[str]:
         raise CheckpointError(f"{checkpoint} cannot be read: {error.strerror}") from None
 
 
-def newest_good(folder: Path) -> tuple[Path | None, dict[str, str]]:
-    """(the newest checkpoint that verifies, newer ones that do not, with the reason). Ranks share the reading."""
+def newest_good(
+    folder: Path, convicted: Mapping[str, str] | None = None
+) -> tuple[Path | None, dict[str, str]]:
+    """(the newest checkpoint that verifies, newer ones that do not, with the reason). Ranks share the reading.
+
+    convicted: names that do not count, with the reason; the same on all ranks.
+    """
     rejected: dict[str, str] = {}
     for name in first(lambda: _names(folder)):
+        if convicted and name in convicted:
+            rejected[name] = convicted[name]
+            continue
         problem = ""
         try:
             verify(folder / name, dist.get_rank(), dist.get_world_size())

@@ -1,8 +1,12 @@
-"""How a run's corpora were blended, and from which position on: `blends.jsonl`, append-only.
+"""What a run made of the order of its data: `blends.jsonl`, append-only, a JSON object per line, of two kinds.
 
-The first line is that of the start. New weights, a new corpus or one that is taken out begin at a later position, the
-first of a block of the order; every other corpus goes on with its next sample (order.py). A line at or before the
-position of earlier ones takes their place: the run went back behind them, or its corpora became others.
+How its corpora are blended, and from which position on. The first line is that of the start. New weights, a new corpus
+or one that is taken out begin at a later position, the first of a block of the order; every other corpus goes on with
+its next sample (order.py). A line at or before the position of earlier ones takes their place: the run went back behind
+them, or its corpora became others.
+
+Which samples of a corpus are read later, in exchange for later ones (exchange.py). Such a line holds until the order
+begins anew, at a blend for position 0.
 """
 
 from __future__ import annotations
@@ -10,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
 
 from megastable.data import ledger
+from megastable.data.exchange import Exchange, Swap
 from megastable.data.ledger import Entry
 from megastable.data.manifest import Stream
 from megastable.data.order import BLOCK, LAST_POSITION, Order, Phase
@@ -25,6 +30,7 @@ from megastable.data.skips import Skips
 from megastable.errors import DataError
 
 CONVICTED = "data: "  # begins the reason of what an incident convicted (casebook.py)
+Slot = Annotated[StrictInt, Field(ge=0, le=LAST_POSITION)]
 MOST = 1 << 24  # positions: a longer range of the ledger is no choice of samples
 
 
@@ -52,19 +58,69 @@ class BlendEntry(Entry):
         return {share.name: share.weight for share in self.corpora}
 
 
-def read_blends(path: Path) -> list[BlendEntry]:
+class ExchangeEntry(Entry):
+    """Samples of `corpus` change places, [first slot, second slot, count] each (exchange.py). incident, step: of when
+    it was decided."""
+
+    corpus: Annotated[str, Field(min_length=1)]
+    exchange: Annotated[list[tuple[Slot, Slot, Slot]], Field(min_length=1)]
+    reason: str
+    incident: int | None = None
+    step: int | None = None
+
+    @property
+    def done(self) -> Exchange:
+        """For the order."""
+        return Exchange(self.corpus, tuple(self.exchange))
+
+    @field_validator("exchange")
+    @classmethod
+    def _apart(cls, swaps: list[Swap]) -> list[Swap]:
+        for first, second, count in swaps:
+            if count < 1 or first + count > second:
+                raise ValueError(
+                    f"[{first}, {second}, {count}]: [first, second, count], not overlapping, the first before"
+                )
+        return swaps
+
+
+Line = BlendEntry | ExchangeEntry  # of blends.jsonl
+
+
+def read_blends(path: Path) -> list[Line]:
     """All lines, oldest first; see `ledger.read`."""
-    return ledger.read(path, BlendEntry)
+    return ledger.read(path, _kind)
 
 
-def in_force(entries: Sequence[BlendEntry]) -> list[BlendEntry]:
-    """Those whose place no later line has taken, by position; the first is at 0."""
+def _kind(content: Any) -> type[Line]:
+    return ExchangeEntry if isinstance(content, dict) and "exchange" in content else BlendEntry
+
+
+def in_force(lines: Sequence[Line]) -> list[BlendEntry]:
+    """The blends whose place no later line has taken, by position; the first is at 0."""
     valid: list[BlendEntry] = []
-    for entry in entries:
-        valid = [*(e for e in valid if e.position < entry.position), entry]
+    for entry in lines:
+        if isinstance(entry, BlendEntry):
+            valid = [*(e for e in valid if e.position < entry.position), entry]
     if valid and valid[0].position:
         raise DataError("blends.jsonl has no line for position 0: restore it from a copy")
     return valid
+
+
+def exchanges(lines: Sequence[Line]) -> list[ExchangeEntry]:
+    """The exchanges in force, oldest first: none that was decided before the order began anew."""
+    valid: list[ExchangeEntry] = []
+    for entry in lines:
+        if isinstance(entry, ExchangeEntry):
+            valid.append(entry)
+        elif not entry.position:
+            valid = []
+    return valid
+
+
+def until(lines: Sequence[Line], time: float) -> list[Line]:
+    """The lines that were there at a time, in seconds since 1970; lines without one always were."""
+    return [line for line in lines if line.time is None or line.time.timestamp() <= time]
 
 
 def phases(entries: Sequence[BlendEntry]) -> list[Phase]:

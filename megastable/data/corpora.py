@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megastable.config import CorpusConfig
-from megastable.data.blends import BlendEntry, GoneStream, Share, in_force, phases
+from megastable.data.blends import (
+    BlendEntry,
+    ExchangeEntry,
+    GoneStream,
+    Line,
+    Share,
+    exchanges,
+    in_force,
+    phases,
+)
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import BLOCK, Corpus, Order, blend
 from megastable.data.source import Source
@@ -19,13 +28,14 @@ from megastable.recipe import find
 class Corpora:
     """All corpora of a run. `validation` is None where none of them has such a split.
 
-    manifests: of those of the recipe; shares: as they are blended from now on, by the recipe; blends: the lines of
-    blends.jsonl that `train` follows.
+    manifests: of those of the recipe; shares: as they are blended from now on, by the recipe; blends, exchanges: the
+    lines of blends.jsonl that `train` followed when it was opened.
     """
 
     manifests: list[Manifest]
     shares: list[Share]
     blends: list[BlendEntry]
+    exchanges: list[ExchangeEntry]
     train: Source
     validation: Source | None
     vocab_size: int
@@ -41,10 +51,10 @@ class Corpora:
 
     def fingerprint_until(self, cursor: int) -> str:
         """What the order of the samples before `cursor` depends on: a checkpoint that came to it holds this. A blend
-        that begins there or later may still become another one."""
+        that begins there or later may still become another one, and so may samples that stand there be exchanged."""
         order = self.train.order
         later = sum(phase.block * BLOCK >= cursor for phase in order.phases[1:])
-        return order.fingerprint(self._all_fingerprints, len(order.phases) - later)
+        return order.fingerprint(self._all_fingerprints, len(order.phases) - later, cursor)
 
     @property
     def reblended(self) -> bool:
@@ -64,7 +74,7 @@ class Corpora:
 
 
 def open_corpora(
-    given: list[CorpusConfig], sequence_length: int, seed: int, blends: Sequence[BlendEntry] = ()
+    given: list[CorpusConfig], sequence_length: int, seed: int, blends: Sequence[Line] = ()
 ) -> Corpora:
     """Open every corpus; none of the token data is read. blends: the lines of blends.jsonl of a run that has begun:
     they decide the order, and `given` only says what is wanted.
@@ -103,7 +113,7 @@ def open_corpora(
         )
         for corpus, manifest in zip(given, manifests, strict=True)
     ]
-    valid = in_force(blends)
+    valid, moves = in_force(blends), exchanges(blends)
     here = {manifest.name: (corpus.path, manifest) for corpus, manifest in zip(given, manifests, strict=True)}
     out = {share.name: share for entry in valid for share in entry.corpora if share.name not in here}
     streams = [Stream(path, manifest, "train") for path, manifest in here.values()]
@@ -115,13 +125,14 @@ def open_corpora(
         sequence_length,
         seed,
         phases=phases(valid),
+        exchanges=[entry.done for entry in moves],
     )
     streams += [_taken_out(share) for share in out.values()]
     # What the run is measured by stays the same when its blend changes.
     measured = valid[0].weights if valid else {share.name: share.weight for share in shares}
     validation = _validation(here, measured, sequence_length, seed)
     return Corpora(
-        manifests, shares, valid, Source(train, streams, tokenizer.eod),
+        manifests, shares, valid, moves, Source(train, streams, tokenizer.eod),
         Source(*validation, tokenizer.eod) if validation else None, tokenizer.vocab_size,
     )  # fmt: skip
 

@@ -41,8 +41,9 @@ def append_all(path: Path, entries: Sequence[Entry]) -> None:
         jsonl.append(path, "\n".join(entry.model_dump_json(exclude_none=True) for entry in stamped))
 
 
-def read(path: Path, kind: type[E], odd: list[str] | None = None) -> list[E]:
-    """The entries of a ledger, oldest first; none when there is no such file. Empty lines are ignored.
+def read(path: Path, kind: Callable[[Any], type[E]], odd: list[str] | None = None) -> list[E]:
+    """The entries of a ledger, oldest first, each of the `kind` that is chosen by its content; none when there is no
+    such file. Empty lines are ignored.
 
     A torn last line (a crash while it was written) is reported as a warning and left out. Raises DataError
     naming the line for anything else that is not a valid entry; where `odd` is given, what is wrong goes in there
@@ -54,7 +55,7 @@ def read(path: Path, kind: type[E], odd: list[str] | None = None) -> list[E]:
     found = []
     for number, line in enumerate(lines, start=1):
         try:
-            found += [parse(path, number, line, lambda _: kind)] if line.strip() else []
+            found += [parse(path, number, line, kind)] if line.strip() else []
         except DataError as error:
             if odd is None:
                 raise

@@ -6,8 +6,8 @@ tokens [i * L, i * L + L + 1).
 
 1. Positions are grouped into blocks. Every block gives each corpus the same number of slots, its quota: the
    largest-remainder rounding of weight * block. The slots are shuffled by a key of (seed, block).
-2. The slots of a corpus, in the order of positions, hold the samples 0, 1, 2, ... that it gives to the run.
-   Sample k belongs to epoch k // n and is its number k % n.
+2. The slots of a corpus, in the order of positions, hold the samples 0, 1, 2, ... that it gives to the run, but for
+   those that were exchanged with later ones (exchange.py). Sample k belongs to epoch k // n and is its number k % n.
 3. A bijection keyed by (seed, corpus name, epoch) turns that number into a sequence.
 
 So a corpus goes through all its sequences once before any comes again. Nothing here depends on the length of
@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megastable.data.exchange import Exchange, Exchanged
 from megastable.errors import ConfigError, DataError
 
 Int64s = npt.NDArray[np.int64]
@@ -91,8 +92,8 @@ class Order:
 
     `quotas` (of the last phase) and `sequences` hold a number per corpus, in the order of `corpora` (which has no
     influence on the order of the samples; names have). phases: ascending, the first from block 0; without any, the
-    corpora's own weights hold throughout. Raises ConfigError for weights that cannot be blended, DataError for a
-    corpus shorter than one sequence.
+    corpora's own weights hold throughout. exchanges: of samples of these corpora, oldest first. Raises ConfigError for
+    weights that cannot be blended, DataError for a corpus shorter than one sequence.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Order:
         seed: int,
         block: int = BLOCK,
         phases: Sequence[Phase] = (),
+        exchanges: Sequence[Exchange] = (),
     ) -> None:
         if sequence_length < 1 or not 1 <= block <= 2**16:
             raise ConfigError(
@@ -134,6 +136,18 @@ class Order:
         self._turns = [np.concatenate([np.arange(quota) for quota in quotas]) for quotas in self._quotas]
         self._sequences = np.array(self.sequences, dtype=np.int64)
         self._shuffled = lru_cache(maxsize=16)(self._shuffle)
+        self.exchanges = tuple(exchanges)
+        self._exchanged = {
+            index: Exchanged([swap for e in self.exchanges if e.corpus == corpus.name for swap in e.swaps])
+            for index, corpus in enumerate(self.corpora)
+            if any(e.corpus == corpus.name for e in self.exchanges)
+        }
+
+    def exchanging(self, more: Sequence[Exchange]) -> Order:
+        """This order, with more exchanges on top."""
+        return Order(
+            self.corpora, self.sequence_length, self.seed, self.block, self.phases, [*self.exchanges, *more]
+        )
 
     def locate(self, positions: npt.ArrayLike) -> Locations:
         """The samples at `positions`, n integers. Raises DataError outside of [0, 2^62)."""
@@ -144,7 +158,7 @@ class Order:
             raise TypeError(f"positions are a 1-D array of integers, not {where.dtype} {where.shape}")
         if where.size and not 0 <= int(where.min()) <= int(where.max()) < LAST_POSITION:
             raise DataError(f"positions {where.min()} to {where.max()}: a position is between 0 and 2^62")
-        corpus, sample = self._samples(where.astype(np.int64))
+        corpus, sample = self.samples_at(where.astype(np.int64))
         epoch, number = np.divmod(sample, self._sequences[corpus])
         keys = np.empty((ROUNDS, corpus.size), dtype=np.uint64)
         for index, members in _groups(corpus):
@@ -164,11 +178,16 @@ class Order:
         wanted, size = np.asarray(sequences, dtype=np.int64), int(self._sequences[corpus])
         low, high = self.samples_before(first)[corpus], self.samples_before(end)[corpus]
         found = [np.empty(0, np.int64)]
-        for epoch in range(low // size, -(-high // size)):
+        epochs = set(range(low // size, -(-high // size)))
+        if corpus in self._exchanged:  # with samples of other epochs
+            slots, moved = self.moved(corpus).T
+            epochs |= set((moved[(low <= slots) & (slots < high)] // size).tolist())
+        for epoch in sorted(epochs):
             keys = self._keys(self.corpora[corpus].name, np.full(wanted.size, epoch))
             samples = epoch * size + permute_back(wanted, np.full(wanted.size, size), keys)
-            found.append(self._positions(corpus, samples[(low <= samples) & (samples < high)]))
-        return np.sort(np.concatenate(found))
+            found.append(samples)
+        slots = self._slots_of(corpus, np.concatenate(found))
+        return np.sort(self.positions_at(corpus, slots[(low <= slots) & (slots < high)]))
 
     def samples_before(self, position: int) -> list[int]:
         """How many samples each corpus gives to the positions [0, position)."""
@@ -181,14 +200,15 @@ class Order:
     def moved_to(self, other: Order, positions: npt.ArrayLike) -> Int64s:
         """Where the samples at n `positions` stand in `other`, which has all of these corpora: int64, ascending. Those
         that it never gives are left out."""
-        corpora, samples = self._samples(np.asarray(positions, dtype=np.int64))
+        corpora, samples = self.samples_at(np.asarray(positions, dtype=np.int64))
         names = [corpus.name for corpus in other.corpora]
         found = [np.empty(0, np.int64)]
         for index, members in _groups(corpora):
-            there, mine = names.index(self.corpora[index].name), samples[members]
+            there = names.index(self.corpora[index].name)
+            mine = other._slots_of(there, samples[members])
             if not other.quotas[there]:
                 mine = mine[mine < other._before[-1, there]]
-            found.append(other._positions(there, mine))
+            found.append(other.positions_at(there, mine))
         return np.sort(np.concatenate(found))
 
     def quotas_at(self, position: int) -> list[int]:
@@ -202,11 +222,26 @@ class Order:
             edge for quotas, edge in zip(self._quotas, pairwise(edges), strict=True) if not quotas[corpus]
         ]
 
-    def fingerprint(self, manifest_fingerprints: Sequence[str], phases: int | None = None) -> str:
+    def moved(self, corpus: int) -> Int64s:
+        """The slots of a corpus that hold other samples than their own, ascending, and which: int64 [n, 2]."""
+        return self._exchanged[corpus].moved if corpus in self._exchanged else np.empty((0, 2), np.int64)
+
+    def deferred(self, first: int, end: int) -> Int64s:
+        """The positions in [first, end) whose samples were put off to there: int64, ascending."""
+        low, high, found = self.samples_before(first), self.samples_before(end), [np.empty(0, np.int64)]
+        for index, exchanged in self._exchanged.items():
+            slots = exchanged.deferred
+            found.append(self.positions_at(index, slots[(low[index] <= slots) & (slots < high[index])]))
+        return np.sort(np.concatenate(found))
+
+    def fingerprint(
+        self, manifest_fingerprints: Sequence[str], phases: int | None = None, before: int | None = None
+    ) -> str:
         """SHA-256 (hex) of all that decides which tokens stand at which position.
 
         `manifest_fingerprints`: one per corpus, in the order of `corpora`. phases: only the first so many count, and
-        only the corpora that they name: what it was before the later ones were.
+        only the corpora that they name: what it was before the later ones were. before: exchanges count only as far as
+        they concern earlier positions.
         """
         count = len(self.phases) if phases is None else phases
         used = self._quotas[:count].sum(axis=0) > 0
@@ -223,6 +258,17 @@ class Order:
             content.append(
                 [int(self._starts[number]), sorted([c.name, quota] for c, quota in quotas if quota)]
             )
+        ends = self.samples_before(before) if before is not None else [LAST_POSITION] * len(self.corpora)
+        moved = (
+            (c.name, self.moved(index), end)
+            for index, (c, end) in enumerate(zip(self.corpora, ends, strict=True))
+        )
+        if exchanged := sorted(
+            [name, slots[slots[:, 0] < end].tolist()]
+            for name, slots, end in moved
+            if (slots[:, 0] < end).any()
+        ):
+            content.append({"exchanged": exchanged})
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def _blend(self, weights: Mapping[str, float]) -> list[int]:
@@ -237,8 +283,19 @@ class Order:
     def _phase(self, block: int) -> int:
         return int(np.searchsorted(self._starts, block, side="right")) - 1
 
-    def _samples(self, positions: Int64s) -> tuple[Int64s, Int64s]:
-        """The corpus of each position, and how many samples that corpus gave to the positions before it."""
+    def samples_at(self, positions: Int64s) -> tuple[Int64s, Int64s]:
+        """The corpus of each of n positions, and which of its samples stands there."""
+        corpus, slots = self.slots_at(positions)
+        if not self._exchanged:
+            return corpus, slots
+        samples = slots.copy()
+        for index, exchanged in self._exchanged.items():
+            mine = corpus == index
+            samples[mine] = exchanged.samples(slots[mine])
+        return corpus, samples
+
+    def slots_at(self, positions: Int64s) -> tuple[Int64s, Int64s]:
+        """The corpus of each of n positions, and how many samples that corpus gives to the positions before it."""
         if len(self.corpora) == 1:
             return np.zeros_like(positions), positions
         blocks, slots = np.divmod(positions, self.block)
@@ -250,19 +307,23 @@ class Order:
         whole = (blocks - self._starts[phase]) * self._quotas[phase, corpus]
         return corpus, self._before[phase, corpus] + whole + turn
 
-    def _positions(self, corpus: int, samples: Int64s) -> Int64s:
-        """Where the samples number `samples` that a corpus gives stand: the way back of `_samples`."""
+    def _slots_of(self, corpus: int, samples: Int64s) -> Int64s:
+        """Which slots of a corpus hold n of its samples."""
+        return self._exchanged[corpus].slots(samples) if corpus in self._exchanged else samples
+
+    def positions_at(self, corpus: int, slots: Int64s) -> Int64s:
+        """The positions of n slots of a corpus: the way back of `slots_at`."""
         if len(self.corpora) == 1:
-            return samples
+            return slots
         # A phase without the corpus begins with as many samples as the next one does, and holds none.
-        phase = np.searchsorted(self._before[:, corpus], samples, side="right") - 1
+        phase = np.searchsorted(self._before[:, corpus], slots, side="right") - 1
         quota = self._quotas[phase, corpus]
-        blocks, turns = np.divmod(samples - self._before[phase, corpus], quota)
+        blocks, turns = np.divmod(slots - self._before[phase, corpus], quota)
         blocks += self._starts[phase]
-        positions = np.empty_like(samples)
+        positions = np.empty_like(slots)
         for block, members in _groups(blocks):
-            slots = np.flatnonzero(self._shuffled(block)[0] == corpus)  # ascending, as its turns are
-            positions[members] = block * self.block + slots[turns[members]]
+            places = np.flatnonzero(self._shuffled(block)[0] == corpus)  # ascending, as its turns are
+            positions[members] = block * self.block + places[turns[members]]
         return positions
 
     def _shuffle(self, block: int) -> tuple[npt.NDArray[np.uint16], Int64s]:

@@ -1,5 +1,5 @@
-"""A corruption with a known place: a copy of a corpus in which the samples of a few steps are noise, one token over
-and over, or the shuffled tokens of another corpus.
+"""A corruption with a known place: a copy of a corpus in which samples of a few steps are noise, one token over and
+over, the shuffled tokens of another corpus, or any text.
 
 What a run will read at a position is known beforehand, so the damage can be put exactly there. Everything that
 decides the order stays as it was (name, sizes, index files): positions mean the same samples in the copy as in the
@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from megastable.config import CorpusConfig, RunConfig
 from megastable.data.corpora import Corpora, open_corpora
@@ -24,41 +25,69 @@ from megastable.data.documents import Document, documents_at
 from megastable.data.manifest import FILE, Manifest, Stream
 from megastable.data.shard_format import little_endian, with_suffix
 from megastable.data.shards import Shard
-from megastable.data.skips import Range
+from megastable.data.skips import Range, Skips
 from megastable.data.staging import staged_directory, write_file
+from megastable.data.tokenizer import load_tokenizer
 from megastable.errors import ConfigError, DataError
 from megastable.recipe import find
 
 PLANTED = "planted.json"
-Kind = Literal["random", "repeated", "shuffled"]
+Kind = Literal["random", "repeated", "shuffled", "text"]
 WHAT: dict[Kind, str] = {
     "random": "noise",
     "repeated": "one repeated token",
     "shuffled": "shuffled tokens of another corpus",
+    "text": "other text",
 }
+LONGEST = 64  # characters of a token, so that of a long text only as much is encoded as can be needed
 Tokens = npt.NDArray[Any]
 
 
 class Planted(BaseModel):
-    """What was planted: tokens of `kind`, drawn with `seed`, at the positions [first, end) of `order`, in `documents`.
+    """What was planted: tokens of `kind`, drawn with `seed`, at `positions` of `order`, in `documents`.
 
-    `order` is the fingerprint of the order in the clean corpus: of its content, the seed of the run and the sequence
-    length. `documents` are all that the positions were made of. `other`: the fingerprint of the corpus that shuffled
-    tokens are from, "" without one.
+    `positions` are ranges [first, end), ascending, that do not touch; a file of before has a single one. `order` is the
+    fingerprint of the order in the clean corpus: of its content, the seed of the run and the sequence length.
+    `documents` are all that the positions were made of. `other`: of shuffled tokens, the fingerprint of the corpus that
+    they are from; of text, the xxh3-128 of its UTF-8; else "".
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    positions: Range
+    positions: list[Range] = Field(min_length=1)
     seed: int = Field(ge=0)
     order: str
     documents: list[Document]
     kind: Kind = "random"
     other: str = ""
 
+    @field_validator("positions", mode="before")
+    @classmethod
+    def _a_single_range(cls, positions: Any) -> Any:
+        match positions:
+            case [int(), int()]:
+                return [positions]
+        return positions
+
+    @property
+    def first(self) -> int:
+        """The first position."""
+        return self.positions[0][0]
+
+    @property
+    def samples(self) -> int:
+        return sum(end - first for first, end in self.positions)
+
+    @property
+    def places(self) -> str:
+        """Where it is, for people."""
+        last = self.positions[-1][1] - 1
+        if len(self.positions) == 1:
+            return f"the positions {self.first} to {last}"
+        return f"{self.samples} of the positions {self.first} to {last}"
+
     def __str__(self) -> str:
-        first, end = self.positions
-        return f"{WHAT[self.kind]} at the positions {first} to {end - 1}, in {len(self.documents)} documents"
+        return f"{WHAT[self.kind]} at {self.places}, in {len(self.documents)} documents"
 
 
 def read_planted(directory: Path) -> Planted | None:
@@ -72,15 +101,34 @@ def read_planted(directory: Path) -> Planted | None:
         raise DataError(f"{path} cannot be read, remove the directory and plant again: {error}") from error
 
 
-def positions_of(step: int, samples: int, global_batch: int) -> Range:
-    """The positions [first, end) of `samples` samples from step `step` on (steps count from 1).
+def positions_of(
+    step: int, samples: int, global_batch: int, of_each: int | None = None, seed: int = 0
+) -> list[Range]:
+    """The positions of `samples` samples from step `step` on (steps count from 1), as ascending ranges [first, end).
 
-    They lie in the middle of whole batches, so that the first and the last one hold clean samples too: what is
-    named guilty is then more than "the batch".
+    Without `of_each`, one range: in the middle of whole batches, so that the first and the last one hold clean samples
+    too, and what is named guilty is more than "the batch". With it, `of_each` samples of each step, the last one what
+    is left, at places in the batch that are drawn with `seed`. Raises ConfigError for an `of_each` that is no part of a
+    batch.
     """
-    batches = -(-(samples + 2) // global_batch)
-    first = (step - 1) * global_batch + (batches * global_batch - samples) // 2
-    return first, first + samples
+    begin = (step - 1) * global_batch
+    if of_each is None:
+        batches = -(-(samples + 2) // global_batch)
+        first = begin + (batches * global_batch - samples) // 2
+        return [(first, first + samples)]
+    if not 1 <= of_each <= global_batch:
+        raise ConfigError(
+            f"{of_each} samples of each step: a step has {global_batch} (train.global_batch), choose 1 to "
+            f"{global_batch}"
+        )
+    random = np.random.default_rng((seed, 1))
+    places = [
+        begin
+        + number * global_batch
+        + random.permutation(global_batch)[: samples - number * of_each][:of_each]
+        for number in range(-(-samples // of_each))
+    ]
+    return Skips.of_numbers(np.concatenate(places).astype(np.int64)).ranges
 
 
 def plant(
@@ -93,24 +141,31 @@ def plant(
     seed: int = 0,
     kind: Kind = "random",
     other: Path | None = None,
+    text: str | None = None,
+    of_each: int | None = None,
     overwrite: bool = False,
 ) -> tuple[Planted, bool]:
     """Make `output`, the corpus `corpus` with noise where a run of `config` reads `samples` samples from `step` on.
 
-    Returns what is planted and whether it was there already: an `output` with the same is reused. The tokens are
-    replaced by others but 0 and the end of a document: "random", uniformly drawn ids; "repeated", a single one;
-    "shuffled", the first ones of the corpus `other`, in any order. Ends of documents keep their place. So does the
-    first token of a sample, which is the last label of another one. `data.corpora` and `data.skip` of `config` have
-    no influence. `output` appears whole or not at all; only an older planted corpus is replaced, with `overwrite`.
+    of_each: only so many samples of each step are replaced, so that they lie in more steps. Returns what is planted and
+    whether it was there already: an `output` with the same is reused. The tokens are replaced by others but 0 and the
+    end of a document: "random", uniformly drawn ids; "repeated", a single one; "shuffled", the first ones of the corpus
+    `other`, in any order; "text", those of `text` by the corpus's tokenizer, which goes on from sample to sample and
+    begins again where it ends. Ends of documents keep their place. So does the first token of a sample, which is the
+    last label of another one. `data.corpora` and `data.skip` of `config` have no influence. `output` appears whole or
+    not at all; only an older planted corpus is replaced, with `overwrite`.
 
-    Raises ConfigError for a run that blends corpora; DataError for a corpus that is damaged, planted already or too
-    small, for an `output` that is occupied, and for an `other` that is missing, of another tokenizer or too small.
+    Raises ConfigError for a run that blends corpora and for a bad number; DataError for a corpus that is damaged,
+    planted already or too small, for an `output` that is occupied, for an `other` that is missing, of another tokenizer
+    or too small, and for a text without tokens.
     """
     corpus = find(corpus)
     if (kind == "shuffled") != (other is not None):
         raise DataError(
             f"kind {kind!r}: shuffled tokens need the corpus they are from (other), no other kind does"
         )
+    if (kind == "text") != (text is not None):
+        raise DataError(f"kind {kind!r}: text needs what is planted (text), no other kind does")
     if len(config.data.corpora) > 1:
         raise ConfigError(
             f"data.corpora names {len(config.data.corpora)} corpora: noise is planted for runs on one, "
@@ -126,22 +181,26 @@ def plant(
         raise DataError(f"the output {output} is inside of the corpus {corpus}, which stays as it is")
     if corpora.vocab_size < 3:
         raise DataError(f"{corpus}: a vocabulary of {corpora.vocab_size} has no token to replace others with")
-    first, end = positions_of(step, samples, config.train.global_batch)
+    positions = positions_of(step, samples, config.train.global_batch, of_each, seed)
     (sequences,) = corpora.train.order.sequences
-    if length < 2 or end > sequences:
+    if length < 2 or positions[-1][1] > sequences:
         raise DataError(
-            f"positions {first} to {end - 1} cannot be planted: {corpus} has {sequences} samples of {length} tokens "
-            "before any comes again, and each needs 2 tokens; choose an earlier step or fewer samples, or train on the "
-            f"clean corpus: data.corpora='[{{path: {corpus}}}]'"
+            f"positions {positions[0][0]} to {positions[-1][1] - 1} cannot be planted: {corpus} has {sequences} "
+            f"samples of {length} tokens before any comes again, and each needs 2 tokens; choose an earlier step or "
+            f"fewer samples, or train on the clean corpus: data.corpora='[{{path: {corpus}}}]'"
         )
-    foreign = None if other is None else _foreign(other, corpora, (end - first) * (length - 1))
+    foreign, source, count = None, "", samples * (length - 1)
+    if other is not None:
+        foreign, source = _foreign(other, corpora, count), Manifest.load(find(other)).fingerprint()
+    elif text is not None:
+        foreign, source = _encoded(text, corpus, corpora, count), xxhash.xxh3_128_hexdigest(text.encode())
     planted = Planted(
-        positions=(first, end),
+        positions=positions,
         seed=seed,
         order=corpora.order_fingerprint,
-        documents=documents_at(corpora.train, range(first, end)),
+        documents=documents_at(corpora.train, _numbers(positions)),
         kind=kind,
-        other="" if other is None else Manifest.load(find(other)).fingerprint(),
+        other=source,
     )
     if _occupied(output, planted, overwrite):
         return planted, True
@@ -171,6 +230,20 @@ def _foreign(other: Path, corpora: Corpora, count: int) -> Tokens:
     return tokens[:count]
 
 
+def _encoded(text: str, corpus: Path, corpora: Corpora, count: int) -> Tokens:
+    """The first `count` tokens of a text that begins again where it ends, int64 [count]."""
+    info = corpora.manifests[0].tokenizer
+    tokens = load_tokenizer(corpus / info.file, info.eod).encode(text[: LONGEST * count])
+    ids = np.array([token for token in tokens if token != info.eod], dtype=np.int64)
+    if not ids.size:
+        raise DataError(f"the text has no tokens ({len(text)} characters): give one that is not empty")
+    return np.resize(ids, count)
+
+
+def _numbers(positions: list[Range]) -> list[int]:
+    return [position for first, end in positions for position in range(first, end)]
+
+
 def _occupied(output: Path, planted: Planted, overwrite: bool) -> bool:
     """Whether `output` holds the same already. Raises DataError when it may not be replaced."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
@@ -184,10 +257,9 @@ def _occupied(output: Path, planted: Planted, overwrite: bool) -> bool:
             Stream(output, manifest, split)  # looks at the sizes of all its files
         return True
     if not overwrite:
-        first, end = there.positions
         raise DataError(
-            f"{output} was planted for another run or corpus (positions {first} to {end - 1}, seed {there.seed}): "
-            "choose another output, or replace it with --overwrite"
+            f"{output} was planted otherwise, or for another run or corpus ({there}, seed {there.seed}): choose "
+            "another output, or replace it with --overwrite"
         )
     own = {FILE, PLANTED, *_files(manifest)}
     if foreign := sorted(path.name for path in output.iterdir() if path.name not in own):
@@ -218,15 +290,14 @@ def _write(
         raise DataError(f"{corpus} could not be copied to {staging}: {error}") from error
     for name in touched:
         infos[name] = Shard(staging / name, vocab_size=manifest.tokenizer.vocab_size).verify()
-    first, end = planted.positions
-    source = f"{manifest.source}; {WHAT[planted.kind]} at positions {first} to {end - 1}"
+    source = f"{manifest.source}; {WHAT[planted.kind]} at {planted.places}"
     return manifest.model_copy(update={"shards": list(infos.values()), "source": source})
 
 
 def _replace(staging: Path, corpora: Corpora, planted: Planted, foreign: Tokens | None) -> None:
     order, (stream,), eod = corpora.train.order, corpora.train.streams, corpora.train.eod
     draw = _drawer(corpora, planted, foreign)
-    for begin in order.locate(range(*planted.positions)).first_token.tolist():
+    for begin in order.locate(_numbers(planted.positions)).first_token.tolist():
         for shard, at, count, _ in stream.pieces(begin + 1, order.sequence_length - 1):
             noise = np.where(shard.read(at, count) == eod, eod, draw(count))
             dtype = little_endian(shard.dtype)
@@ -245,5 +316,5 @@ def _drawer(corpora: Corpora, planted: Planted, foreign: Tokens | None) -> Calla
         token = random.choice(ids)
         return lambda count: np.full(count, token)
     assert foreign is not None
-    shuffled = iter(random.permutation(foreign))
-    return lambda count: np.fromiter(shuffled, np.int64, count)
+    tokens = iter(foreign if planted.kind == "text" else random.permutation(foreign))
+    return lambda count: np.fromiter(tokens, np.int64, count)

@@ -1,8 +1,9 @@
 """The skip ledger of a run, `skips.jsonl`: what is not trained on, and why. Append-only, a JSON object per line.
 
 A line names absolute positions, which are left out in this pass over the corpora only, or samples by identity: tokens
-of a corpus's own training stream, which are left out for as long as the run goes (skips.py). A ledger may have millions
-of lines: they are read as columns (pyarrow), and where a line is not as it should be by pydantic, which says why.
+of a corpus's own training stream, which are left out for as long as the run goes (skips.py), or until a later line
+releases them. A ledger may have millions of lines: they are read as columns (pyarrow), and where a line is not as it
+should be by pydantic, which says why.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,16 +23,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
 from megastable import jsonl
-from megastable.data.documents import Document
-from megastable.data.ledger import Entry, append, append_all, parse, remedy
+from megastable.data.ledger import append, append_all, parse, remedy
 from megastable.data.order import LAST_POSITION, Order
-from megastable.data.skips import NOTHING, Exclusions, Identity, Range, Selection, Skips
+from megastable.data.skip_entries import (
+    RANGES,
+    AnyEntry,
+    SampleEntry,
+    ShardDocuments,
+    SkipEntry,
+    kind_of_line,
+    sample_entries,
+)
+from megastable.data.skips import NONE, NOTHING, Exclusions, Identity, Range, Selection, Skips
 from megastable.errors import DataError
 
 __all__ = [
+    "RANGES",
+    "AnyEntry",
     "Ledger",
     "SampleEntry",
     "ShardDocuments",
@@ -39,72 +50,18 @@ __all__ = [
     "append",
     "append_all",
     "read_ledger",
+    "released",
     "sample_entries",
 ]
 
 log = logging.getLogger(__name__)
 
 Int64s = npt.NDArray[np.int64]
-Place = Annotated[StrictInt, Field(ge=0, le=LAST_POSITION)]
-Number = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]  # as the columns hold it
-Pair = Annotated[list[Place], Field(min_length=2, max_length=2)]
 
 BLOCK = 32 << 20  # bytes that are read as columns together
 LONGEST = 1 << 20  # bytes of a line that is read so; also what a thread takes at once
 FEW = 64  # lines: so many are read one by one together with a wrong one
-RANGES = 4096  # of a line: a longer one would not be mended after a crash (jsonl.py)
 
-
-class SkipEntry(Entry):
-    """A line by position: [first, end), why, by which incident, noticed at which step.
-
-    corpus: only the positions of that corpus; from `first` on it is swapped out.
-    """
-
-    first: Place
-    end: Place
-    reason: str
-    incident: Number | None = None
-    step: Number | None = None
-    corpus: str | None = None
-
-    @model_validator(mode="after")
-    def _forward(self) -> Self:
-        if self.first >= self.end:
-            raise ValueError(f"first {self.first} is not below end {self.end}")
-        return self
-
-
-class ShardDocuments(BaseModel):
-    """Documents by their numbers in a shard."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    shard: str
-    documents: list[Number]
-
-
-class SampleEntry(Entry):
-    """A line by identity: of `corpus`, as long as its manifest has `fingerprint`, every sample is left out that has any
-    of `tokens` among its own: ranges [first, end) of the training stream. documents: they are of, for people."""
-
-    corpus: Annotated[str, Field(min_length=1)]
-    fingerprint: Annotated[str, Field(min_length=1)]
-    tokens: Annotated[list[Pair], Field(min_length=1)]
-    reason: str
-    incident: Number | None = None
-    step: Number | None = None
-    documents: list[ShardDocuments] | None = None
-
-    @field_validator("tokens")
-    @classmethod
-    def _forward(cls, tokens: list[list[int]]) -> list[list[int]]:
-        if wrong := next(((first, end) for first, end in tokens if first >= end), None):
-            raise ValueError(f"first {wrong[0]} is not below end {wrong[1]}")
-        return tokens
-
-
-AnyEntry = SkipEntry | SampleEntry
 
 SCHEMA = pa.schema(
     {
@@ -112,6 +69,7 @@ SCHEMA = pa.schema(
         "step": pa.int64(), "corpus": pa.string(), "fingerprint": pa.string(),
         "tokens": pa.list_(pa.list_(pa.int64())),
         "documents": pa.list_(pa.struct({"shard": pa.string(), "documents": pa.list_(pa.int64())})),
+        "released": pa.bool_(),
     }
 )  # fmt: skip
 
@@ -146,7 +104,7 @@ class Ledger:
         found: list[AnyEntry] = []
         for row in self.table.to_pylist():
             given = {key: value for key, value in row.items() if value is not None}
-            found.append(_kind(given).model_validate(given))
+            found.append(kind_of_line(given).model_validate(given))
         return found
 
     @property
@@ -188,6 +146,16 @@ class Ledger:
         return Ledger(self.table.filter(self.table.column("first").is_valid()))
 
     @property
+    def by_others(self) -> Ledger:
+        """The lines that no incident wrote."""
+        return Ledger(self.table.filter(self.table.column("incident").is_null()))
+
+    @property
+    def ever(self) -> Ledger:
+        """As if nothing had been released."""
+        return Ledger(self.table.filter(self.table.column("released").is_null()))
+
+    @property
     def by_identity(self) -> Ledger:
         """The lines that name samples."""
         return Ledger(self.table.filter(self.table.column("tokens").is_valid()))
@@ -203,6 +171,17 @@ class Ledger:
         rows = self.table.filter(pc.fill_null(of, False))
         ranges, times = _edges(rows).tolist(), rows.column("time").to_pylist()
         return [((first, end), time) for (first, end), time in zip(ranges, times, strict=True)]
+
+
+def released(
+    ledger: Ledger, order: Order, positions: Int64s, reason: str, incident: int, step: int
+) -> list[SampleEntry]:
+    """The lines that withdraw what incidents of the run said of the samples at n positions. What a person, or another
+    tool, names too is not among them: it stays out."""
+    others = Selection(order, replace(ledger.by_others.exclusions, positions=NONE, swapped={}))
+    free = positions[~others.mask(positions)]
+    lines = sample_entries(order, free, f"released: {reason}", (), incident, step)
+    return [line.model_copy(update={"released": True}) for line in lines]
 
 
 class SkipLedger:
@@ -248,38 +227,6 @@ class SkipLedger:
 def read_ledger(path: Path, odd: list[str] | None = None) -> list[AnyEntry]:
     """The entries of skips.jsonl, oldest first; see `Ledger.read`."""
     return Ledger.read(path, odd).entries
-
-
-def sample_entries(
-    order: Order,
-    positions: Int64s,
-    reason: str,
-    documents: Iterable[Document] = (),
-    incident: int | None = None,
-    step: int | None = None,
-) -> list[SampleEntry]:
-    """The lines that leave out the samples at `positions`, n integers, for as long as the run goes: at least one for
-    each of their corpora. documents: of those that are named, for people."""
-    places, length = order.locate(positions), order.sequence_length
-    named = list(documents)
-    found = []
-    for index in np.unique(places.corpus).tolist():
-        corpus = order.corpora[index]
-        firsts = places.first_token[places.corpus == index]
-        edges = Skips.merged(np.column_stack([firsts, firsts + length])).edges
-        shards: dict[str, list[int]] = {}
-        for document in named:
-            if document.corpus == corpus.name:
-                shards.setdefault(document.shard, []).append(document.document)
-        of = [ShardDocuments(shard=shard, documents=numbers) for shard, numbers in shards.items()]
-        for number, part in enumerate(np.split(edges, range(RANGES, len(edges), RANGES))):
-            found.append(
-                SampleEntry(
-                    corpus=corpus.name, fingerprint=corpus.fingerprint, tokens=part.tolist(), reason=reason,
-                    incident=incident, step=step, documents=of if of and not number else None,
-                )
-            )  # fmt: skip
-    return found
 
 
 def _usable(
@@ -386,6 +333,7 @@ def _valid(table: pa.Table, block: bytes) -> bool:
         np.array_equal(known["first"], ~named) and np.array_equal(known["end"], ~named)
         and np.array_equal(known["fingerprint"], named) and known["corpus"][named].all()
         and not known["documents"][~named].any() and known["reason"].all()
+        and not known["released"][~named].any() and pc.all(table.column("released")).as_py() in (True, None)
     ):  # fmt: skip
         return False
     texts = np.stack([_lengths(table, name, pc.binary_length) for name in Identity._fields])
@@ -442,18 +390,38 @@ def _excluded(tables: Iterable[pa.Table], known: Exclusions = NOTHING) -> Exclus
             if (mine := of & ~named).any():
                 swapped.setdefault(corpus, []).append(edges[mine])
                 counts[corpus] += int(mine.sum())
-        pairs, ranges = _pairs(table), _lengths(table, "tokens")
-        for identity, of in _groups(table, *Identity._fields):
-            if (mine := of & named).any():
-                key = Identity(*map(str, identity))
-                tokens.setdefault(key, []).append(pairs[np.repeat(mine, ranges)])
+        for part, released in _by_release(table):
+            for key, ranges in _tokens(part):
+                some = tokens.setdefault(key, [np.empty((0, 2), np.int64)])
+                if released:
+                    tokens[key] = [Skips.merged(np.concatenate(some)).minus(Skips.merged(ranges)).edges]
+                else:
+                    some.append(ranges)
     of_any, *others = (Skips.merged(np.concatenate(some)) for some in (swapped.pop(None), *swapped.values()))
+    merged = {identity: Skips.merged(np.concatenate(some)) for identity, some in tokens.items()}
     return Exclusions(
         of_any,
         {str(name): skips for name, skips in zip(swapped, others, strict=True)},
-        {identity: Skips.merged(np.concatenate(some)) for identity, some in tokens.items()},
+        {identity: skips for identity, skips in merged.items() if skips.count()},
         dict(counts),
     )
+
+
+def _by_release(table: pa.Table) -> Iterator[tuple[pa.Table, bool]]:
+    """A table in its order, cut between lines that release and lines that do not, and which of both a part is."""
+    released = _known(table, "released")
+    edges = [0, *(np.flatnonzero(np.diff(released)) + 1).tolist(), len(table)]
+    for first, end in pairwise(edges):
+        if first < end:
+            yield table.slice(first, end - first), bool(released[first])
+
+
+def _tokens(table: pa.Table) -> Iterator[tuple[Identity, Int64s]]:
+    """What some lines name, by corpus: ranges of tokens, int64 [n, 2]."""
+    named, pairs, ranges = _known(table, "tokens"), _pairs(table), _lengths(table, "tokens")
+    for identity, of in _groups(table, *Identity._fields):
+        if (mine := of & named).any():
+            yield Identity(*map(str, identity)), pairs[np.repeat(mine, ranges)]
 
 
 def _groups(table: pa.Table, *columns: str) -> Iterator[tuple[tuple[str | None, ...], npt.NDArray[np.bool_]]]:
@@ -488,7 +456,7 @@ def _by_line(path: Path, block: bytes, before: int, odd: list[str] | None) -> pa
 
 def _row(path: Path, number: int, line: bytes) -> pa.Table:
     """The columns of a line. Raises DataError as `parse` does, and where no column could hold what it says."""
-    entry = parse(path, number, line, _kind)
+    entry = parse(path, number, line, kind_of_line)
     try:
         return Ledger.of([entry]).table
     except (pa.ArrowException, OverflowError, ValueError) as error:  # half a character, a year that is none
@@ -497,9 +465,3 @@ def _row(path: Path, number: int, line: bytes) -> pa.Table:
 
 def _told(time: datetime | None) -> str | None:
     return None if time is None else time.astimezone(UTC).isoformat()
-
-
-def _kind(content: Any) -> type[SkipEntry] | type[SampleEntry]:
-    """What a line is to be, by its content."""
-    named = isinstance(content, dict) and ("tokens" in content or "fingerprint" in content)
-    return SampleEntry if named else SkipEntry

@@ -123,6 +123,10 @@ class Skips:
         """The numbers that are in either."""
         return Skips.union_of((self, other))
 
+    def minus(self, other: Skips) -> Skips:
+        """The numbers that are in this one alone."""
+        return self.gaps().union(other).gaps()
+
 
 NONE = Skips(np.empty(0, np.int64), np.empty(0, np.int64))
 

@@ -6,6 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.data.manifest import Stream
+from megastable.data.source import Source
+from megastable.errors import DataError
 
 CHUNK = 1 << 20  # tokens read at a time
 
@@ -18,6 +20,20 @@ def token_counts(stream: Stream, vocab_size: int, limit: int | None = None) -> n
         tokens = stream.read(first, min(CHUNK, end - first))
         counts += np.bincount(tokens, minlength=vocab_size)
     return counts
+
+
+def sample_entropy(source: Source, tokens: int, vocab_size: int) -> float:
+    """The unigram entropy of about so many tokens from the beginning of a run's order, which are drawn from its corpora
+    as they are blended, nats per token. Ids outside of the vocabulary are left out; nan where a shard cannot be read.
+    """
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for position in range(max(1, tokens // source.order.sequence_length)):
+        try:
+            ids = source.raw_sample(position)[:-1]
+        except DataError:
+            return float("nan")
+        counts += np.bincount(ids[(ids >= 0) & (ids < vocab_size)], minlength=vocab_size)
+    return unigram_entropy(counts)
 
 
 def unigram_entropy(counts: npt.NDArray[np.integer]) -> float:

@@ -43,6 +43,10 @@ class Fault(BaseModel):
     steps: int = 1
     factor: float = 10.0
 
+    def among(self, ranks: int) -> Fault:
+        """The same in a run of so many ranks."""
+        return self.model_copy(update={"rank": min(self.rank, ranks - 1)})
+
 
 class Plan(BaseModel):
     """Of one drilled run. run: its directory. seed: of what is drawn."""

@@ -1,4 +1,4 @@
-"""Real runs with planted faults: two ranks on the CPU through the deepspeed launcher, ours under its supervisor."""
+"""Real runs with planted faults: a few ranks on the CPU through the deepspeed launcher, ours under its supervisor."""
 
 from __future__ import annotations
 
@@ -7,73 +7,162 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
+import xxhash
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megastable import durable
 from megastable.checkpoint.store import newest_first
+from megastable.data.manifest import Manifest
+from megastable.data.plant import Planted
+from megastable.drills.fate import fate
 from megastable.drills.plan import Plan, Policy
 from megastable.drills.processes import Family
-from megastable.drills.scenarios import Scenario
+from megastable.drills.scenario import Outside, Scenario
 from megastable.drills.score import Score, score
-from megastable.drills.stage import OVERRIDES, RANKS, Stage
-from megastable.errors import MegastableError
+from megastable.drills.stage import OVERRIDES, Stage
+from megastable.errors import CheckpointError, MegastableError
 from megastable.recipe import ROOT
 from megastable.rundir import RunDirectory
 from megastable.supervise.processes import LAUNCHER, free_port
 
 WORKER = "megastable.drills.worker"
-VICTIM = 1  # the rank that is killed or stopped
 POLL = 0.1
-LIMIT = 300.0  # seconds of a run; none takes a quarter of it
+LIMIT = 1200.0  # seconds of a run; alone on two cores, none takes a tenth of it
 HUNG = 20.0  # seconds without a step, after which a run that nobody looks after is given up
+
+PACKAGE = ROOT / "megastable"
+# Code that has no influence on how a run goes: it may change between the runs of a table.
+JUDGING = {PACKAGE / "drills" / name for name in ("batch.py", "fate.py", "score.py", "table.py")}
+PREPARING = threading.Lock()  # runs at the same time share corpora
+POISONS: dict[Outside | None, Literal["weight", "second_moments"]] = {
+    "poison_weight": "weight",
+    "poison_moments": "second_moments",
+}
 
 Watch = Callable[[int], None]
 
 
-def drill(stage: Stage, scenario: Scenario, policy: Policy, watch: Watch) -> Score:
-    """One run from its start to its end; `watch` is told the steps as they are done. Leaves no process behind.
+class Done(BaseModel):
+    """What a run directory does not say of a drilled run. conditions: all that decided it, hashed. struck: when it was
+    hit from outside, in unix time. exit: the exit code of the process that was started, None where that is gone and the
+    ranks went on. planted: what was bad in its corpus."""
 
+    model_config = ConfigDict(extra="forbid")
+
+    conditions: str
+    planted: Planted | None
+    struck: float | None
+    exit: int | None
+    wall_seconds: float
+
+
+def drill(stage: Stage, scenario: Scenario, policy: Policy, watch: Watch, jobs: int = 1) -> Score:
+    """One run from its start to its end, or what is there of the same one. Leaves no process behind.
+
+    watch: is told the step, again and again; what it raises ends the run. jobs: so many runs share the machine.
     Raises MegastableError for a run that does not begin.
     """
-    corpus, bad = stage.corpus_of(scenario)
-    name = f"{scenario.name}-{policy}"
-    run = RunDirectory(stage.folder / "runs" / name)
-    shutil.rmtree(run.root, ignore_errors=True)
-    run.root.mkdir(parents=True)
-    plan, log = run.root.with_suffix(".json"), run.root.with_suffix(".log")
-    log.unlink(missing_ok=True)
-    wanted = Plan(policy=policy, run=run.root, seed=stage.seed, fault=scenario.fault)
-    plan.write_text(wanted.model_dump_json(indent=1))
+    with PREPARING:
+        corpus, planted = stage.corpus_of(scenario)
+    run = RunDirectory(stage.folder / "runs" / f"{scenario.name}-{policy}-{stage.seed}")
+    wanted = Plan(
+        policy=policy,
+        run=run.root,
+        seed=stage.seed,
+        fault=scenario.fault and scenario.fault.among(stage.ranks),
+    )
     overrides = [*OVERRIDES[policy], *scenario.overrides]
     overrides += [f"run.dir={run.root}", f"data.corpora=[{{path: {corpus}}}]"]
+    told = conditions(stage, scenario, wanted, overrides, corpus)
+    done = finished(run)
+    if done is None or done.conditions != told:
+        done = _run(stage, scenario, wanted, overrides, told, planted, watch, jobs)
+    return judged(run, scenario, policy, stage.seed, done)
+
+
+def judged(run: RunDirectory, scenario: Scenario, policy: Policy, seed: int, done: Done) -> Score:
+    """The score of a finished run."""
+    return score(
+        run.root, scenario, policy, seed, fate(run.root, done.planted), struck=done.struck, code=done.exit,
+        wall_seconds=done.wall_seconds,
+    )  # fmt: skip
+
+
+def conditions(stage: Stage, scenario: Scenario, plan: Plan, overrides: list[str], corpus: Path) -> str:
+    """A hash of all that decides how a run goes: its settings, its data, what is done to it, and the code."""
+    sources = sorted(path for path in PACKAGE.rglob("*.py") if path not in JUDGING)
+    told = xxhash.xxh3_128(stage.recipe.read_bytes())
+    settings = [overrides, scenario.outside, scenario.step, stage.ranks]
+    told.update(json.dumps([*settings, plan.model_dump_json(), Manifest.load(corpus).fingerprint()]).encode())
+    for path in sources:
+        told.update(path.read_bytes())
+    return told.hexdigest()
+
+
+def finished(run: RunDirectory) -> Done | None:
+    """What was written down when the run ended; None where it did not, or that cannot be read."""
+    try:
+        return Done.model_validate_json(_beside(run, ".done").read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def _beside(run: RunDirectory, ending: str) -> Path:
+    return run.root.with_name(run.root.name + ending)
+
+
+def _run(
+    stage: Stage, scenario: Scenario, wanted: Plan, overrides: list[str], told: str, planted: Planted | None,
+    watch: Watch, jobs: int,
+) -> Done:  # fmt: skip
+    run, policy = RunDirectory(wanted.run), wanted.policy
+    plan, log, note = (_beside(run, ending) for ending in (".json", ".log", ".done"))
+    note.unlink(missing_ok=True)
+    log.unlink(missing_ok=True)
+    shutil.rmtree(run.root, ignore_errors=True)
+    run.root.mkdir(parents=True)
+    plan.write_text(wanted.model_dump_json(indent=1))
     begin = time.monotonic()
-    with Family(plan, command(policy, stage.recipe, overrides), log, environment()) as family:
-        struck = _attend(family, run, scenario, policy, watch)
+    line = command(policy, stage.recipe, overrides, stage.ranks)
+    with Family(plan, line, log, environment(stage.ranks * jobs)) as family:
+        struck = _attend(family, run, scenario, policy, stage.ranks, watch)
+        code = family.parent.poll()
     seconds = time.monotonic() - begin
     if not step_of(run) and not run.summary.exists():
         said = log.read_text(errors="replace").strip().splitlines()[-5:]
-        raise MegastableError(f"{name} ended before its first step. Its last words:\n" + "\n".join(said))
-    return score(run.root, scenario, policy, stage.seed, bad=bad, struck=struck, wall_seconds=seconds)
+        raise MegastableError(
+            f"{run.root.name} ended before its first step. Its last words:\n" + "\n".join(said)
+        )
+    done = Done(conditions=told, planted=planted, struck=struck, exit=code, wall_seconds=round(seconds, 1))
+    durable.write_output(note, done.model_dump_json(indent=1) + "\n")
+    return done
 
 
-def command(policy: Policy, recipe: Path, overrides: list[str]) -> list[str]:
+def command(policy: Policy, recipe: Path, overrides: list[str], ranks: int) -> list[str]:
     """What starts a run: the supervisor for ours, the bare launcher for the others."""
-    ranks = ["--num_gpus", str(RANKS)]
+    count = ["--num_gpus", str(ranks)]
     if policy is Policy.OURS:
         supervise = str(ROOT / "launch/supervise.py")
-        return [sys.executable, supervise, "--module", WORKER, str(recipe), *overrides, "--", *ranks]
+        return [sys.executable, supervise, "--module", WORKER, str(recipe), *overrides, "--", *count]
     port = ["--master_port", str(free_port())]
-    return [*LAUNCHER, *ranks, *port, "--module", WORKER, str(recipe), *overrides]
+    return [*LAUNCHER, *count, *port, "--module", WORKER, str(recipe), *overrides]
 
 
-def environment() -> dict[str, str]:
+def environment(processes: int) -> dict[str, str]:
+    """processes: that share the cores."""
     cores = len(os.sched_getaffinity(0))
-    return {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, min(8, cores // RANKS)))}
+    return {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, min(8, cores // processes)))}
 
 
 def _attend(
-    family: Family, run: RunDirectory, scenario: Scenario, policy: Policy, watch: Watch
+    family: Family, run: RunDirectory, scenario: Scenario, policy: Policy, ranks: int, watch: Watch
 ) -> float | None:
     """Follow a run to its end, and do to it from outside what the scenario wants; when that was, in unix time."""
     struck, end = None, time.monotonic() + LIMIT
@@ -81,14 +170,14 @@ def _attend(
     while time.monotonic() < end:
         over = family.parent.poll() is not None
         now = step_of(run)
-        if now != step:
-            step, moved = now, time.monotonic()
-            watch(step)
+        moved = moved if now == step else time.monotonic()
+        step = now
+        watch(step)
         if (
             scenario.outside is not None
             and struck is None
             and step >= scenario.step
-            and strike(family, run, scenario)
+            and strike(family, run, scenario, ranks - 1)
         ):
             struck, moved = time.time(), time.monotonic()
             continue
@@ -115,15 +204,21 @@ def step_of(run: RunDirectory) -> int:
         return 0
 
 
-def strike(family: Family, run: RunDirectory, scenario: Scenario) -> bool:
-    """Whether it could be done: processes may not be there just now."""
+def strike(family: Family, run: RunDirectory, scenario: Scenario, victim: int) -> bool:
+    """Whether it could be done: processes may not be there just now. victim: the rank that is killed or stopped."""
     if scenario.outside == "kill_parent":
         family.parent.kill()
         family.parent.wait()
         return True
     if scenario.outside == "damage_checkpoint":
         damage(newest_first(run.checkpoints)[:1])
-    return family.strike(VICTIM, signal.SIGSTOP if scenario.outside == "stop_rank" else signal.SIGKILL)
+    if scenario.outside in POISONS:
+        from megastable.drills.poison import poison
+
+        # A policy that keeps no checkpoints has none to go on from, either.
+        with suppress(CheckpointError):
+            poison(run.checkpoints, POISONS[scenario.outside])
+    return family.strike(victim, signal.SIGSTOP if scenario.outside == "stop_rank" else signal.SIGKILL)
 
 
 def damage(checkpoints: list[Path]) -> None:

@@ -10,28 +10,36 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from megastable.data.skips import Range
+from megastable.drills.fate import Fate
 from megastable.drills.plan import Policy
-from megastable.drills.scenarios import Scenario
+from megastable.drills.scenario import Scenario
 from megastable.rundir import RunDirectory
-from megastable.stability.policy import Cause
+from megastable.stability.actions import Cause
 
 REACH = 30  # steps after a fault in which an alarm may be its consequence: as long as an action is verified
 TARGET = 0.02  # nats: how much worse than the clean run ours may end
 WRONG = 12  # of so many causes one may be wrong
+WARNED = 100  # steps within which a run that begins badly must be warned of
+POISONED = {
+    "poison_weight",
+    "poison_moments",
+}  # what is done from outside and shows in the numbers of training
 
 Event = dict[str, Any]
+NOBODY = Fate()
 
 
 class Score(BaseModel):
     """A row of the table. Losses in nats per token; None: not applicable, or not reached.
 
-    ended: "finished", "dead" (its processes ended or hung before the end) or a word for another end. step: the last one
-    that was reached. excess: validation loss minus that of `reference`, the same policy's clean run. steps_lost: done
-    again, or undone. discarded: batches whose update was refused. skipped: samples left out from then on; innocent:
-    those of them that nothing was wrong with. seconds_to_recover: from the fault, or where it is inside of a process
-    from the decision to act, until the run trains on. false_alarms: batches refused and incidents opened that the
-    fault does not explain. kinds, causes: of the incidents that it does explain. wall_seconds: of the whole run.
+    ended: "finished", "stopped" (by its own decision), "dead" (its processes ended or hung before the end). step: the
+    last one that was reached. exit: the exit code of the process that was started. excess: validation loss minus that
+    of `reference`, the same policy's clean run of the same seed. steps_lost: done again, or undone. discarded: batches
+    whose update was refused. fate: what became of the samples. seconds_to_recover: from the fault, or where it is
+    inside of a process from the decision to act, until the run trains on. incidents, rewinds, handovers, cuts (of the
+    learning rate, caps included), alerts: of the whole run. warnings: in the journal; warned: one came near the start,
+    where that is what is asked for. false_alarms: batches refused and incidents opened that the fault does not explain.
+    kinds, causes: of the incidents that it does explain. wall_seconds: of the whole run.
     """
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -41,14 +49,21 @@ class Score(BaseModel):
     seed: int
     ended: str
     step: int
+    exit: int | None = None
     val_loss: float | None
     reference: str = "clean"
     excess: float | None = None
     steps_lost: int
     discarded: int
-    skipped: int
-    innocent: int
+    fate: Fate = Fate()
     seconds_to_recover: float | None
+    incidents: int = 0
+    rewinds: int = 0
+    handovers: int = 0
+    cuts: int = 0
+    alerts: int = 0
+    warnings: int = 0
+    warned: bool | None = None
     false_alarms: int
     kinds: list[str]
     causes: list[str]
@@ -67,12 +82,13 @@ def score(
     scenario: Scenario,
     policy: Policy,
     seed: int,
+    fate: Fate = NOBODY,
     *,
-    bad: Range | None = None,
     struck: float | None = None,
+    code: int | None = None,
     wall_seconds: float = 0.0,
 ) -> Score:
-    """bad: the planted positions [first, end). struck: unix time of a fault from outside."""
+    """fate: of the samples. struck: unix time of a fault from outside. code: the exit code."""
     directory = RunDirectory(run)
     events = list(directory.events())
     summary = json.loads(directory.summary.read_text()) if directory.summary.exists() else {}
@@ -80,22 +96,29 @@ def score(
     # Only ours undoes what has happened; under the others whatever comes later may be its consequence.
     explained, unexplained = alarms(events, scenario, struck, REACH if ours else math.inf)
     incidents = _latest(explained)
-    left_out = [r for incident in _latest(events) for r in incident.get("positions", ())]
-    skipped = {position for first, end in left_out for position in range(first, end)}
+    actions = [action for incident in _latest(events) for action in incident.get("actions", ())]
+    warnings = [event.get("step", 0) for event in events if event["event"] == "warning"]
     kinds, causes = [i["kind"] for i in incidents], causes_of(incidents, events)
     return Score(
         scenario=scenario.name,
         policy=policy,
         seed=seed,
-        ended="finished" if summary else "dead",
+        ended=ended(events, bool(summary)),
         step=summary.get("steps") or reached(directory, events),
+        exit=code,
         val_loss=None if summary.get("val_loss") is None else float(summary["val_loss"]),
         reference=scenario.reference,
         steps_lost=steps_lost(events),
         discarded=sum(event["event"] == "discarded" for event in events),
-        skipped=len(skipped),
-        innocent=len(skipped.difference(range(*bad) if bad else ())),
+        fate=fate,
         seconds_to_recover=_recovery(incidents, events, struck) if ours else None,
+        incidents=len(_latest(events)),
+        rewinds=sum(event["event"] == "incident" and event["what"] == "rewound" for event in events),
+        handovers=sum(event["event"] == "handover" for event in events),
+        cuts=sum(action in ("cut_lr", "cap_lr") for action in actions),
+        alerts=sum(action == "alert" for action in actions),
+        warnings=len(warnings),
+        warned=any(step <= WARNED for step in warnings) if ours and scenario.warning else None,
         false_alarms=len(unexplained),
         kinds=sorted(kinds),
         causes=sorted(causes),
@@ -105,11 +128,18 @@ def score(
     )
 
 
+def ended(events: Sequence[Event], finished: bool) -> str:
+    """How a run ended, in a word."""
+    if finished:
+        return "finished"
+    return "stopped" if any(event["event"] == "unstable" for event in events) else "dead"
+
+
 def is_right(named: Iterable[str], scenario: Scenario) -> bool:
     """Whether the causes that were named are the right ones; see scenarios.py."""
     found = {Cause(name) for name in named}
     if not scenario.causes:
-        return not found
+        return found <= scenario.tolerated
     return bool(found & scenario.causes) and found <= scenario.causes | scenario.tolerated
 
 
@@ -143,8 +173,9 @@ def _explains(scenario: Scenario, event: Event, struck: float | None, reach: flo
     if scenario.outside is not None:
         # The numbers of training are as they always are: whatever the trainer complains about is nothing.
         by_trainer = event["event"] == "discarded" or "policy" in event
-        return struck is not None and event["time"] >= struck and not by_trainer
-    if scenario.region is None and scenario.fault is None:
+        disturbs = scenario.outside in POISONED
+        return struck is not None and event["time"] >= struck and (disturbs or not by_trainer)
+    if scenario.region is None and scenario.fault is None and not scenario.warning:
         return False
     step = event["step"] if "step" in event else event["summary"]["step"]
     return bool(scenario.step <= step < scenario.step + scenario.steps + reach)
@@ -198,23 +229,27 @@ def _recovery(incidents: Sequence[Event], events: Iterable[Event], struck: float
 
 
 def compare(scores: Sequence[Score]) -> list[Score]:
-    """With `excess` filled in, where a clean run of the same policy is among them."""
-    clean = {(s.policy, s.scenario): s.val_loss for s in scores if s.clean}
+    """With `excess` filled in, where a clean run of the same policy and seed is among them."""
+    clean = {(s.policy, s.scenario, s.seed): s.val_loss for s in scores if s.clean}
 
     def excess(s: Score) -> float | None:
-        usual = clean.get((s.policy, s.reference))
+        usual = clean.get((s.policy, s.reference, s.seed))
         return None if usual is None or s.val_loss is None else s.val_loss - usual
 
     return [s.model_copy(update={"excess": excess(s)}) for s in scores]
 
 
 def within(s: Score) -> bool:
-    """Whether a run ends as well as the clean one."""
+    """Whether a run ends as well as the clean one; or was warned of, where that is what is asked for."""
+    if s.warned is not None:
+        return s.warned
     return s.excess is not None and abs(s.excess) <= TARGET
 
 
 def met(scores: Sequence[Score]) -> bool:
-    """Whether all of ours are within the targets: none ends worse, and of 12 causes at most one is wrong."""
-    ours = [s for s in scores if s.policy is Policy.OURS and not s.clean]
+    """Whether all of ours are within the targets: none ends worse or loses a clean sample for good, and of 12 causes at
+    most one is wrong."""
+    every = [s for s in scores if s.policy is Policy.OURS]
+    ours = [s for s in every if not s.clean]
     wrong = sum(not s.cause_right for s in ours)
-    return all(map(within, ours)) and wrong <= len(ours) // WRONG
+    return all(map(within, ours)) and wrong <= len(ours) // WRONG and not any(s.fate.lost for s in every)

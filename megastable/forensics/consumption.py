@@ -49,7 +49,8 @@ def run_sheet(history: History) -> Sheet:
         samples = given[index] - out
         total += samples
         path = next(
-            (s.path for e in reversed(history.blends) for s in e.corpora if s.name == corpus.name), ""
+            (s.path for e in reversed(in_force(history.blends)) for s in e.corpora if s.name == corpus.name),
+            "",
         )
         rows.append({
             "corpus": corpus.name, "weight": now[index] / sum(now), "samples": samples,
@@ -82,7 +83,8 @@ def run_sheet(history: History) -> Sheet:
 
 def _out(history: History, done: Sequence[Done]) -> list[Range]:
     """What was left out whatever its corpus: on the ledger, and not read before it came there."""
-    selection = history.selection(history.library())
+    # A sample that was released after its place was passed was not read there.
+    selection = history.selection(history.library(), ever=True)
     named = selection.named_between(0, history.cursor)
     told = selection.positions.union(Skips.of_numbers(named))
     few = [(first, end) for first, end in told.between(0, history.cursor) if end - first <= FEW]

@@ -2,7 +2,7 @@
 model, no GPU.
 
 A step may have been done several times, where the run went back; every time is a row of its own. The order of the data
-is that of the time: of the blends that were decided by then.
+is that of the time: of the blends and the exchanges that were decided by then.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,25 @@ class History:
                 f"{self.run.journal}: the corpora, the seed or the sequence length became others after this step "
                 '("order_changed"): what it read can no longer be told'
             )
-        held = [e for e in self.blends if time is None or e.time is None or e.time.timestamp() <= time]
-        return self._library(len(held or self.blends[:1]))
+        return self._library(self._held(time))
+
+    def eras(self, done: Sequence[Done]) -> Iterator[tuple[Library, list[Done]]]:
+        """`done`, in the order of time, in parts within which the order of the data stayed as it was, and that order;
+        without what was done before the corpora became others."""
+        told = (one for one in done if one.time >= self._changed)
+        for count, some in groupby(told, key=lambda one: self._held(one.time)):
+            yield self._library(count), list(some)
+
+    def _held(self, time: float | None) -> int:
+        """How many lines of blends.jsonl there were at a time: the first one always was."""
+        held = len(self.blends) if time is None else bisect_right(self._decided, time)
+        return max(held, min(1, len(self.blends)))
+
+    @cached_property
+    def _decided(self) -> list[float]:
+        """When each line of blends.jsonl was there, ascending."""
+        times = (-math.inf if e.time is None else e.time.timestamp() for e in self.blends)
+        return list(accumulate(times, max))
 
     def _open(self, count: int) -> Library:
         return Library(self.config, self.blends[:count])
@@ -152,11 +169,21 @@ class History:
     def ledger(self) -> Ledger:
         return Ledger.read(self.run.skips, self.problems)
 
-    def selection(self, library: Library) -> Selection:
-        """What the ledger of now leaves of the order of `library`."""
-        found, problems = self.ledger.usable(self.run.skips, library.source.order, self.config.data.skip)
+    def selection(self, library: Library, ever: bool = False) -> Selection:
+        """What the ledger of now leaves of the order of `library`. ever: as if nothing had been released, as what was
+        passed over before stays passed over."""
+        ledger = self.ledger.ever if ever else self.ledger
+        found, problems = ledger.usable(self.run.skips, library.source.order, self.config.data.skip)
         self.problems += [p for p in problems if p not in self.problems]
         return found
+
+    def left_out(self, library: Library, positions: Int64s) -> npt.NDArray[np.bool_]:
+        """Which of the samples at n positions of the order of `library` are left out now: bool [n]. They may stand
+        elsewhere by now; those that the present order never gives are not left out."""
+        today, then = self.library(), library.source.order
+        there = then.moved_to(today.source.order, positions)
+        out = there[self.selection(today).mask(there)]
+        return np.isin(positions, today.source.order.moved_to(then, out))
 
     @property
     def step(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from megastable.errors import DataError
 from megastable.forensics.history import History
 from megastable.forensics.spans import spans
 from megastable.report.postmortem.facts import IncidentFacts
-from megastable.report.postmortem.journal import Journal, summary_of
+from megastable.report.postmortem.journal import Journal, named_when, summary_of
 from megastable.report.postmortem.texts import Library
 from megastable.report.sheet import Column, Passage, Sheet
-from megastable.report.told import plural, ranges
+from megastable.report.told import plural, put_off, ranges
 
 Int64s = npt.NDArray[np.int64]
 TokenLosses = Callable[
@@ -31,6 +32,7 @@ COLUMNS = (
     Column("step", "step", "count"),
     Column("state", "state", help="trained; refused: the update was not applied; undone: the run went back behind it"),
     Column("guilty", "guilty", help="found guilty of an incident"),
+    Column("deferred", "deferred", help="put off: the sample is read again later"),
     Column("position", "position", "count", "absolute number of the sample in the run"),
     Column("loss", "loss", "number", "nats per token of the sample, where it was recorded or measured"),
     Column("z", "z", "number", "its loss against ordinary ones, in robust standard deviations", wide=True),
@@ -95,49 +97,67 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
         raise DataError(f"{history.run.journal}: there is no incident {number}; those of this run: {known}")
     told = [journal.events[index] for index in journal.own[number]]
     incident = IncidentFacts.model_validate(summary_of(told[-1]))
-    library = history.library(told[0]["time"])
     rows: list[dict[str, Any]] = []
     passages: dict[int, list[Passage]] = {}
     steps = [d for d in history.steps(incident.onset, incident.step) if d.time <= told[0]["time"] + 1]
     recorded = {p: loss for d in steps for p, loss in zip(d.worst_positions, d.worst_losses)}
     by_step = {p: d for d in steps for p in history.positions(d).tolist()}
     guilty = Skips.of(incident.positions)
-    if guilty.count() > MOST:
-        raise DataError(
-            f"incident {number} has {guilty.count():,} positions: look at its steps, a few at a time"
-        )
-    given = np.concatenate([np.empty(0, np.int64), *(np.arange(a, b) for a, b in guilty.ranges)])
-    others = np.setdiff1d(np.array(list(by_step), dtype=np.int64), given)
+    size = guilty.union(Skips.of(incident.deferred)).count()
+    if size > MOST:
+        raise DataError(f"incident {number} has {size:,} positions: look at its steps, a few at a time")
+    # Each by the order of its time, and as what.
+    given = [
+        (history.library(time), _numbers(some), kind)
+        for time, skipped, deferred in named_when(told)
+        for some, kind in ((skipped, "guilty"), (deferred, "deferred"))
+        if some
+    ]
+    left_out = np.concatenate([np.empty(0, np.int64), *(numbers for _, numbers, _ in given)])
+    others = np.setdiff1d(np.array(list(by_step), dtype=np.int64), left_out)
     measured = {p: s.loss for p, s in history.suspects.items() if s.loss is not None}
     notes = _notes(history, losses)
-    if given.size + others.size > MOST:
-        others = others[-max(0, MOST - given.size) :] if given.size < MOST else others[:0]
+    if left_out.size + others.size > MOST:
+        others = others[-max(0, MOST - left_out.size) :] if left_out.size < MOST else others[:0]
         notes.append(f"Of the other samples of the same steps only the last {others.size:,} are shown.")
-    worst = np.argsort([-measured.get(p, recorded.get(p, -np.inf)) for p in given.tolist()], kind="stable")
 
-    def facts(position: int) -> dict[str, Any]:
+    def facts(position: int, kind: str) -> dict[str, Any]:
         step = by_step.get(position)
         return {
             "step": step.step if step else None,
             "state": step.state if step else "never met",
-            "guilty": guilty.contains(position) if incident.guilty else None,
+            "guilty": kind == "guilty" and guilty.contains(position) if incident.guilty else None,
+            "deferred": kind == "deferred" if incident.deferred else None,
         }
 
-    for positions in (given[worst], others):
-        _add(history, library, positions, facts, recorded, texts, losses, rows, passages)
-    count, documents = guilty.count(), _documents(rows, guilty.contains)
+    given.sort(key=lambda part: part[2], reverse=True)  # guilty ones first
+    for library, positions, kind in [*given, (history.library(told[0]["time"]), others, "")]:
+        if kind:
+            worst = [-measured.get(p, recorded.get(p, -np.inf)) for p in positions.tolist()]
+            positions = positions[np.argsort(worst, kind="stable")]
+        of = partial(facts, kind=kind)
+        _add(history, library, positions, of, recorded, texts, losses, rows, passages)
+    count = guilty.count()
+    documents = _documents([r for r in rows if not r["deferred"]], guilty.contains)
     found = "guilty" if incident.guilty else "left out"
+    where = f"positions {ranges(incident.positions) or 'none'}"
+    named = f"{plural(count, 'sample')} {found} ({where}), of {plural(documents, 'document')}"
+    left = put_off(incident.deferred, incident.returns, incident.lost)
+    what = "; ".join([*([named] if count or not left else []), *([left] if left else [])])
     lead = [
         f"Step {incident.step}, onset {incident.onset}: {incident.verdict}, {incident.kind}, cause: {incident.cause}; "
         f"{incident.outcome}.",
-        f"{plural(count, 'sample')} {found} (positions {ranges(incident.positions) or 'none'}), of "
-        f"{plural(documents, 'document')}; {plural(others.size, 'other sample')} of the same steps below them.",
+        f"{what}; {plural(others.size, 'other sample')} of the same steps below them.",
         *incident.reasons[-2:],
     ]
     return Sheet(
         title=f"{history.run.root.name}, incident {number}", lead=lead, columns=_columns(rows), rows=rows,
         passages=passages, notes=notes, legend="loss of a token",
     )  # fmt: skip
+
+
+def _numbers(ranges: Sequence[tuple[int, int]]) -> Int64s:
+    return np.concatenate([np.empty(0, np.int64), *(np.arange(first, end) for first, end in ranges)])
 
 
 def step_range(text: str) -> tuple[int, int]:
@@ -171,7 +191,7 @@ def _add(
     """A row for every part of a document in every sample, and the text of the first `texts` rows."""
     order = library.source.order
     places = order.locate(positions)
-    now = history.selection(library).mask(positions)
+    now = history.left_out(library, positions)
     of = parts_by_position(library.source, positions)
     for index, position in enumerate(positions.tolist()):
         suspect = history.suspects.get(position)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from megastable import recipe
 from megastable.config import RunConfig
-from megastable.data.blends import BlendEntry, read_blends
+from megastable.data.blends import Line, read_blends
 from megastable.data.order import Order
 from megastable.data.skip_ledger import SkipLedger, append_all, sample_entries
 from megastable.data.skips import Selection
@@ -51,7 +51,7 @@ class Scout:
         self._used = 0  # samples that were skipped from `begin` on
         self._ledger = SkipLedger(run.skips)
         self._selection: tuple[object, Selection] | None = None
-        self._blends: list[BlendEntry] | None = None
+        self._blends: list[Line] | None = None
         self._lookout: Lookout | None = None
         self._spent = False
 

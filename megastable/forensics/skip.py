@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable import durable
-from megastable.data.blends import GoneStream
+from megastable.data.blends import GoneStream, in_force
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import LAST_POSITION
 from megastable.data.skip_ledger import (
@@ -131,7 +131,8 @@ def swap_out(history: History, corpus: str, reason: str = "swapped out by a pers
     Raises DataError where there is none, or no other would be left.
     """
     _, cursor = live_place(history)
-    names = [share.name for share in history.blends[-1].corpora] if history.blends else []
+    blends = in_force(history.blends)
+    names = [share.name for share in blends[-1].corpora] if blends else []
     if corpus not in names:
         raise DataError(
             f"{history.run.root} has no corpus {corpus!r} in its blend; it has {', '.join(names) or 'none'}"

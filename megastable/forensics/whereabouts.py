@@ -10,14 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.data.blends import GoneStream
-from megastable.data.order import LAST_POSITION
+from megastable.data.order import LAST_POSITION, Order
 from megastable.data.shard_format import little_endian
 from megastable.data.skips import Selection, Skips
 from megastable.errors import DataError
-from megastable.forensics.history import History
+from megastable.forensics.history import SPANS, History
 from megastable.forensics.shelf import Shelf
 from megastable.forensics.spans import spans
 from megastable.recipe import find
+from megastable.report.postmortem.passes import LAST
 from megastable.report.postmortem.texts import Library
 from megastable.report.sheet import Column, Passage, Sheet
 from megastable.report.told import plural
@@ -120,28 +121,33 @@ def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> l
     horizon = _horizon(history, selection, step, cursor)
     # Steps that were undone may have gone further than where the run is now.
     most = max(horizon, _horizon(history, selection, 0, 0))
-    positions = positions_with(library, corpus, at, at + end - first, 0, most)
+    span = at, at + end - first
+    positions = positions_with(library, corpus, *span, 0, most)
     past = positions[positions < cursor]
     ahead = positions[(positions >= cursor) & (positions < horizon)][:AHEAD]
     found: list[dict[str, Any]] = []
     met = set[int]()
 
-    def row(position: int, **facts: Any) -> dict[str, Any]:
+    def row(position: int, order: Order = order, **facts: Any) -> dict[str, Any]:
         place = order.locate_one(position)
-        low, high = (
-            max(place.first_token, at),
-            min(place.first_token + order.sequence_length, at + end - first),
-        )
+        low, high = max(place.first_token, span[0]), min(place.first_token + order.sequence_length, span[1])
         facts |= {"first_token": low - at, "tokens": high - low}
         return {"run": run, "position": position, "epoch": place.epoch, **facts}
 
-    for done, mine in history.that_read(positions):
-        for position in mine.tolist():
-            met.add(position)
-            found.append(
-                row(position, step=done.step, state=done.state, loss=done.loss, time=_clock(done.time))
-            )
-    for position, left_out in zip(past.tolist(), selection.mask(past).tolist(), strict=True):
+    # Where the document stood when each step was done: it may stand elsewhere by now.
+    for then, steps in history.eras(history.steps(0, LAST, SPANS)):
+        names = [c.name for c in then.source.order.corpora]
+        if order.corpora[corpus].name not in names:
+            continue
+        begin, stop = min(d.first_position for d in steps), max(d.next_position for d in steps)
+        there = positions_with(then, names.index(order.corpora[corpus].name), *span, begin, stop)
+        for done, mine in history.that_read(there, steps):
+            for position in mine.tolist():
+                met.add(position)
+                facts = {"step": done.step, "state": done.state, "loss": done.loss, "time": _clock(done.time)}
+                found.append(row(position, then.source.order, **facts))
+    passed_over = history.selection(library, ever=True).mask(past)
+    for position, left_out in zip(past.tolist(), passed_over.tolist(), strict=True):
         if position not in met:
             found.append(row(position, state="skipped" if left_out else "not recorded"))
     batch, furthest = history.config.train.global_batch, int(ahead.max(initial=cursor))

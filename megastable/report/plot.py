@@ -9,13 +9,14 @@ from pathlib import Path
 
 from megastable.report.saving import save
 from megastable.report.scale import drawable
+from megastable.stability.actions import Action
 from megastable.stability.backtest import Judged, Recorded
-from megastable.stability.policy import Action
 from megastable.stability.signals import Verdict
 
 COLOURS = {
-    Action.DISCARD: "tab:orange", Action.REWIND: "tab:red", Action.FALL_BACK: "tab:blue",
-    Action.CUT_LR: "tab:purple", Action.SWAP_CORPUS: "tab:brown", Action.HANDOVER: "black", Action.STOP: "black",
+    Action.DISCARD: "tab:orange", Action.REWIND: "tab:red", Action.FALL_BACK: "tab:blue", Action.CAP_LR: "tab:purple",
+    Action.CUT_LR: "tab:purple", Action.SWAP_CORPUS: "tab:brown", Action.HANDOVER: "black", Action.ALERT: "tab:pink",
+    Action.STOP: "black",
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from megastable.errors import DataError, user_errors
 from megastable.recipe import find, load
 from megastable.report.postmortem import words
 from megastable.report.postmortem.facts import IncidentFacts
-from megastable.report.told import ranges, sentence, visible
+from megastable.report.told import put_off, ranges, sentence, visible
 from megastable.rundir import RunDirectory
 
 CLEAN = Path("data/stdlib")
@@ -67,6 +67,8 @@ def story(incident: dict[str, Any], config: RunConfig) -> Iterator[str]:
         if i.positions
         else ""
     )
+    if left := put_off(i.deferred, i.returns, i.lost):
+        skipped += f"; {left}"
     done = f"{words.ACTIONS.get(action, visible(action))}{skipped}" if incident["action"] else "nothing"
     yield f"done         {done}: {visible(i.outcome)}"
     yield (
@@ -113,7 +115,7 @@ def tell(run: Path) -> None:
         f"{s['tokens_per_second']:,.0f} a second, on {s['world_size']} processes with ZeRO {s['zero_stage']}\n"
     )
     if planted := read_planted(find(corpus)):
-        met = "" if s["cursor"] > planted.positions[0] else "; the run ended before them"
+        met = "" if s["cursor"] > planted.first else "; the run ended before them"
         print(f"{corpus} has {planted}{met}.")
     for incident in s["incidents"]:
         print(*story(incident, config), sep="\n")

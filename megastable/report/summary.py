@@ -10,7 +10,7 @@ from megastable.data.plant import read_planted
 from megastable.model.flops import parameters
 from megastable.recipe import find
 from megastable.rundir import RunDirectory
-from megastable.stability.policy import PolicyState
+from megastable.stability.policy_state import PolicyState
 
 if TYPE_CHECKING:  # it needs torch
     from megastable.checkpoint.store import RunState

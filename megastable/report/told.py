@@ -44,6 +44,30 @@ def ranges(given: Sequence[tuple[int, int]], most: int = 12) -> str:
     return shown + (f" and {plural(len(given) - most, 'more range')}" if len(given) > most else "")
 
 
+def put_off(
+    deferred: Sequence[tuple[int, int]],
+    returns: Sequence[tuple[int, int]],
+    lost: int = 0,
+    step: int | None = None,
+) -> str:
+    """What became of samples that nobody was guilty of; "" where there are none. Ranges [first, end);
+    step: about when they are read again."""
+    count, told = sum(end - first for first, end in deferred), list[str]()
+    if count:
+        again = f"; read again from position {min(returns)[0]:,}" if returns else ""
+        again += f" (about step {step:,})" if returns and step is not None else ""
+        told.append(f"{plural(count, 'sample')} deferred{again}")
+    if lost:
+        told.append(f"{plural(lost, 'sample')} skipped in this epoch: no room to read them later")
+    return ", ".join(told)
+
+
+def read_later(e: Event) -> str:
+    """As `put_off`, of an event or of the summary of an incident."""
+    lost = e.get("lost")
+    return put_off(_pairs(e, "deferred"), _pairs(e, "returns"), lost if isinstance(lost, int) else 0)
+
+
 def duration(seconds: float) -> str:
     """A time span as text: 0.4 s, 59 s, 12 min, 3 h 20 min, 4 d 3 h; a question mark for what is none."""
     if not math.isfinite(seconds):
@@ -108,6 +132,10 @@ def _incident(e: Event) -> str:
         about = f"cause: {e.get('cause') or summary.get('cause')}{f': {reason}' if reason else ''}"
         about += f"; action: {e['action']}" if e.get("action") else ""
         about += f", {e['remedy']}" if e.get("remedy") else ""
+        about += f"; {left}" if (left := read_later(e)) else ""
+    elif what == "released":
+        n = sum(last - first for first, last in _pairs(e, "positions") + _pairs(e, "next_epoch"))
+        about = f"{plural(n, 'skipped sample')} found innocent, to be read after all{_because(e)}"
     elif what == "rewound":
         about = f"back at step {e.get('to_step')}, going on from position {e.get('cursor')}"
     elif what == "restarted":
@@ -142,11 +170,24 @@ def _discarded(e: Event) -> str:
     return f"update refused, {numbers}{_because(e)}"
 
 
-def _positions(e: Event) -> str:
+def _pairs(e: Event, key: str) -> list[tuple[int, int]]:
+    """Ranges of positions; none where it has something else."""
     try:
-        return ranges([(int(a), int(b)) for a, b in e["positions"]], 4)
-    except (KeyError, TypeError, ValueError):
-        return "?"
+        return [(int(a), int(b)) for a, b in e[key]]
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return []
+
+
+def _positions(e: Event) -> str:
+    return ranges(_pairs(e, "positions"), 4) or "?"
+
+
+def _examined(e: Event) -> str:
+    """A trickle or a refused batch of which nobody is guilty, or that was not looked into."""
+    first, last = e.get("first"), e.get("last")
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    found = "not examined" if e.get("event") == "samples_dropped" else "examined, nothing is skipped"
+    return f"samples of {steps} {found}{_because(e)}"
 
 
 def _kinds(e: Event) -> str:
@@ -156,6 +197,12 @@ def _kinds(e: Event) -> str:
 
 def _handover(e: Event) -> str:
     return f"handed over to a checkpoint from before step {e.get('before')}{_because(e)}"
+
+
+def _alert(e: Event) -> str:
+    if e.get("what") == "over":
+        return "the alert is over"
+    return f"ALERT: nothing more is done automatically, training goes on{_because(e)}"
 
 
 def _finished(e: Event) -> str:
@@ -188,11 +235,17 @@ TOLD: dict[str, Callable[[Event], str]] = {
     "blend_changed": lambda e: (
         f"the corpora are blended by other weights from position {e.get('position')} on"
     ),
-    "baseline_anew": lambda e: (
+    "mix_changed": lambda e: "data mix changed; another level of the loss is no incident",
+    "baseline_reset": lambda e: f"detector baseline reset: {e.get('reason')}",
+    "baseline_anew": lambda e: (  # of runs of an older version
         "the corpora are mixed in another way from here on: what is usual is learnt anew"
     ),
     "skips_read": lambda e: (
         f"{e.get('entries')} new lines of the skip ledger hold from position {e.get('cursor')} on"
+    ),
+    "skips_named": lambda e: (
+        f"samples that an earlier version convicted for one epoch are skipped in every epoch: {e.get('lines')} new "
+        "lines in the skip ledger"
     ),
     "skips_foreign": lambda e: (
         f"the skip ledger names samples of corpus {e.get('corpus')} with fingerprint {str(e.get('fingerprint'))[:12]}, "
@@ -223,7 +276,13 @@ TOLD: dict[str, Callable[[Event], str]] = {
     "stability_state_dropped": lambda e: f"what was remembered of stability is lost{_because(e, 'problem')}",
     "fell_back": lambda e: f"goes on without FP8, in {e.get('to')}{_because(e)}",
     "returned": lambda e: f"computes in FP8 again{_because(e)}",
+    "rate_cut": lambda e: f"the learning rate is limited{_because(e)}",
+    "rate_lifted": lambda e: f"a limit of the learning rate is lifted{_because(e)}",
+    "alert": _alert,
     "discarded": _discarded,
+    "discard_examined": _examined,
+    "samples_examined": _examined,
+    "samples_dropped": _examined,
     "located": lambda e: str(e.get("sentence")),
     "warning": lambda e: f"warning: {e.get('text')}",
     "would": lambda e: f"would {e.get('action')}{_because(e)}",

@@ -4,48 +4,36 @@ Pure: `train` side code (recovery.py) measures, these functions conclude. The ex
 1. the step that tripped, again, on the very state it was refused on: a result that two replays agree on, and the step
    does not, means hardware; so do replays that differ, too, where bits repeat or where they differ on a good state;
 2. the same in FP8 runs, but without it: where the trouble is gone, it is one of numerics;
-3. every sample since the onset on the state before it: one that is bad there is bad data;
-4. where no loss is bad there: a batch with an ordinary loss and an extraordinary gradient, halved down to its cause.
+3. every sample since the onset on the state before it: one that is bad there is bad data, and so is a crowd that is
+   worse than harmless batches are (groups.py, scores.py); then its region is grown until it ends (region.py);
+4. a batch with an extraordinary gradient there: those of it that are like each other and unlike harmless samples, as
+   far as losses do not name them; else, where no loss is bad, the batch is halved down to its cause.
 Nobody guilty: the same data is harmless on the good state, so it was the state; if it comes back with other data,
 the learning rate.
-
-Text has heavy tails: among thousands of harmless samples some are far out, and a fixed bound finds a culprit in every
-large batch. So a suspect is measured by how often harmless samples of its corpus are as bad (a conformal p-value), and
-guilty are so many of them as chance alone would hardly bring (Benjamini and Hochberg 1995): where all are harmless,
-some are called guilty in at most `FALSE` of the cases, whatever the distribution (Bates, Candes, Lei, Romano and Sesia,
-"Testing for outliers with conformal p-values", Annals of Statistics 2023).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megastable.stability.policy import Cause
+from megastable.stability.actions import Cause
+from megastable.stability.region import Region
 from megastable.stability.robust import Trend
 
 Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
-SCALE_FLOOR = 0.05  # nats: samples of one kind of text lie at least so far apart; a MAD below it is luck
+SURE = 12.0  # log10 of odds: of more there is no telling
 WORSE = 0.05  # nats: a healthy state only gets better at what it was trained on
-ENOUGH = 48  # harmless samples of a corpus, below which nothing is said of it: a window is skipped, then
-GROUP = 64  # harmless samples that a median and a MAD are taken of: fewer make both luck, more span a falling loss
-FALSE = 0.03  # share of the guilty that may be innocent; and how often some are guilty where nobody is
-# The same for so many at once: chance brings 6 where 1.5 are expected once in 200 times.
-CROWD, CROWD_FALSE = 6, 0.25
-MOST = 0.7  # of the threshold, beyond which suspects are bad where at least half of all are
 LIKE = 0.8  # of the deviation of a sample that its gradient convicts, beyond which its like are bad
 TELLING = 2.0  # ... if that is so much at least: an ordinary loss says nothing
-TAIL = 3.0  # beyond the worst harmless sample, chances fall with this power: Student t, 3 degrees; text is not as bad
-TAIL_KNOWN = 100  # harmless samples from which on the worst of them says where that tail begins
 SAME = 1e-3  # relative: the same kernels on the same numbers agree far better, also where a GPU's sums are not ordered
 SAME_NORM = 0.05  # relative: where a GPU sums gradients in any order, their norm agrees far better
 GRADIENT_RATIO = 4.0  # a gradient norm over that of as many ordinary samples; twice occurs in clean text
@@ -75,81 +63,27 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Conclusion:
-    """The cause, the guilty positions (ascending), the worst suspects with their numbers, and a sentence."""
+    """The cause, the guilty positions (ascending), the worst suspects with their numbers, and a sentence.
+
+    inferred: positions inside the region that were not measured, and are like those that were, and guilty. region: how
+    far the bad data goes, None where nobody is guilty. odds: log10 of the odds between the samples and the state, in
+    favour of what the cause says (data, or not data), at most `SURE`; 0 = no idea. later: positions that are suspected,
+    but not guilty: they are read later.
+    """
 
     cause: Cause
     guilty: list[int]
     suspects: list[Suspect]
     reason: str
+    inferred: list[int] = field(default_factory=list)
+    region: Region | None = None
+    odds: float = 0.0
+    later: list[int] = field(default_factory=list)
 
-
-def compare(losses: Floats, corpora: Int64s, harmless: Floats, of: Int64s) -> tuple[Floats, Floats]:
-    """How far out each loss [n] is for its corpus, and how often a harmless one is as far out: z and p, fp64 [n].
-
-    harmless: losses [m], oldest first, each when its sample was not trained on yet (one that was is no measure of new
-    text), of: their corpora. z: (x - median) / (1.4826 MAD), Iglewicz and Hoaglin 1993, of the latest harmless ones.
-    nan and 1 where fewer than `ENOUGH` of the corpus are known; inf and 0 where a loss is not finite.
-    """
-    z, p = np.full(losses.shape, np.nan), np.ones(losses.shape)
-    finite = np.isfinite(harmless)
-    by_corpus = {int(c): harmless[finite & (of == c)] for c in np.unique(of)}
-    usual = {c: _standardize(known) for c, known in by_corpus.items() if known.size >= ENOUGH}
-    # How corpora scatter differs, and is soon known; how far their tails reach is not, but differs less.
-    everyone = np.sort(np.concatenate([np.empty(0), *(own for own, _, _ in usual.values())]))
-    for corpus, (own, centre, scale) in usual.items():
-        members = corpora == corpus
-        z[members] = (losses[members] - centre) / scale
-        p[members] = _chances(z[members], own if own.size >= TAIL_KNOWN else everyone)
-    broken = ~np.isfinite(losses)
-    z[broken], p[broken] = np.inf, 0.0
-    return z, p
-
-
-def _standardize(known: Floats) -> tuple[Floats, float, float]:
-    """z of each [m] among its contemporaries, sorted; centre and scale at the end of the latest.
-
-    Losses fall, and come apart: contemporaries are compared with a line through the medians of their halves.
-    """
-    z, centre, scale = [], 0.0, 1.0
-    for group in np.array_split(known, max(1, min(8, known.size // GROUP))):
-        early, late = (float(np.median(half)) for half in np.array_split(group, 2))
-        line = (early + late) / 2 + (late - early) * np.linspace(-1.0, 1.0, group.size)
-        scale = max(SCALE_FLOOR, 1.4826 * float(np.median(np.abs(group - line))))
-        centre = float(line[-1])
-        z.append((group - line) / scale)
-    return np.sort(np.concatenate(z)), centre, scale
-
-
-def _chances(z: Floats, usual: Floats) -> Floats:
-    """Of each z, how often a harmless sample is as bad, or a little more often; usual: ascending.
-
-    Luck is allowed one standard error, as one reference serves many suspects.
-    """
-    beyond = 1 + usual.size - np.searchsorted(usual, z, side="left")
-    share = np.minimum(1.0, (beyond + np.sqrt(beyond)) / (usual.size + 1))
-    if usual.size < TAIL_KNOWN:
-        return np.asarray(share)
-    worst = max(1.0, float(usual[-1]))
-    return np.asarray(share * (worst / np.maximum(z, worst)) ** TAIL)
-
-
-def guilty_by_loss(z: Floats, p: Floats, threshold: float) -> Bools:
-    """The suspects [n] that are bad (z above `threshold`), and more of them than harmless samples account for.
-
-    Few must be as bad as hardly any harmless sample is; many may be as bad as some are. Where most are far out
-    together, none must be as far by itself.
-    """
-    known = np.nan_to_num(z, nan=0.0)
-    most = known > MOST * threshold
-    bad = most if 2 * most.sum() >= max(z.size, 2 * CROWD) else known > threshold
-    guilty = np.zeros(z.shape, dtype=bool)
-    ascending = np.sort(p[~np.isnan(z)])
-    for innocent, least in ((FALSE, 1), (CROWD_FALSE, CROWD)):
-        passed = np.flatnonzero(ascending <= innocent * np.arange(1, ascending.size + 1) / ascending.size)
-        named = bad & (p <= ascending[passed[-1]]) if passed.size else np.zeros_like(bad)
-        if named.sum() >= least:
-            guilty |= named
-    return guilty
+    @property
+    def convicted(self) -> list[int]:
+        """The guilty and the inferred positions, ascending."""
+        return sorted({*self.guilty, *self.inferred})
 
 
 def usual_norm(batch: float, alone: float, size: int, count: int) -> float:
@@ -247,30 +181,81 @@ def is_worse(now: Floats, recorded: Floats) -> bool:
 
 
 def conclude(
-    suspects: list[Suspect], guilty: list[int], recurred: bool, compared_with: int, steps: str
+    suspects: list[Suspect],
+    guilty: list[int],
+    recurred: bool,
+    compared_with: int,
+    steps: str,
+    crowd: float = 1.0,
+    inferred: Sequence[int] = (),
+    region: Region | None = None,
+    together: float | None = None,
 ) -> Conclusion:
     """Put the experiments on the good state together.
 
-    recurred: after an action that had found nobody guilty. steps: which ones the suspects are of, in words.
+    recurred: after an action that had found nobody guilty. steps: which ones the suspects are of, in words. crowd: how
+    often as many harmless samples are as bad. inferred, region: of `Conclusion`.
     """
     worst = sorted(suspects, key=lambda s: math.inf if math.isnan(s.z) else -s.z)
     if guilty:
-        bad = next(s for s in worst if s.position in guilty)
+        named = set(guilty)
+        bad = next(s for s in worst if s.position in named)
         norm = bad.gradient_norm
         alone = "" if norm is None else f", and by itself a gradient norm of {norm:.3g}"
-        return Conclusion(
-            Cause.DATA,
-            sorted(guilty),
-            worst,
-            f"{len(guilty)} of {len(suspects)} samples are bad on the state before the onset, too: the worst has a "
-            f"loss of {bad.loss:.2f} ({bad.z:.0f} robust deviations above {compared_with} harmless ones){alone}",
+        chance = (
+            f"; as many harmless ones are as bad in at most {100 * crowd:.2g} % of draws"
+            if crowd < 0.05
+            else ""
         )
+        reason = (
+            f"{len(guilty)} of {len(suspects)} samples are bad on the state before the onset, too: the worst has a "
+            f"loss of {bad.loss:.2f} ({bad.z:.0f} robust deviations above {compared_with} harmless ones){alone}{chance}"
+        )
+        if together is not None:
+            reason = (
+                f"{len(guilty)} of {len(suspects)} samples are bad together on the state before the onset, too: a "
+                f"batch of them has {together:.1f} times the gradient norm of an ordinary one, and they are like each "
+                "other and unlike harmless samples; by itself the worst has a loss of "
+                f"{bad.loss:.2f} ({bad.z:.0f} robust deviations above {compared_with} harmless ones)"
+            )
+        if region is not None:
+            reason += f". {region.how[0].upper()}{region.how[1:]}"
+        return Conclusion(Cause.DATA, sorted(guilty), worst, reason, list(inferred), region)
     harmless = f"none of the {len(suspects)} samples of {steps} is bad on the state before it"
     if unknown := sum(math.isnan(s.z) for s in suspects):
         harmless += f" ({unknown} of them of corpora with too few samples before to tell)"
     if recurred:
         return Conclusion(Cause.LEARNING_RATE, [], worst, f"it came back with other data, and {harmless}")
     return Conclusion(Cause.STATE, [], worst, harmless)
+
+
+def weighed(found: Conclusion, crowd: float, of_data: float) -> Conclusion:
+    """With odds. crowd: as in `conclude`; of_data: `odds_of_data`. What convicts individuals is a false discovery rate,
+    odds of 30 to 1 at least. Nobody guilty says as much as the losses do: nothing where they never stood out."""
+    if found.cause is Cause.DATA:
+        odds = max(of_data, -math.log10(crowd), 1.5)
+    else:
+        odds = max(0.0, -of_data)
+    return replace(found, odds=min(SURE, odds))
+
+
+def odds_of_data(measured: Floats, tripped: Floats, expected: Floats) -> float:
+    """log10 of the odds that the losses of a window are its samples' own, against that they came from the state.
+
+    measured: on the good state, tripped: when the window was met, expected: of harmless samples; [n], nats. If the
+    samples are bad they are as far out on the good state as they were when they tripped it, else not at all: a ratio of
+    two normal likelihoods of their mean, whose error is that of the paired differences: a few bad ones among good ones
+    scatter widely, and all the same from one state to the other. 0 where the losses did not stand out.
+    """
+    both = np.isfinite(measured) & np.isfinite(tripped) & np.isfinite(expected)
+    if both.sum() < 2:
+        return 0.0
+    now, then = (measured - expected)[both], float((tripped - expected)[both].mean())
+    error = float((measured - tripped)[both].std()) / math.sqrt(now.size) + WORSE
+    if then <= 2 * error:
+        return 0.0
+    ratio = (float(now.mean()) - then / 2) * then / error**2 / math.log(10)
+    return max(-SURE, min(SURE, ratio))
 
 
 def ranges(positions: list[int]) -> list[tuple[int, int]]:

@@ -15,30 +15,32 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megastable.errors import DataError
+from megastable.stability.actions import Action
 from megastable.stability.guard import Guard
-from megastable.stability.policy import Action
 from megastable.stability.settings import StabilityConfig
 from megastable.stability.signals import Signals, Verdict
 from megastable.stability.spacing import thin
 
 
 class Recorded(NamedTuple):
-    """A step of a recording; grad_norm and lr are None where it has none."""
+    """A step of a recording; grad_norm, lr and data (a name of what it was trained on) are None where it has none."""
 
     step: int
     loss: float
     grad_norm: float | None = None
     lr: float | None = None
+    data: str | None = None
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What would have been done at a step, and why."""
+    """What would have been done at a step, and why. reset: what is usual would have been learnt anew from there."""
 
     step: int
     verdict: Verdict
     action: Action
     reason: str
+    reset: bool = False
 
 
 def simulate(rows: Iterable[Recorded], config: StabilityConfig, fp8: bool = False) -> Iterator[Judged]:
@@ -46,24 +48,27 @@ def simulate(rows: Iterable[Recorded], config: StabilityConfig, fp8: bool = Fals
     that FP8 is the cause is not known, and it is left only where a rate would be cut."""
     guard = Guard(config, simulated=True, fp8=fp8)
     points: list[int] = []
+    data: str | None = None
     c = config.snapshots
     for row in rows:
         if not points:
             points = [row.step - 1]  # a run takes its first snapshot when it starts
-        decision = guard.judge(
-            Signals(row.step, row.loss, row.grad_norm, row.lr), points[0] if c.interval else None
-        )
+        mixed = data is not None and row.data is not None and row.data != data
+        data = row.data or data
+        signals = Signals(row.step, row.loss, row.grad_norm, row.lr, mixed=mixed)
+        decision = guard.judge(signals, points[0] if c.interval else None)
         healthy = decision.finding.verdict is Verdict.HEALTHY
         if c.interval and healthy and row.step >= points[-1] + c.interval:
             points = thin([*points, row.step], c.keep, c.interval)
-        yield Judged(row.step, decision.finding.verdict, decision.action, decision.reason)
+        found = decision.finding
+        yield Judged(row.step, found.verdict, decision.action, decision.reason, found.reset)
 
 
 def read_trace(path: Path) -> list[Recorded]:
-    """A CSV file with the columns step, loss and, where known, grad_norm and lr, in any order, among others.
+    """A CSV file with the columns step, loss and, where known, grad_norm, lr and data, in any order, among others.
 
-    An empty loss is a nan, as many tools write it; an empty grad_norm or lr was not recorded. Raises DataError naming
-    the line for anything else.
+    An empty loss is a nan, as many tools write it; an empty grad_norm, lr or data was not recorded. Raises DataError
+    naming the line for anything else.
     """
     rows: list[Recorded] = []
     try:
@@ -98,13 +103,15 @@ def _parse(path: Path, line: int, row: dict[str, str | None]) -> Recorded:
         step, loss = number("step"), number("loss")
         if step is None or not step.is_integer() or abs(step) > 2**53:
             raise ValueError(f"the step is {row['step']!r}, no whole number below 2^53")
-        return Recorded(int(step), math.nan if loss is None else loss, number("grad_norm"), number("lr"))
+        data = (row.get("data") or "").strip() or None
+        loss = math.nan if loss is None else loss
+        return Recorded(int(step), loss, number("grad_norm"), number("lr"), data)
     except ValueError as error:
         raise DataError(f"{path} line {line}: {error}: a line is step,loss,grad_norm[,lr]") from None
 
 
 class Episode(NamedTuple):
-    """Steps that follow each other with the same verdict and action."""
+    """Steps that follow each other with the same verdict and action; a reset of the baseline is one of its own."""
 
     first: Judged
     last: int
@@ -114,8 +121,8 @@ class Episode(NamedTuple):
 def episodes(judged: Iterable[Judged]) -> list[Episode]:
     """What is worth a line in a table: everything but healthy steps, repetitions put together."""
     found = []
-    for kind, group in groupby(judged, key=lambda step: (step.verdict, step.action)):
-        if kind != (Verdict.HEALTHY, Action.APPLY):
+    for kind, group in groupby(judged, key=lambda step: (step.verdict, step.action, step.reset)):
+        if kind[:2] != (Verdict.HEALTHY, Action.APPLY):
             steps = list(group)
             found.append(Episode(steps[0], steps[-1].step, len(steps)))
     return found

@@ -10,7 +10,15 @@ during an excursion, never enters it. On the residuals, in sigma, run
     oscillation  two cumulative sums, of wide residuals on either side
 
 Terms are clipped, and the largest of a sum does not count: no single step, however hard its batch, raises a sequential
-alarm. While an excursion lasts the trend is frozen; after `adapt` observations the new level is learnt.
+alarm. How much neighbouring residuals hang together is measured, and what they are worth is reduced by it (scatter.py).
+
+An alarm of the loss alone is one of the training only if the gradient norm is up, too, or the loss has jumped by more
+than any harmless data of this run, goes on climbing, or swings. Otherwise other data has come (`shift`): if it stays
+for `settle` observations, the baseline is reset, and nothing else is done. Where the data is known to have changed
+(`Signals.mixed`), only the norm speaks of the training.
+
+While an excursion lasts the trend is frozen; after `adapt` observations the new level is learnt. Before there is a
+trend, opening.py judges.
 
 Time is counted in observations: a trace that was logged every tenth step is judged alike. Plain Python on floats:
 every rank comes to the same verdict from the same numbers.
@@ -19,12 +27,13 @@ every rank comes to the same verdict from the same numbers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
+from megastable.stability.detector_state import Channel, DetectorState, Drop, Excursion, Sums
+from megastable.stability.indicators import warnings
+from megastable.stability.opening import Opening
 from megastable.stability.robust import Sum, Trend, median, trend
 from megastable.stability.settings import DetectorConfig
 from megastable.stability.signals import Finding, Signals, Verdict
@@ -33,76 +42,9 @@ _FARTHEST = 1e6  # sigma; residuals end here so that no sum overflows
 _JUMP = 4.0  # sigma from which on a value stands out: not accepted, and remembered if harmless
 _SLOW = 15  # observations; an alarm that took longer to build up is a drift, not a spike
 _ABSURD = 1e6  # nats; no cross-entropy is that large, and sums of such numbers overflow
-_INDICATORS = 16  # at most, so that a state stays small
-_NORM_EVERY = 25  # observations between two measurements of the gradient norm's level as an indicator
-
-
-class _State(BaseModel):
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
-
-
-class Channel(_State):
-    """What is remembered of one series.
-
-    times, values: the accepted ones. raw: the newest finite ones, accepted or not. record: the farthest harmless jump
-    in sigma, slowly forgotten. pending: jumps (observation, sigma) of which that is not known yet.
-    """
-
-    times: list[int] = []
-    values: list[float] = []
-    raw: list[float] = []
-    record: float = 0.0
-    pending: list[tuple[int, float]] = []
-
-
-class Excursion(_State):
-    """verdict, onset (a step), since (the observation that raised it), and the newest residuals of loss and norm.
-
-    loss_again, joint_again: the tests for a further jump on top of it.
-    """
-
-    verdict: Verdict
-    onset: int
-    since: int
-    severity: float
-    reason: str
-    loss: list[float] = []
-    norm: list[float] = []
-    loss_again: Sum = Field(default_factory=Sum)
-    joint_again: Sum = Field(default_factory=Sum)
-
-
-class Drop(_State):
-    """A sudden fall of the loss, such as a shard of easy text: the way back up to `level` is no spike."""
-
-    level: float
-    since: int
-
-
-class Sums(_State):
-    """The running sequential tests. All start again when an excursion is over."""
-
-    spike: Sum = Field(default_factory=Sum)
-    joint: Sum = Field(default_factory=Sum)
-    drift: Sum = Field(default_factory=Sum)
-    wide_up: Sum = Field(default_factory=Sum)
-    wide_down: Sum = Field(default_factory=Sum)
-    fall: Sum = Field(default_factory=Sum)
-
-
-class DetectorState(_State):
-    """All that the detector remembers, from which it goes on bit for bit; under 20 KB as JSON."""
-
-    seen: int = 0
-    loss: Channel = Field(default_factory=Channel)
-    norm: Channel = Field(default_factory=Channel)
-    sums: Sums = Field(default_factory=Sums)
-    best: float | None = None  # lowest level of the loss that was held
-    best_lr: float | None = None
-    width: float | None = None  # the scatter of the loss when it was smallest, slowly given up
-    drop: Drop | None = None
-    excursion: Excursion | None = None
-    indicators: dict[str, list[float]] = {}
+_CLIMB = 2.0  # scatters of neighbours between the outer thirds of some steps: so much is a climb
+_WIDER = 3.0  # scatters of the latest neighbours: so much is a spike in noise that has grown wider, too
+_PLAIN = 1.4  # long-run variance that white noise about a trend shows, over its variance
 
 
 @dataclass(frozen=True)
@@ -121,12 +63,31 @@ class _Residuals:
     wider: float
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Of the cumulative sums, for the rate of false alarms that is wanted: its logarithm falls with 2 * limit *
+    allowance over the variance of a term (Siegmund, Sequential Analysis, 1985, chapter 2), which is 1, and 2 of loss +
+    norm."""
+
+    spike: float
+    joint: float
+    drift: float
+    oscillation: float
+
+
 class Detector:
     """One `observe` per step, before its update. The same numbers give the same findings on every rank."""
 
     def __init__(self, config: DetectorConfig, state: DetectorState | None = None) -> None:
         self.config = config
         self._state = DetectorState() if state is None else state.model_copy(deep=True)
+        c, rarer = config, -math.log(config.false_alarms) / 2
+        self._limits = Limits(
+            spike=max(c.spike_limit / 2, c.spike_limit + rarer / c.spike_allowance),
+            joint=max(c.joint_limit / 2, c.joint_limit + 2 * rarer / c.joint_allowance),
+            drift=max(c.drift_limit / 2, c.drift_limit + rarer / c.drift_allowance),
+            oscillation=max(c.oscillation_limit / 2, c.oscillation_limit + rarer / c.oscillation_allowance),
+        )
 
     @property
     def state(self) -> DetectorState:
@@ -144,13 +105,15 @@ class Detector:
         A step whose numbers are not finite leaves no trace in the state.
         """
         s, c, step = self._state, self.config, signals.step
+        if signals.mixed:
+            s.mixed = s.seen + 1
         if wrong := _no_number(signals):
             return Finding(step, Verdict.NON_FINITE, 1.0, step, wrong, on_trend=False)
         s.seen += 1
-        warnings = self._warnings(signals)
+        said = warnings(signals, s, c)
         norm = None if signals.grad_norm is None else math.log(max(signals.grad_norm, 1e-30))
-        if len(s.loss.values) < c.min_values or step < c.warmup_steps:
-            return self._start(step, signals.loss, norm, warnings)
+        if s.opening is not None:
+            return self._open(s.opening, step, signals.loss, norm, said)
 
         self._forget()
         line = self._trend(s.loss, c.loss_floor)
@@ -161,32 +124,63 @@ class Detector:
         if norm is not None:
             _keep(s.norm.raw, norm, c.relearn)
         outlier, why = self._outlier(r)
-        if s.excursion is None and (raised := self._sequential(step, r)):
-            s.excursion, s.sums = raised, Sums()
-            s.loss.pending, s.norm.pending = [], []
+        if outlier >= 1.0 and self._expected_at(s.seen) and (r.norm is None or r.norm < c.outlier_norm):
+            outlier = 0.99  # other data, on purpose: that is how it is
+        watching = s.excursion is None or s.excursion.verdict is Verdict.SHIFT
+        if watching and (raised := self._sequential(step, r, line, norm_line)):
+            if s.excursion is None or raised.verdict is not Verdict.SHIFT:
+                s.excursion = raised
+                s.loss.pending, s.norm.pending = [], []
+            if raised.verdict is not Verdict.SHIFT:
+                s.sums = Sums()
+        if outlier >= 1.0 and self._beyond_shift(r):
+            return Finding(step, Verdict.OUTLIER, outlier, step, why, said, on_trend=False)
         if s.excursion is not None:
             e = s.excursion
             e.severity = max(e.severity, outlier)
-            self._renew(e, step)
-            found = Finding(step, e.verdict, e.severity, e.onset, e.reason, warnings, on_trend=False)
-            self._follow(e, r)
-            return found
+            if e.verdict is not Verdict.SHIFT:
+                self._renew(e, step)
+            elif s.seen - e.since >= c.settle:
+                e.reason = (
+                    f"the loss has had another level since step {e.onset}, with an ordinary gradient norm: "
+                    f"baseline reset"
+                )
+            found = Finding(step, e.verdict, e.severity, e.onset, e.reason, said, on_trend=False)
+            reset = self._follow(e, r)
+            return replace(found, reset=reset and found.verdict is Verdict.SHIFT)
         self._learn(r, signals, norm, line)
         on_trend = r.rise < _JUMP / 2 and (r.norm is None or r.norm < _JUMP / 2)
         verdict = Verdict.OUTLIER if outlier > 0.0 else Verdict.HEALTHY
-        return Finding(step, verdict, outlier, step, why if outlier > 0.0 else "", warnings, on_trend)
+        return Finding(step, verdict, outlier, step, why if outlier > 0.0 else "", said, on_trend)
 
-    def _start(self, step: int, loss: float, norm: float | None, warnings: tuple[str, ...]) -> Finding:
-        """Fill the windows; only an explosion is noticed."""
+    def _beyond_shift(self, r: _Residuals) -> bool:
+        """Whether a step stands out, in loss and norm, from the other level that is taken for other data, too."""
+        e, c = self._state.excursion, self.config
+        if e is None or e.verdict is not Verdict.SHIFT or not e.loss or r.norm is None:
+            return False
+        return r.norm >= c.outlier_norm and r.rise - median(e.loss) >= c.outlier_loss
+
+    def _open(self, o: Opening, step: int, loss: float, norm: float | None, said: tuple[str, ...]) -> Finding:
+        """The start: fill the windows; only a rise that does not turn counts."""
         s, c = self._state, self.config
-        rise = loss - max(s.loss.values, default=loss)
-        if rise > c.explosion:
-            reason = f"loss {loss:.4g} is {rise:.3g} nats above all before"
-            return Finding(step, Verdict.OUTLIER, rise / c.explosion, step, reason, warnings, on_trend=False)
+        verdict, reason = o.judge(loss, step, c)
+        if verdict is Verdict.OUTLIER:
+            severity = o.rise(loss) / c.explosion
+            return Finding(step, verdict, severity, step, reason, said, on_trend=False)
         self._accept(s.loss, loss)
-        if norm is not None and norm - max(s.norm.values, default=norm) < c.explosion * 2:
+        _keep(s.loss.raw, loss, c.relearn)
+        if norm is not None:
             self._accept(s.norm, norm)
-        return Finding(step, Verdict.HEALTHY, 0.0, step, "", warnings)
+            _keep(s.norm.raw, norm, c.relearn)
+        onset = step if o.onset is None else o.onset
+        if verdict is not Verdict.HEALTHY:
+            s.opening = Opening()  # a person, or the policy, did something about it: it begins again
+            return Finding(step, verdict, 1.0, onset, reason, said, on_trend=False)
+        if len(s.loss.values) >= c.min_values and step >= c.warmup_steps and o.over(c):
+            s.opening = None
+            if o.longest:
+                self._relearn(c.relearn)
+        return Finding(step, Verdict.HEALTHY, 0.0, step, "", said, on_trend=o.onset is None)
 
     # What a step is compared with.
 
@@ -228,42 +222,104 @@ class Detector:
             return severity, reason
         return (max(severity, 0.01), reason) if r.rise >= max(c.notice, s.loss.record) else (0.0, "")
 
-    def _sequential(self, step: int, r: _Residuals) -> Excursion | None:
+    def _sequential(self, step: int, r: _Residuals, line: Trend, norm_line: Trend | None) -> Excursion | None:
         """Add this step to the running sums; an excursion if one reaches its limit."""
-        c, s, now = self.config, self._state.sums, self._state.seen
-        s.spike.add(min(r.rise, c.spike_clip) - c.spike_allowance, now, step)
+        c, s, now, limits = self.config, self._state.sums, self._state.seen, self._limits
+        wide = self._state.scatter.factor(c.scatter_usual, c.scatter_most)
+        s.spike.add(min(r.rise / wide, c.spike_clip) - c.spike_allowance, now, step)
         if r.norm is not None:
             # The norm of a run that jumps harmlessly by 20 sigma says half as much.
             norm = r.norm / max(1.0, self._state.norm.record / c.tame)
             both = max(min(r.rise, c.joint_loss_clip), -_JUMP) + max(min(norm, c.joint_norm_clip), -_JUMP)
             s.joint.add(both - c.joint_allowance, now, step)
-        s.drift.add(min(r.above_best, c.drift_clip) - c.drift_allowance, now, step)
-        wide = c.oscillation_clip
-        s.wide_up.add(min(max(r.rise * r.wider, 0.0), wide) - c.oscillation_allowance, now, step)
-        s.wide_down.add(min(max(r.fall * r.wider, 0.0), wide) - c.oscillation_allowance, now, step)
+        s.drift.add(min(r.above_best / wide, c.drift_clip) - c.drift_allowance, now, step)
+        most = c.oscillation_clip
+        s.wide_up.add(min(max(r.rise * r.wider / wide, 0.0), most) - c.oscillation_allowance, now, step)
+        s.wide_down.add(min(max(r.fall * r.wider / wide, 0.0), most) - c.oscillation_allowance, now, step)
 
         swing = min(s.wide_up.value, s.wide_down.value)
         first = min(s.wide_up, s.wide_down, key=lambda side: side.since)
-        for verdict, by, severity, what in (
-            (Verdict.SPIKE, s.spike, s.spike.value / c.spike_limit, "the loss stays above its trend"),
-            (Verdict.SPIKE, s.joint, s.joint.value / c.joint_limit, "loss and gradient norm rise together"),
+        tests = (
+            (Verdict.SPIKE, s.spike, s.spike.value / limits.spike, "the loss stays above its trend"),
+            (Verdict.SPIKE, s.joint, s.joint.value / limits.joint, "loss and gradient norm rise together"),
             (
                 Verdict.DRIFT,
                 s.drift,
-                s.drift.value / c.drift_limit,
+                s.drift.value / limits.drift,
                 "the loss has left the best level it held",
             ),
-            (Verdict.OSCILLATION, first, swing / c.oscillation_limit, "the loss swings up and down"),
-        ):
-            if severity >= 1.0:
-                steps = now - by.since + 1
-                if verdict is Verdict.SPIKE and steps > _SLOW:
-                    verdict = Verdict.DRIFT
-                elif verdict is Verdict.DRIFT and not self._rises():
-                    verdict = Verdict.PLATEAU
-                reason = f"{what} since step {by.onset}: {steps} observations, {r.above_best:.1f} sigma above the best"
-                return Excursion(verdict=verdict, onset=by.onset, since=now, severity=severity, reason=reason)
+            (Verdict.OSCILLATION, first, swing / limits.oscillation, "the loss swings up and down"),
+        )
+        alarms = [test for test in tests if test[2] >= 1.0]
+        for verdict, by, severity, what in alarms:
+            steps = now - by.since + 1
+            if not self._confirmed(verdict, by, line, norm_line):
+                continue
+            if verdict is Verdict.SPIKE and steps > _SLOW:
+                verdict = Verdict.DRIFT
+            elif verdict is Verdict.DRIFT and not self._rises():
+                verdict = Verdict.PLATEAU
+            reason = (
+                f"{what} since step {by.onset}: {steps} observations, {r.above_best:.1f} sigma above the best"
+            )
+            return Excursion(verdict=verdict, onset=by.onset, since=now, severity=severity, reason=reason)
+        for _, by, severity, what in alarms[:1]:
+            reason = f"{what} since step {by.onset}, with an ordinary gradient norm: other data?"
+            return Excursion(
+                verdict=Verdict.SHIFT, onset=by.onset, since=now, severity=severity, reason=reason
+            )
         return None
+
+    def _confirmed(self, verdict: Verdict, by: Sum, line: Trend, norm_line: Trend | None) -> bool:
+        """Whether an alarm is one of the training: the norm is up, too, or the loss alone says enough. Other data come
+        with another level of the loss and an ordinary norm."""
+        c, s = self.config, self._state
+        steps = s.seen - by.since + 1
+        known = self._expected_at(by.since)
+        if norm_line is not None:
+            newest = s.norm.raw[-min(steps, _SLOW) :]
+            heat = [min((x - norm_line.level) / norm_line.scale, c.joint_norm_clip) for x in newest]
+            if sum(heat) / len(heat) >= c.heat * (1.5 if known else 1.0):
+                return True
+        if known:
+            return False
+        if verdict is Verdict.OSCILLATION:
+            return self._swings(line)
+        rises = sorted(x - max(line.level, line.late) for x in s.loss.raw[-min(steps, _SLOW) :])
+        if verdict is Verdict.SPIKE and (norm_line is None or s.seen < s.doubted):
+            # Noise that has grown wider reaches as far up; the median of the jumps is not moved by those of a spike.
+            latest = _scatter(s.loss.raw[-2 * _SLOW :])
+            if median(rises) >= max(_JUMP * line.scale, _WIDER * latest):
+                return True
+        least = max(c.gross, c.gross_sigma * line.scale, s.loss.record * line.scale)
+        if len(rises) > 1 and rises[-2] >= least:
+            return True
+        return self._climbs(steps, line.level)
+
+    def _expected_at(self, observation: int) -> bool:
+        """Whether the data changed on purpose at about that time."""
+        mixed = self._state.mixed
+        return mixed is not None and -2 <= observation - mixed <= _SLOW
+
+    def _swings(self, line: Trend) -> bool:
+        """Whether wide residuals hang together, from one to the next: noise that grew wider does not."""
+        newest = [x - line.level for x in self._state.loss.raw]
+        middle = sum(newest) / len(newest)
+        square = sum((x - middle) ** 2 for x in newest)
+        return abs(sum((a - middle) * (b - middle) for a, b in pairwise(newest))) > square / 2
+
+    def _climbs(self, steps: int, level: float) -> bool:
+        """Whether the loss of the latest steps goes on rising: a level that came and stayed does not. level: what it
+        rose from."""
+        c, s = self.config, self._state
+        third = min(steps, c.relearn) // 3
+        if third < _SLOW // 2 + 1 or s.seen < c.window:
+            return False
+        newest = s.loss.raw[-3 * third :]
+        now = median(newest[-third:])
+        scatter = median([abs(after - before) for before, after in pairwise(newest)])
+        least = _CLIMB * scatter * s.scatter.factor(_PLAIN, c.scatter_most)
+        return now - median(newest[:third]) > max(least, (now - level) / 3)
 
     def _renew(self, e: Excursion, step: int) -> None:
         """A further jump on top of an excursion has an onset of its own: what was done about the first one does not
@@ -277,7 +333,7 @@ class Detector:
             min(_above(s.norm.raw, c.norm_floor), c.joint_norm_clip), -_JUMP
         )
         e.joint_again.add(both - c.joint_allowance, s.seen, step)
-        for by, limit in ((e.loss_again, c.spike_limit), (e.joint_again, c.joint_limit)):
+        for by, limit in ((e.loss_again, self._limits.spike), (e.joint_again, self._limits.joint)):
             if by.value >= c.renewal * limit:
                 e.onset, e.verdict = by.onset, Verdict.SPIKE
                 e.reason = f"a further jump since step {by.onset}, on top of an excursion"
@@ -292,10 +348,10 @@ class Detector:
 
     # What is remembered.
 
-    def _follow(self, e: Excursion, r: _Residuals) -> None:
-        """During an excursion: is it over, has it become a plateau, is its level the new normal?"""
+    def _follow(self, e: Excursion, r: _Residuals) -> bool:
+        """During an excursion: is it over, has it become a plateau? True: its level is the new normal from here on."""
         c, s = self.config, self._state
-        slow = e.verdict in (Verdict.DRIFT, Verdict.PLATEAU)
+        slow = e.verdict in (Verdict.DRIFT, Verdict.PLATEAU, Verdict.SHIFT)
         if e.verdict is Verdict.OSCILLATION:
             _keep(e.loss, max(r.rise, r.fall), 2 * c.recovery)
         else:
@@ -308,16 +364,26 @@ class Detector:
         else:
             calm = [median(z[-c.recovery :]) < c.calm for z in (e.loss, e.norm) if z]
             over = lasted >= c.recovery and all(calm)
-        if lasted == c.lasting and e.verdict is not Verdict.OSCILLATION:
+        if lasted == c.lasting and e.verdict not in (Verdict.OSCILLATION, Verdict.SHIFT):
             e.verdict = Verdict.DRIFT if self._rises() else Verdict.PLATEAU
         if over:
+            s.excursion, s.sums = None, Sums()
+        elif lasted >= c.adapt or (e.verdict is Verdict.SHIFT and lasted >= c.settle):
             s.excursion = None
-        elif lasted >= c.adapt:
-            s.excursion, s.best, s.best_lr, s.width = None, None, None, None
             s.sums = Sums(spike=e.loss_again, joint=e.joint_again)  # a jump may be on its way
-            for channel in (s.loss, s.norm):
-                channel.values = list(channel.raw)
-                channel.times = list(range(s.seen - len(channel.raw) + 1, s.seen + 1))
+            if e.verdict is not Verdict.SHIFT:
+                s.doubted = s.seen + 2 * c.adapt
+            self._relearn(c.relearn if lasted >= c.adapt else lasted)
+            return True
+        return False
+
+    def _relearn(self, count: int) -> None:
+        """Take the newest values, so many, for what is usual."""
+        s = self._state
+        s.best, s.best_lr, s.width = None, None, None
+        for channel in (s.loss, s.norm):
+            channel.values = channel.raw[-count:]
+            channel.times = list(range(s.seen - len(channel.values) + 1, s.seen + 1))
 
     def _learn(self, r: _Residuals, signals: Signals, norm: float | None, line: Trend) -> None:
         """Outside of one: accept what does not stand out, hold the best level, remember jumps that did no harm."""
@@ -334,6 +400,7 @@ class Detector:
                 # A refused jump cannot have done harm, so it counts as little more than what is refused.
                 known = max(c.lone, c.record_margin * channel.record)
                 channel.record = max(channel.record, min(channel.pending.pop(0)[1], 1.25 * known))
+        s.scatter.add((signals.loss - line.level) / line.scale, c.scatter_memory)
         self._hold(signals, line)
         fall = s.sums.fall
         fall.add(min(r.fall, c.spike_clip) - c.fall_allowance, s.seen, signals.step)
@@ -370,33 +437,6 @@ class Detector:
         for channel in (s.loss, s.norm):
             channel.record *= 0.5 ** (1 / c.record_half_life)
 
-    def _warnings(self, signals: Signals) -> tuple[str, ...]:
-        """Of the indicators that were measured, and every now and then of the level of the gradient norm."""
-        said = [
-            f"{name} is {value}" for name, value in signals.indicators.items() if not math.isfinite(value)
-        ]
-        logs = {name: math.log(value) for name, value in signals.indicators.items() if 0.0 < value < math.inf}
-        if self._state.seen % _NORM_EVERY == 0 and self._state.norm.values:
-            logs["gradient norm"] = median(self._state.norm.values[-_NORM_EVERY:])
-        grown = [self._growth(name, value) for name, value in logs.items()]
-        return (*said, *filter(None, grown))
-
-    def _growth(self, name: str, value: float) -> str:
-        """Does it grow? The newest third of the measurements against the oldest, in log units; "" = no."""
-        c, known = self.config, self._state.indicators
-        if name not in known and len(known) >= _INDICATORS:
-            return ""
-        series = known.setdefault(name, [])
-        _keep(series, value, c.indicator_window)
-        third = len(series) // 3
-        if third < 3:
-            return ""
-        growth = median(series[-third:]) - median(series[:third])
-        scatter = median([abs(after - before) for before, after in pairwise(series)])
-        if growth <= max(math.log(c.indicator_growth), _JUMP * scatter):
-            return ""
-        return f"{name} has grown {math.exp(min(growth, 700.0)):.1f} times in {len(series)} measurements"
-
 
 def _no_number(signals: Signals) -> str:
     if not abs(signals.loss) < _ABSURD:
@@ -404,6 +444,11 @@ def _no_number(signals: Signals) -> str:
     if signals.grad_norm is not None and not math.isfinite(signals.grad_norm):
         return f"gradient norm is {signals.grad_norm}"
     return ""
+
+
+def _scatter(values: list[float]) -> float:
+    """Sigma, from the jumps between neighbours."""
+    return 1.4826 / math.sqrt(2.0) * median([abs(after - before) for before, after in pairwise(values)])
 
 
 def _above(newest: list[float], floor: float) -> float:

@@ -10,8 +10,11 @@ from dataclasses import replace
 
 from pydantic import BaseModel, ConfigDict
 
-from megastable.stability.detector import Detector, DetectorState
-from megastable.stability.policy import Action, Cause, Decision, Policy, PolicyState
+from megastable.stability.actions import Action, Cause, Decision
+from megastable.stability.detector import Detector
+from megastable.stability.detector_state import DetectorState
+from megastable.stability.policy import Policy
+from megastable.stability.policy_state import PolicyState
 from megastable.stability.settings import StabilityConfig
 from megastable.stability.signals import Finding, Signals, Verdict
 
@@ -71,12 +74,14 @@ class Guard:
         return decision
 
     def _pretend(self, decision: Decision) -> Decision:
-        """What follows a decision that is not carried out: nobody is examined, so nobody is found guilty."""
+        """What follows a decision that is not carried out: nobody is examined, so nothing is known of the cause."""
         if decision.action is Action.REWIND:
-            cause = Cause.LEARNING_RATE if self.policy.recurred() else Cause.STATE
-            action, remedy = self.policy.remedy(cause, decision.finding.step, None, False)
-            if action is not Action.REWIND:
-                decision = replace(decision, action=action, reason=f"{decision.reason}; {remedy}")
+            remedy = self.policy.remedy(Cause.STATE, decision.finding.step, None, False)
+            if remedy.action is not Action.REWIND:
+                reason = f"{decision.reason}; {remedy.reason}"
+                decision = replace(decision, action=remedy.action, reason=reason)
+        if decision.action is Action.HANDOVER:
+            self.policy.handing_over(Cause.UNKNOWN)
         if decision.action is Action.STOP:
             # As if a person had started it again.
             self.policy = Policy(self.config.policy, has_fp8=self.policy.has_fp8)

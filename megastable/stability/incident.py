@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from megastable.stability.policy import Action, Cause
+from megastable.stability.actions import Action, Cause
 from megastable.stability.signals import Verdict
 
 
@@ -23,8 +23,22 @@ Kind = Literal["recoverable", "lingering", "divergent"]
 Outcome = Literal["open", "healed", "handed over", "stopped"]
 
 
+class LeftOut(BaseModel):
+    """The samples that an action skipped or deferred last: positions [first, end), `count` of them, at `step`."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    step: int
+    first: int
+    end: int
+    count: int
+
+
 class Incident(BaseModel):
     """step: at which it was acted on; onset: the first step that belongs to it. positions: skipped ranges [first, end).
+    deferred: ranges whose samples were put off, returns: where they are read instead, each by the order of its time;
+    lost: samples of `positions` that would have been put off, if there had been room before the end of the run.
+    released: samples whose conviction was withdrawn.
     steps_lost: done again or undone. batches_discarded: updates refused. seconds: spent on finding and undoing it.
     loss_before, loss_peak: nats per token; norm_peak: before clipping. failure: of a process or checkpoint, a sentence;
     evidence: paths of logs and stacks, relative to the run directory.
@@ -41,6 +55,10 @@ class Incident(BaseModel):
     actions: list[Action] = []
     reasons: list[str] = []
     positions: list[tuple[int, int]] = []
+    deferred: list[tuple[int, int]] = []
+    returns: list[tuple[int, int]] = []
+    lost: int = 0
+    released: int = 0
     documents: list[dict[str, Any]] = []
     steps_lost: int = 0
     batches_discarded: int = 0

@@ -1,120 +1,30 @@
-"""Verdicts, history and budgets in; what to do out. Pure: the training process, a dry run, the backtest and the
-supervisor decide by the same code.
+"""Verdicts, history and budgets in; what to do out. Pure: the training process, a dry run and the backtest decide by
+the same code.
 
-The ladder: apply < discard < rewind (and skip) < fall back from FP8 < cut the learning rate < swap the corpus out <
-hand over to a restart from a checkpoint < stop. Each rung above discard has a budget; a rung that is spent or did not
-help leads to the next. `decide` is asked before every update; after a rewind `remedy` is told the cause; when processes
-end that should have gone on, the supervisor asks `after_failure`. `fp8` says what the coming step computes in.
+The ladder: apply < discard < rewind (and skip or defer) < fall back from FP8 < cap or cut the learning rate < swap
+the corpus out < hand over to a restart from a checkpoint < alert (train on, refuse single updates, tell a person).
+Reversible before irreversible: a rung needs the odds of `PolicyConfig` (odds.py keeps the account), and a budget that
+runs out pauses the remedy, not the run. STOP is left for numbers that are not finite with nothing to go back to, and
+for `last_resort=stop`. `decide` is asked before every update; after a rewind `remedy` is told what was found out;
+`relax` lifts limits of the rate; `fp8` says what the coming step computes in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from itertools import takewhile
+from collections.abc import Sequence
+from dataclasses import replace
 
-from pydantic import BaseModel, ConfigDict
-
+from megastable.stability import fallback
+from megastable.stability import rate as rates
+from megastable.stability.actions import Action, Cause, Decision, Remedy
+from megastable.stability.odds import Account, Clue, Examined, clues, weigh
+from megastable.stability.policy_state import Alert, PolicyState, Taken
+from megastable.stability.rate import Limit
 from megastable.stability.settings import PolicyConfig
 from megastable.stability.signals import Finding, Verdict
 
-
-class Action(StrEnum):
-    APPLY = "apply"
-    DISCARD = "discard"  # this update is refused; the data moves on
-    REWIND = "rewind"  # back to a snapshot before the onset, skip, go on
-    FALL_BACK = "fall_back"  # rewind, and go on without FP8
-    CUT_LR = "cut_lr"  # rewind, and go on with a smaller rate
-    SWAP_CORPUS = "swap_corpus"  # rewind, and go on without a corpus
-    HANDOVER = "handover"  # end the process: restart from a checkpoint before the onset
-    RESTART = "restart"  # start the processes again, from the newest good checkpoint
-    STOP = "stop"  # end the run: a person is needed
-
-    @property
-    def ends(self) -> bool:
-        return self in (Action.HANDOVER, Action.STOP)
-
-    @property
-    def rewinds(self) -> bool:
-        return self in (Action.REWIND, Action.FALL_BACK, Action.CUT_LR, Action.SWAP_CORPUS)
-
-
-class Cause(StrEnum):
-    DATA = "data"  # samples that are bad on the good state, too
-    NUMERICS = "numerics"  # the same step without FP8 is harmless
-    STATE = "state"  # the same data is harmless on the good state
-    LEARNING_RATE = "learning_rate"  # it recurs with other data
-    HARDWARE = "hardware"  # the same data on the same state gave something else
-    PROCESS = "process"  # a process died, was killed or hung
-    STORAGE = "storage"  # a checkpoint was damaged
-    CODE = "code"  # it fails at the same step with other data, too
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What to do about a step, and why. healed: the last action is proven by now."""
-
-    action: Action
-    finding: Finding
-    reason: str
-    healed: bool = False
-
-    @property
-    def applies(self) -> bool:
-        return self.action is Action.APPLY
-
-
-class Taken(BaseModel):
-    """An action of the past. clock: the farthest step that had been reached by then: what is done again after a rewind
-    is no new ground, and brings no budget back. corpus: the guilty one."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    clock: int
-    step: int
-    action: Action
-    cause: Cause = Cause.UNKNOWN
-    corpus: str | None = None
-
-
-class PolicyState(BaseModel):
-    """All that the policy remembers. Kept over rewinds, in every checkpoint.
-
-    clock: the farthest step so far. refused: steps of the discards that belong to no incident yet. watching: an action
-    was taken at step `tripped` and is being verified until `watch_until`; good: steps on the trend since. recurrences:
-    how often the present incident came back. cuts: updates at which the learning rate was cut. fallbacks, returns:
-    clocks at which FP8 was left and gone back to, in turns.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    clock: int = 0
-    refused: list[int] = []
-    watching: bool = False
-    tripped: int = 0
-    watch_until: int = 0
-    good: int = 0
-    recurrences: int = 0
-    taken: list[Taken] = []
-    cuts: list[int] = []
-    fallbacks: list[int] = []
-    returns: list[int] = []
-
-    @property
-    def resting(self) -> bool:
-        """Whether FP8 was left, and not gone back to."""
-        return len(self.fallbacks) > len(self.returns)
-
-    @property
-    def rested(self) -> int:
-        """Steps of new ground without FP8 because it was left."""
-        ends = [*self.returns, self.clock]
-        return sum(end - begin for begin, end in zip(self.fallbacks, ends, strict=False))
-
-
 SUSPICION = 16  # steps after which a refused update is forgotten: bad regions are a few batches long
+BLAMELESS = (Cause.STATE, Cause.LEARNING_RATE)  # of the data, the hardware and the numerics
 
 
 class Policy:
@@ -138,18 +48,18 @@ class Policy:
                 since = replace(finding, onset=min(finding.onset, s.tripped))
                 reason = f"not back on the trend {c.verify_steps} steps after the last action"
                 return self._climb(since, reason, oldest)
-            if finding.on_trend and self._rest_is_over():
+            if finding.on_trend and fallback.is_over(s, c):
                 s.returns.append(s.clock)
             return Decision(Action.APPLY, finding, "", healed=healed)
-        if finding.verdict is Verdict.OUTLIER and finding.severity < 1:
+        if finding.verdict is Verdict.SHIFT or (finding.verdict is Verdict.OUTLIER and finding.severity < 1):
             return Decision(Action.APPLY, finding, finding.reason)
         if finding.verdict in (Verdict.OUTLIER, Verdict.NON_FINITE):
-            s.refused.append(step)
             most = c.non_finite if finding.verdict is Verdict.NON_FINITE else c.discards
-            if len(s.refused) < most:
+            if len(s.refused) + 1 < most:
+                s.refused.append(step)
                 return Decision(Action.DISCARD, finding, finding.reason)
-            count = f"{len(s.refused)} updates were refused within {SUSPICION} steps"
-            since = replace(finding, onset=min(finding.onset, *s.refused))
+            count = f"{len(s.refused) + 1} updates stood out within {SUSPICION} steps"
+            since = replace(finding, onset=min([finding.onset, *s.refused]))
             return self._climb(since, f"{count}; {finding.reason}", oldest)
         return self._climb(finding, finding.reason, oldest)
 
@@ -159,38 +69,94 @@ class Policy:
         s.good += s.watching and finding.step > s.tripped and finding.on_trend
         if not s.watching or s.good < max(1, self.config.verify_steps // 2):
             return False
-        s.watching, s.recurrences = False, 0
+        s.watching, s.recurrences, s.alert = False, 0, None
+        last = next((t for t in reversed(s.taken) if t.action is Action.REWIND), None)
+        if last is not None and last.cause not in (*BLAMELESS, Cause.UNKNOWN):
+            s.account = None  # it is explained
         return True
 
+    def explained(self) -> None:
+        """Samples were convicted while an action was being proven: what was acted on was the data."""
+        s = self.state
+        last = next((t for t in reversed(s.taken) if t.action is Action.REWIND), None)
+        if s.watching and last is not None:
+            last.cause, last.odds, s.account = Cause.DATA, self.config.odds_swap, None
+
+    def skipped(self, positions: Sequence[int], odds: float) -> None:
+        """Samples were convicted on the way, and nothing was undone. odds: log10; what is weak may be withdrawn."""
+        self._take(Action.SKIP, self.state.clock, Cause.DATA)
+        last = self.state.taken[-1]
+        last.odds = odds
+        last.weak = () if self._strong(last) else tuple(positions)
+
     def escalate(self, finding: Finding, reason: str, oldest: int | None) -> Decision:
-        """A discarded update that turned out to be worse: the state itself is damaged, and no rate is to blame."""
-        return self._climb(finding, reason, oldest, cut=False)
+        """A discarded update that turned out to be worse: the state itself is not finite."""
+        return self._climb(finding, reason, oldest, damaged=True)
 
-    def leave(self, decision: Decision, reason: str, cause: Cause = Cause.UNKNOWN) -> Decision:
-        """A rewind that cannot be carried out after all. cause: as far as it is known."""
-        action, more = self._last_resort(decision.finding.step, cause is not Cause.HARDWARE, cause)
-        return replace(decision, action=action, reason=f"{decision.reason}; {reason}{more}")
+    @property
+    def may_suspect(self) -> bool:
+        """Whether a checkpoint may be left without a proof against it: once, until there is new ground, and while there
+        are hand-overs. Trouble that comes back on an older one, too, is not the checkpoint's."""
+        barren = self.state.barren_handovers(self.config.verify_steps)
+        return not barren and not self._spent(Action.HANDOVER)
 
-    def _climb(self, finding: Finding, reason: str, oldest: int | None, cut: bool = True) -> Decision:
+    def abandon(self, decision: Decision, reason: str, proven: bool) -> Decision:
+        """Hand over, as the checkpoint that was resumed from is bad. Where that is proven it spends no budget: each
+        time an older one is left, and they come to an end."""
+        if not proven:
+            self._take(Action.HANDOVER, decision.finding.step, Cause.STORAGE)
+        return replace(decision, action=Action.HANDOVER, reason=f"{decision.reason}; {reason}")
+
+    def leave(self, decision: Decision, reason: str, damaged: bool = False) -> Decision:
+        """A rewind that cannot be carried out after all. damaged: the state that is left is not finite."""
+        self._weigh(Clue.NO_GOOD_POINT)
+        whole = f"{decision.reason}; {reason}"
+        if self._spent(Action.HANDOVER):
+            whole += f"; {self._budget(Action.HANDOVER)} are spent"
+            return self._train_on(decision.finding, whole, damaged)
+        self._take(Action.HANDOVER, decision.finding.step)
+        return replace(decision, action=Action.HANDOVER, reason=whole)
+
+    def _climb(self, finding: Finding, reason: str, oldest: int | None, damaged: bool = False) -> Decision:
         """The lowest rung that may be taken. A rewind's further remedy follows when its cause is known."""
         s = self.state
+        old = oldest is None or oldest >= finding.onset
+        if old:
+            have = "there is no snapshot" if oldest is None else f"the oldest snapshot is of step {oldest}"
+            reason = f"{reason}; {have}, and it began at step {finding.onset}"
+            self._weigh(Clue.NO_POINT)
+        elif self._spent(Action.REWIND):
+            reason = f"{reason}; {self._budget(Action.REWIND)} are spent"
+        if not old and not self._spent(Action.REWIND):
+            action = Action.REWIND
+        else:
+            convicted = damaged or self._odds(Cause.STATE) >= self.config.odds_handover
+            if self._spent(Action.HANDOVER) or not convicted:
+                if convicted:
+                    reason += f"; {self._budget(Action.HANDOVER)} are spent"
+                return self._train_on(finding, reason, damaged)
+            action = Action.HANDOVER
         if s.watching:
             s.recurrences += 1
-        action = Action.REWIND
-        if self._spent(action):
-            action, reason = Action.HANDOVER, f"{reason}; {self._budget(Action.REWIND)} are spent"
-        elif oldest is None or oldest >= finding.onset:
-            have = "there is no snapshot" if oldest is None else f"the oldest snapshot is of step {oldest}"
-            action = Action.HANDOVER
-            reason = f"{reason}; {have}, and it began at step {finding.onset}"
         s.refused, s.good = [], 0
         s.watching, s.tripped, s.watch_until = True, finding.step, finding.step + self.config.verify_steps
-        if action is Action.HANDOVER:
-            action, more = self._last_resort(finding.step, cut)
-            reason += more
-        else:
-            self._take(action, finding.step)
+        self._take(action, finding.step)
         return Decision(action, finding, reason)
+
+    def _train_on(self, finding: Finding, reason: str, damaged: bool) -> Decision:
+        """The last rung: alert, and go on with refusals only; STOP where nothing can go on, or a person wants it."""
+        s, c = self.state, self.config
+        if damaged or c.last_resort == "stop":
+            self._take(Action.STOP, finding.step)
+            return Decision(Action.STOP, finding, reason)
+        if finding.verdict is not Verdict.HEALTHY or not s.watching:
+            s.watching, s.tripped, s.good = True, finding.step, 0
+            s.watch_until = finding.step + c.verify_steps
+        if s.alert is None:
+            s.alert = Alert(step=finding.step, reason=reason)
+            return Decision(Action.ALERT, finding, reason)
+        action = Action.DISCARD if finding.verdict is Verdict.NON_FINITE else Action.APPLY
+        return Decision(action, finding, f"alert since step {s.alert.step}: {reason}")
 
     def _take(
         self, action: Action, step: int, cause: Cause = Cause.UNKNOWN, corpus: str | None = None
@@ -199,31 +165,50 @@ class Policy:
         s.taken.append(Taken(clock=s.clock, step=step, action=action, cause=cause, corpus=corpus))
         s.taken = [t for t in s.taken if s.clock - t.clock < self.config.budget_window]
 
-    def _last_resort(self, step: int, cut: bool = True, cause: Cause = Cause.UNKNOWN) -> tuple[Action, str]:
-        """Hand over or stop, and what is to be said about it. cut: where a hand-over did not help FP8 is left, too, or
-        where that was done already the rate is cut."""
-        s, c = self.state, self.config
-        if self._spent(Action.HANDOVER):
-            self._take(Action.STOP, step)
-            return Action.STOP, f"; {self._budget(Action.HANDOVER)} are spent"
-        again, more = cut and self._count(Action.HANDOVER) > 0, ""
-        if self.may_fall_back and (again or cause is Cause.NUMERICS):
-            s.fallbacks.append(s.clock)
-            more = f"; without FP8 from there on, {self._rest_in_words()}"
-        elif again and len(s.cuts) < c.cuts:
-            s.cuts.append(s.clock)  # `resumed` learns of which update
-            more = f"; the learning rate is multiplied by {c.cut_factor}, too"
-        self._take(Action.HANDOVER, step)
-        return Action.HANDOVER, more
+    # Handing over
 
-    def cannot_hand_over(self) -> None:
-        """There is no checkpoint to go back to: what a hand-over would have changed stays as it was."""
+    def handing_over(self, cause: Cause) -> str:
+        """The hand-over that was decided on takes place: what else changes with it, to be said. Asked when replays
+        have proven or cleared the hardware.
+
+        One that did not help leads to leaving FP8 and, where the odds suffice, to a cut of the rate.
+        """
+        s, c = self.state, self.config
+        s.taken[-1].cause, s.alert = cause, None
+        again = self._count(Action.HANDOVER) > 1
+        if cause in (Cause.HARDWARE, Cause.STORAGE):
+            return ""
+        if self.may_fall_back and (again or cause is Cause.NUMERICS):
+            return f"; without FP8 from there on, {self._leave_fp8()}"
+        if again and self._odds(Cause.LEARNING_RATE) >= c.odds_cut and not rates.spent(s.limits, c):
+            limit = self._limit_rate("cut", c.cut_factor, s.clock)  # `resumed` learns of which update
+            return f"; {rates.words(limit)}, too"
+        return ""
+
+    def cannot_hand_over(self, decision: Decision, reason: str, damaged: bool = False) -> Decision:
+        """There is no checkpoint to go back to. damaged: the state is not finite."""
         s = self.state
-        s.taken[-1].action = Action.STOP
-        s.cuts = [cut for cut in s.cuts if cut != s.clock]
-        by_itself = any(t.action is Action.FALL_BACK and t.clock == s.clock for t in s.taken)
-        if s.resting and s.fallbacks[-1] == s.clock and not by_itself:
-            s.fallbacks.pop()
+        if s.taken and s.taken[-1].action is Action.HANDOVER:
+            s.taken.pop()
+        return self._train_on(decision.finding, f"{decision.reason}; {reason}", damaged)
+
+    def resumed(self, step: int, updates: int) -> None:
+        """A new process goes on from `step`. What was being verified still is, beyond the step that tripped."""
+        s = self.state
+        rates.moved_back(s.limits, updates)
+        s.refused = [refused for refused in s.refused if refused <= step]
+
+    # Evidence and budgets
+
+    def _weigh(self, clue: Clue, power: float = 1.0) -> None:
+        s = self.state
+        if s.account is None or s.clock - s.account.clock >= self.config.budget_window:
+            s.account = Account(since=s.clock, clock=s.clock)
+        s.account = weigh(s.account, s.clock, clue, power)
+
+    def _odds(self, cause: Cause) -> float:
+        account = self.state.account or Account(since=0, clock=0)
+        return account.odds(cause)
 
     def _count(self, action: Action, *causes: Cause, within: int | None = None) -> int:
         """How often `action` was taken, for one of `causes` if given, in the window of new ground."""
@@ -233,76 +218,167 @@ class Policy:
             for t in self.state.taken
         )
 
-    def _limit(self, action: Action) -> int:
-        c = self.config
-        return {
-            Action.REWIND: c.rewinds,
-            Action.SWAP_CORPUS: c.swaps,
-            Action.HANDOVER: c.handovers,
-        }[action]
-
     def _spent(self, action: Action) -> bool:
-        return self._count(action) >= self._limit(action)
+        c = self.config
+        if action is Action.REWIND:
+            # Bad data that were proven are no sign that rewinding does not help.
+            strong = sum(self._strong(t) for t in self.state.taken if t.action is Action.REWIND)
+            return self._count(action) - strong >= c.rewinds or strong >= c.data_rewinds
+        return self._count(action) >= (c.swaps if action is Action.SWAP_CORPUS else c.handovers)
+
+    def _strong(self, taken: Taken) -> bool:
+        return taken.cause is Cause.DATA and taken.odds >= self.config.odds_swap
 
     def _budget(self, action: Action) -> str:
-        limit = self._limit(action)
-        return f"the {limit} {action.value}s per {self.config.budget_window} steps (stability.policy)"
+        c = self.config
+        limit = {Action.REWIND: c.rewinds, Action.SWAP_CORPUS: c.swaps}.get(action, c.handovers)
+        return f"the {limit} {action.value}s per {c.budget_window} steps (stability.policy)"
 
     # After a rewind
 
-    def remedy(self, cause: Cause, updates: int, culprit: str | None, may_swap: bool) -> tuple[Action, str]:
-        """What else is done on the rewound state, and why; REWIND: skipping what attribution names is enough.
-
-        updates: of that state. culprit: the corpus of most guilty samples; may_swap: enough is left without it.
-        """
-        s, c = self.state, self.config
-        s.taken[-1].cause, s.taken[-1].corpus = cause, culprit
-        s.cuts = [min(cut, updates) for cut in s.cuts]
-        if cause is Cause.DATA:
-            guilty = sum(
-                t.action is Action.REWIND and t.cause is Cause.DATA and t.corpus == culprit for t in s.taken
-            )
-            if guilty >= c.swap_after and may_swap and not self._spent(Action.SWAP_CORPUS):
-                self._take(Action.SWAP_CORPUS, s.tripped, cause, culprit)
-                reason = f"{guilty} incidents with data of {culprit} within {c.budget_window} steps"
-                return Action.SWAP_CORPUS, reason
-            return Action.REWIND, "the guilty samples are skipped"
-        if cause is Cause.HARDWARE:
-            if self._count(Action.REWIND, Cause.HARDWARE) >= c.hardware:
-                reason = f"{c.hardware} incidents that do not recur on the same data and state"
-                action, more = self._last_resort(s.tripped, cut=False)
-                return action, reason + more
-            return Action.REWIND, "the data is innocent: nothing is skipped"
-        if cause is Cause.NUMERICS and not self.may_fall_back:
-            action, more = self._last_resort(s.tripped, cut=False)
-            return action, f"FP8 is not to be left any more (stability.policy.fallbacks={c.fallbacks}){more}"
-        if cause in (Cause.NUMERICS, Cause.LEARNING_RATE) and self.may_fall_back:
-            s.fallbacks.append(s.clock)
-            self._take(Action.FALL_BACK, s.tripped, cause)
-            first = "" if cause is Cause.NUMERICS else "before the learning rate is cut: "
-            return Action.FALL_BACK, f"{first}without FP8 from here on, {self._rest_in_words()}"
-        if cause is Cause.LEARNING_RATE:
-            if len(s.cuts) >= c.cuts:
-                reason = f"the {c.cuts} cuts of a run (stability.policy.cuts) are spent"
-                action, more = self._last_resort(s.tripped)
-                return action, reason + more
-            s.cuts.append(updates)
-            self._take(Action.CUT_LR, s.tripped, cause)
-            return Action.CUT_LR, f"the learning rate is multiplied by {c.cut_factor} and warmed up again"
-        return Action.REWIND, "nobody in particular is guilty: the window is skipped"
-
-    def recurred(self) -> bool:
+    def recurred(self, adjacent: bool = False) -> bool:
         """Asked before `remedy`: whether what is acted on came back although nobody was found guilty the last time:
-        soon after it, or for the third time in a window."""
-        c, blameless = self.config, (Cause.STATE, Cause.LEARNING_RATE)
-        soon = self._count(Action.REWIND, *blameless, within=c.recur_steps)
-        return soon > 0 or self._count(Action.REWIND, *blameless) > 1
+        soon after it, or for the third time in a window. Trouble next to what was left out is data until shown
+        otherwise."""
+        soon = self._count(Action.REWIND, *BLAMELESS, within=self.config.recur_steps)
+        return not adjacent and (soon > 0 or self._count(Action.REWIND, *BLAMELESS) > 1)
 
-    def resumed(self, step: int, updates: int) -> None:
-        """A new process goes on from `step`. What was being verified still is, beyond the step that tripped."""
+    def remedy(
+        self, cause: Cause, updates: int, culprit: str | None, may_swap: bool, found: Examined | None = None
+    ) -> Remedy:
+        """What else is done on the rewound state, and why; REWIND: skipping or deferring is enough.
+
+        cause: of the experiments. updates: of that state. culprit: the corpus of most guilty samples; may_swap:
+        enough is left without it. The remedy's cause may be another one, where the account says so.
+        """
+        s, found = self.state, found or Examined()
+        rates.moved_back(s.limits, updates)
+        given = self._remedy(cause, updates, culprit, may_swap, found)
+        if given.action is not Action.ALERT:
+            s.alert = None
+        return given
+
+    def _remedy(
+        self, cause: Cause, updates: int, culprit: str | None, may_swap: bool, found: Examined
+    ) -> Remedy:
         s = self.state
-        s.cuts = [min(cut, updates) for cut in s.cuts]
-        s.refused = [refused for refused in s.refused if refused <= step]
+        if cause in (*BLAMELESS, Cause.DATA):
+            self._observe(cause, found)
+            cause = self._judged(cause, found)
+        last = s.taken[-1]
+        last.cause, last.corpus, last.odds = cause, culprit, found.odds
+        last.weak = found.guilty if cause is Cause.DATA and not self._strong(last) else ()
+        match cause:
+            case Cause.DATA:
+                return self._against_data(culprit, may_swap)
+            case Cause.LEARNING_RATE:
+                return self._against_the_rate(updates, found)
+            case Cause.NUMERICS:
+                return self._against_numerics()
+            case Cause.HARDWARE:
+                return self._against_hardware()
+        return Remedy(Action.REWIND, Cause.STATE, "nobody in particular is guilty")
+
+    def _observe(self, cause: Cause, found: Examined) -> None:
+        """Put what was found out on the account."""
+        s = self.state
+        again = cause in BLAMELESS and self._count(Action.REWIND, *BLAMELESS) > 0
+        lifted = rates.lifted_lately(s.limits, s.clock, self.config.recur_steps) is not None
+        capped = any(limit.kind == "cap" and limit.holds for limit in s.limits)
+        capped = capped and self._known(Clue.JUMPED, Clue.WARMING)
+        for clue, power in clues(cause, found, again, lifted, capped):
+            self._weigh(clue, power)
+
+    def _known(self, *clues: Clue) -> bool:
+        account = self.state.account
+        return account is not None and any(clue in account.clues for clue in clues)
+
+    def _judged(self, cause: Cause, found: Examined) -> Cause:
+        """What the account says of it: the rate where a remedy against it has its odds, else what was measured."""
+        c = self.config
+        needed = [c.odds_cut]
+        if self.may_fall_back:
+            needed.append(c.odds_fall_back)
+        if found.jumped:
+            needed.append(c.odds_cap)
+        if cause is Cause.DATA and not found.jumped:
+            return cause
+        if self._odds(Cause.LEARNING_RATE) >= min(needed):
+            return Cause.LEARNING_RATE
+        return cause if cause is Cause.DATA else Cause.STATE
+
+    def _against_data(self, culprit: str | None, may_swap: bool) -> Remedy:
+        s, c = self.state, self.config
+        incidents = [
+            t for t in s.taken
+            if t.action is Action.REWIND and t.cause is Cause.DATA and t.corpus == culprit
+        ]  # fmt: skip
+        # Each was tested by itself, and those that are healed have closed their accounts: what speaks against the
+        # corpus is their sum.
+        odds = sum(t.odds for t in incidents)
+        enough = len(incidents) >= c.swap_after and odds >= c.odds_swap
+        if enough and may_swap and not self._spent(Action.SWAP_CORPUS):
+            self._take(Action.SWAP_CORPUS, s.tripped, Cause.DATA, culprit)
+            reason = f"{len(incidents)} incidents with data of {culprit} within {c.budget_window} steps"
+            return Remedy(Action.SWAP_CORPUS, Cause.DATA, reason)
+        return Remedy(Action.REWIND, Cause.DATA, "the guilty samples are skipped")
+
+    def _against_hardware(self) -> Remedy:
+        c = self.config
+        if self._count(Action.REWIND, Cause.HARDWARE) < c.hardware:
+            return Remedy(Action.REWIND, Cause.HARDWARE, "the data is innocent: nothing is skipped")
+        reason = f"{c.hardware} incidents that do not recur on the same data and state"
+        if self._spent(Action.HANDOVER):
+            return self._pause(Cause.HARDWARE, f"{reason}; {self._budget(Action.HANDOVER)} are spent")
+        self._take(Action.HANDOVER, self.state.tripped, Cause.HARDWARE)
+        return Remedy(Action.HANDOVER, Cause.HARDWARE, reason)
+
+    def _against_numerics(self) -> Remedy:
+        s, c = self.state, self.config
+        if not self.may_fall_back:
+            reason = f"FP8 is not to be left any more (stability.policy.fallbacks={c.fallbacks})"
+            return self._pause(Cause.NUMERICS, reason)
+        reason = f"without FP8 from here on, {self._leave_fp8()}"
+        self._take(Action.FALL_BACK, s.tripped, Cause.NUMERICS)
+        return Remedy(Action.FALL_BACK, Cause.NUMERICS, reason)
+
+    def _against_the_rate(self, updates: int, found: Examined) -> Remedy:
+        """Cap it where it jumped, leave FP8 first where it is used, cut it; the limit that was lifted returns."""
+        s, c, cause = self.state, self.config, Cause.LEARNING_RATE
+        why = f"log10 odds of the learning rate {self._odds(cause):.1f}"
+        release = self._weakly_convicted()
+        lifted = rates.lifted_lately(s.limits, s.clock, c.recur_steps)
+        if lifted is None and found.jumped and not rates.spent(s.limits, c) and found.good_rate is not None:
+            limit = self._limit_rate("cap", found.good_rate, updates)
+            limit.scheduled = found.rate
+        elif lifted is None and self.may_fall_back:
+            reason = f"before the learning rate is cut: without FP8 from here on, {self._leave_fp8()}"
+            self._take(Action.FALL_BACK, s.tripped, cause)
+            return Remedy(Action.FALL_BACK, cause, reason, release=release)
+        elif rates.spent(s.limits, c) and not any(not x.holds for x in s.limits):
+            return self._pause(cause, f"the {c.cuts} limits of the rate (stability.policy.cuts) are spent")
+        elif lifted is not None:
+            lifted.lifted, lifted.times = None, lifted.times + 1
+            lifted.updates, lifted.clock, limit = updates, s.clock, lifted
+        else:
+            limit = self._limit_rate("cut", c.cut_factor, updates)
+        action = Action.CAP_LR if limit.kind == "cap" else Action.CUT_LR
+        self._take(action, s.tripped, cause)
+        return Remedy(action, cause, f"{rates.words(limit)}, {self._lasting(limit)} ({why})", release=release)
+
+    def _pause(self, cause: Cause, reason: str) -> Remedy:
+        """On the rewound state: nothing more is done, and a person is told."""
+        s = self.state
+        if self.config.last_resort == "stop":
+            self._take(Action.STOP, s.tripped, cause)
+            return Remedy(Action.STOP, cause, reason)
+        s.alert = s.alert or Alert(step=s.tripped, reason=reason)
+        return Remedy(Action.ALERT, cause, reason)
+
+    def _weakly_convicted(self) -> tuple[int, ...]:
+        """The samples that were convicted in this chain of incidents by less than what is called strong."""
+        since = self.state.account.since if self.state.account is not None else self.state.clock
+        return tuple(position for t in self.state.taken if t.clock >= since for position in t.weak)
 
     # FP8
 
@@ -317,109 +393,55 @@ class Policy:
         return self.fp8 and len(self.state.fallbacks) < self.config.fallbacks
 
     @property
-    def rest(self) -> int | None:
-        """Steps of new ground that the last fall-back lasts at least; None = for good."""
-        c, count = self.config, len(self.state.fallbacks)
-        return None if count >= c.fallbacks or not c.fp8_rest else c.fp8_rest * 2 ** max(0, count - 1)
-
-    def _rest_is_over(self) -> bool:
-        """Asked at a step on the trend: whether FP8 may be tried again."""
-        s, rest = self.state, self.rest
-        calm = s.resting and not s.watching and not s.refused
-        return calm and rest is not None and s.clock - s.fallbacks[-1] >= rest
-
-    @property
     def precision(self) -> str:
         """Why the coming step computes in FP8, or not: a sentence, once FP8 was left."""
-        s, c = self.state, self.config
-        if s.resting:
-            return f"fall-back {len(s.fallbacks)} of {c.fallbacks}: without FP8 {self._rest_in_words()}"
-        rest = s.returns[-1] - s.fallbacks[-1] if s.returns else 0
-        return (
-            f"{rest} steps of new ground without FP8, nothing is being watched, no update was refused lately"
-        )
+        return fallback.reason(self.state, self.config)
 
-    def _rest_in_words(self) -> str:
-        rest = self.rest
-        if rest is not None:
-            return f"for {rest} steps of new ground at least"
-        return (
-            f"for good (stability.policy.fallbacks={self.config.fallbacks}, fp8_rest={self.config.fp8_rest})"
-        )
+    def _leave_fp8(self) -> str:
+        self.state.fallbacks.append(self.state.clock)
+        return fallback.lasting(self.state, self.config)
 
     # The learning rate
 
-    def rate_factor(self, updates: int) -> float:
-        """What the schedule's rate is multiplied by at the update after `updates` applied ones."""
+    def follow(self, scheduled: float) -> None:
+        """Told of the scheduled rate of every coming update, before `rate` is asked for it."""
+        rates.follow(self.state.limits, self.state.clock, scheduled)
+
+    def rate(self, updates: int, scheduled: float) -> float:
+        """The rate of the update after `updates` applied ones, where the schedule says `scheduled`."""
+        return rates.limited(self.state.limits, updates, scheduled, self.config.rewarm_steps)
+
+    def relax(self, finding: Finding, updates: int, scheduled: float) -> list[str]:
+        """Lift what has rested long enough, or what the schedule has come back below; why, a sentence for each.
+
+        Asked after a step that was applied, with the scheduled rate of its update.
+        """
         s, c = self.state, self.config
-        factor = c.cut_factor ** len(s.cuts)
-        since = updates - s.cuts[-1] if s.cuts else c.rewarm_steps
-        if since >= c.rewarm_steps:
-            return factor
-        return factor * (0.1 + 0.9 * max(0, since) / c.rewarm_steps)
-
-
-# Above the process
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How an attempt ended that should have gone on.
-
-    what: its kind, the same where it is the same failure ("SIGKILL", "hang", "RuntimeError: ..."). step: the one that
-    was being done, None where none was begun. host: where, None where that is not known. clock: the farthest step that
-    was done by then. skipped: the samples of that step were skipped because of it.
-    """
-
-    what: str
-    step: int | None
-    host: str | None
-    clock: int
-    skipped: bool = False
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """What is done about a failure, and why: Action.RESTART or Action.STOP. skip: the samples of the step first."""
-
-    action: Action
-    cause: Cause
-    reason: str
-    skip: bool = False
-
-
-def after_failure(failures: Sequence[Failure], hosts: int, config: PolicyConfig) -> Remedy:
-    """What to do after the last of `failures`, those of one run in order; hosts: how many it runs on."""
-    c, last = config, failures[-1]
-    recent = [f for f in failures if last.clock - f.clock < c.budget_window]
-    there = sum(f.host == last.host and f.host is not None for f in recent)
-    if hosts > 1 and there >= c.same_host:
-        reason = f"{there} failures of {last.host} within {c.budget_window} steps: it is that host"
-        return Remedy(Action.STOP, Cause.HARDWARE, reason)
-    here = _trailing(recent, lambda f: (f.what, f.step) == (last.what, last.step) and f.step is not None)
-    if len(here) >= c.same_place:
-        often = f"{last.what} at step {last.step}, {len(here)} times in a row"
-        if any(f.skipped for f in here):
-            return Remedy(
-                Action.STOP, Cause.CODE, f"{often}, with other data, too: code or settings, no luck"
+        if not s.limits or s.watching or s.refused or not finding.on_trend:
+            return []
+        s.limits = rates.settled(s.limits, s.clock, c.budget_window)
+        told = []
+        for cap in rates.outgrown(s.limits, finding.step, scheduled, c.verify_steps):
+            s.limits.remove(cap)
+            told.append(
+                f"the schedule is at {scheduled:.3g}, not above {cap.highest(scheduled):.3g} any more"
             )
-        return Remedy(Action.RESTART, Cause.DATA, f"{often}: its samples are skipped", skip=True)
-    barren = _trailing(recent, lambda f: f.clock == last.clock)
-    if len(barren) >= c.barren:
-        reason = f"{len(barren)} failures in a row without a step of new ground (stability.policy.barren)"
-        return Remedy(Action.STOP, Cause.PROCESS, reason)
-    if len(recent) > c.restarts:
-        reason = f"the {c.restarts} restarts per {c.budget_window} steps (stability.policy) are spent"
-        return Remedy(Action.STOP, Cause.PROCESS, reason)
-    return Remedy(Action.RESTART, Cause.PROCESS, f"{last.what}: luck, as far as can be told")
+        limit = rates.rested(s.limits, s.clock, c)
+        if limit is not None:
+            limit.lifted, limit.lifted_updates = s.clock, updates
+            told.append(
+                f"{s.clock - limit.clock} steps of new ground on the trend since {rates.words(limit)}: the old rate is "
+                f"tried again, over {c.rewarm_steps} updates"
+            )
+        return told
 
+    def _limit_rate(self, kind: rates.Kind, value: float, updates: int) -> Limit:
+        limit = Limit(kind=kind, value=value, updates=updates, clock=self.state.clock)
+        self.state.limits.append(limit)
+        return limit
 
-def _trailing(failures: Sequence[Failure], like: Callable[[Failure], bool]) -> list[Failure]:
-    """Those at the end, without a gap."""
-    return list(takewhile(like, reversed(failures)))
-
-
-def pause(failures: Sequence[Failure], most: float) -> float:
-    """Seconds to wait before a restart: none after new ground, then doubling from 1 up to `most`."""
-    count = len(_trailing(failures, lambda f: f.clock == failures[-1].clock))
-    return 0.0 if count <= 1 else min(most, 2.0 ** (count - 2))
+    def _lasting(self, limit: Limit) -> str:
+        steps = rates.rest(self.state.limits, limit, self.config)
+        if steps is None:
+            return f"for good (stability.policy.cuts={self.config.cuts}, cut_rest={self.config.cut_rest})"
+        return f"for {steps} steps of new ground at least"

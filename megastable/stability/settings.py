@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megastable.part import Fraction, Part
 
@@ -12,12 +12,14 @@ from megastable.part import Fraction, Part
 class DetectorConfig(Part):
     """What counts as a deviation; see detector.py. Lengths are in observations: steps, or lines of a sparse trace.
 
-    The figures below are from public traces of real runs: 29,000 healthy steps, seven onsets of spikes and a slow
-    divergence (docs/stability.md).
+    The figures below are from public traces of real runs: 48,000 healthy steps, seven onsets of spikes and a slow
+    divergence (docs/stability.md has what was chosen on which, and what is missed).
 
     Residuals are in sigma, the scatter of the last `window` accepted values: long enough for a steady estimate, short
-    enough to follow the trend. min_values, warmup_steps: nothing is judged before both, unless the loss rises by
-    `explosion` nats above all that was seen. loss_floor (nats), norm_floor (log units): the scatter is taken as at
+    enough to follow the trend. min_values, warmup_steps: nothing is judged before both, but a rise of
+    more than half of `explosion` (nats) above the lowest level that does not turn within start_patience observations
+    (start-ups without warm-up rise by up to 40 nats, and turn within 30), and one value alone that is beyond
+    `explosion`. loss_floor (nats), norm_floor (log units): the scatter is taken as at
     least that, so that the first wiggle of a constant series is nothing, and a norm that is up by a half neither, which
     late in a quiet run is 10 sigma and means nothing.
 
@@ -35,6 +37,18 @@ class DetectorConfig(Part):
     difficulty wanders. oscillation: of the residuals on either side over the smallest scatter; swings of 4 sigma are
     noticed, healthy runs reach 1.5 ever.
 
+    false_alarms: rewinds per 10,000 healthy steps that are borne. The limits above were chosen for one at most; another
+    rate moves them (detector.Limits). Held on noise of every kind: `tools/bench.py noise`. What neighbouring residuals
+    are worth is reduced by the root of their long-run variance, measured over scatter_memory observations, over
+    scatter_usual (real healthy runs show 1.5 to 3.5 in their first thousand steps, 1 to 2 later), by scatter_most at
+    most.
+
+    An alarm that only the loss raises is one of the training if the log gradient norm lies `heat` sigma up on average
+    since its onset (spikes of real runs: 2.9 and more; a rise that healed in 5 steps: 1.9), if the loss has jumped by
+    `gross` nats, gross_sigma sigma and the farthest harmless jump of the run, twice at least, or if it climbs. Where no
+    norm was recorded, 4 sigma since the onset, and 3 of the latest scatter, are a spike, too.
+    Otherwise it is a shift: after `settle` observations the level is taken as given.
+
     renewal: share of the limits at which a further jump during an excursion is noticed.
 
     recovery: an excursion is over when the median of so many residuals is below `calm`. lasting: one that is longer
@@ -48,6 +62,15 @@ class DetectorConfig(Part):
     min_values: int = Field(default=20, ge=9, le=30)
     warmup_steps: NonNegativeInt = 50
     explosion: PositiveFloat = 2.0
+    start_patience: int = Field(default=100, ge=20)
+    false_alarms: PositiveFloat = 1.0
+    scatter_memory: PositiveInt = 1000
+    scatter_usual: PositiveFloat = 2.5
+    scatter_most: PositiveFloat = 3.0
+    heat: PositiveFloat = 2.4
+    gross: PositiveFloat = 0.6
+    gross_sigma: PositiveFloat = 5.0
+    settle: int = Field(default=40, ge=20)
     loss_floor: PositiveFloat = 0.005
     norm_floor: PositiveFloat = 0.2
 
@@ -93,20 +116,38 @@ class PolicyConfig(Part):
     """What is done about one, and how often; see policy.py.
 
     discards: whole batches refused in one incident before the ladder is climbed; the fifth would cost more data than
-    a rewind costs steps. rewinds, swaps, handovers per `budget_window` steps of new ground: what PaLM needed in a whole
-    run (arXiv:2204.02311 section 5.1, about 20 times) is far below; more means that the cause is not the data. cuts: of
-    the whole run, an eighth of the rate is no training any more. fallbacks: from FP8, of the whole run; the last one
-    is for good: what was tried so often is no bad luck. fp8_rest: steps of new ground without it after the first, twice
-    as many after each further one; an incident is over long before. recur_steps: an incident with nobody guilty so soon
-    after another is one of the learning rate. verify_steps: after an action the loss must be back on its trend within
-    so many steps. Spikes that heal do so in 10 to 30 steps on the public traces (docs/stability.md).
+    a rewind costs steps. rewinds, swaps, handovers per `budget_window` steps of new ground: what PaLM needed in a
+    whole run (arXiv:2204.02311 section 5.1, about 20 times) is far below; more means that the cause is not the data.
+    data_rewinds: the same for rewinds after which samples were convicted at `odds_swap`; a corpus with some per cent
+    of bad samples needs many. A budget that is spent pauses the remedy, not the run: it trains on with refusals only,
+    and a person is told; last_resort=stop ends it with code 76 instead.
+
+    odds_*: log10 odds of the cause against the next best that a remedy needs (odds.py has the account); a rewind
+    needs none. odds_cap, odds_fall_back: 10 to 1, as both end by themselves. odds_cut, odds_swap: 100 to 1.
+    odds_handover: 10 to 1 that the state is bad, which no data and no rate mends.
+
+    cuts: how often the rate is limited in a run, an eighth of the rate is no training any more; the last one is for
+    good. cut_rest: steps of new ground after which a limit is lifted, twice as many after each return; 0 = never.
+    fallbacks: from FP8, of the whole run; the last one is for good: what was tried so often is no bad luck. fp8_rest:
+    steps of new ground without it after the first, twice as many after each further one; an incident is over long
+    before. recur_steps: an incident with nobody guilty so soon after another, or after a limit was lifted, has come
+    back. verify_steps: after an action the loss must be back on its trend within so many steps. Spikes that heal do
+    so in 10 to 30 steps on the public traces (docs/stability.md).
     """
 
     discards: PositiveInt = 4
     non_finite: PositiveInt = 3  # discards for non-finite numbers in one incident before a rewind
     budget_window: PositiveInt = 2000
     rewinds: NonNegativeInt = 8
+    data_rewinds: NonNegativeInt = 32
+    odds_fall_back: float = 1.0
+    odds_cap: float = 1.0
+    odds_cut: float = 2.0
+    odds_swap: float = 2.0
+    odds_handover: float = 1.0
+    last_resort: Literal["train_on", "stop"] = "train_on"
     cuts: NonNegativeInt = 3
+    cut_rest: NonNegativeInt = 200
     fallbacks: NonNegativeInt = 3  # 0 = FP8 is never left
     fp8_rest: NonNegativeInt = 200  # 0 = for good
     swaps: NonNegativeInt = 2
@@ -141,17 +182,72 @@ class SnapshotConfig(Part):
 
 
 class AttributionConfig(Part):
-    """Who is guilty; see attribution.py."""
+    """Who is guilty; see attribution.py, groups.py, scores.py, region.py.
 
-    threshold: PositiveFloat = 6.0  # robust z of a sample's loss among its corpus's
-    gradients: NonNegativeInt = 16  # gradients measured at most where no loss is bad; each costs a step
-    window: PositiveInt = (
-        16  # steps since the onset whose samples are suspects; later ones follow from the first
-    )
-    reference: PositiveInt = (
-        128  # harmless samples measured: of before the rewind point, of a corpus with few recorded
-    )
-    ahead: NonNegativeInt = 16  # steps looked ahead at most, for the end of a bad region
+    threshold: robust z of a sample's loss among its corpus's, from which on it may be guilty by itself. significance:
+    how often a window of harmless samples passes for a bad crowd (a permutation test), innocent: share of the named of
+    a crowd that may be innocent (false discovery rate); adjacent_significance: the first where the window lies next to
+    what was just skipped, as data is the likely cause there. gradients: measured at most where no loss is bad; each
+    costs a step. window: steps since the onset whose samples are suspects; later ones follow from the first. reference:
+    harmless samples measured, of before the rewind point, of a corpus with few recorded. behind: steps before the
+    rewind point that are no measure of harmless tails, as the region may have begun there. region: steps of time that
+    it may take to find where a bad region ends and who is guilty inside; a forward pass of a batch is a third of a
+    step. What is not measured by then is inferred by likeness.
+    """
+
+    threshold: PositiveFloat = 6.0
+    significance: Fraction = 0.001
+    adjacent_significance: Fraction = 0.05
+    innocent: Fraction = 0.03
+    gradients: NonNegativeInt = 16
+    window: PositiveInt = 16
+    reference: PositiveInt = 128
+    behind: NonNegativeInt = 16
+    region: NonNegativeInt = 40
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_it_was(cls, tree: Any) -> Any:
+        """Recipes of before regions were grown have `ahead`, which `region` took the place of."""
+        return {k: v for k, v in tree.items() if k != "ahead"} if isinstance(tree, dict) else tree
+
+
+class SampleConfig(Part):
+    """Single samples over time, and refused batches; see samples.py."""
+
+    false_alarms: PositiveFloat = 0.1  # of each of the two tests, per 10,000 healthy steps, at most
+    known: PositiveInt = 512  # scored samples of a corpus, before which it is not judged
+    quiet_steps: PositiveInt = 4  # on the trend, after which a refused batch is examined
+    measured: PositiveInt = 256  # suspects measured again at most, the worst first
+    # Batches looked ahead at most, for more of the kind; each costs a third of a step. In the whole run one more for
+    # every so many steps: 3 % of its time.
+    ahead: NonNegativeInt = 32
+    ahead_every: PositiveInt = 10
+
+
+class SignsConfig(Part):
+    """Signs of a rate that is too high from the start; see signs.py. Each is a warning, told once; nobody acts on it.
+
+    Chosen on runs of 3 layers of 128 on Python source, measured on two other texts (docs/stability.md, with the error
+    rates). norms, looks: the steps after which weights and update are measured, and every block is looked into; () =
+    never. The first look is what later ones are compared with. change: of what a layer puts out by one update,
+    relative to itself. growth: of the residual stream, in models at least `narrowest` wide: narrower ones bear a
+    thousandfold growth (docs/stability.md). collapse: share of its first entropy that is left of a block's
+    attention. below_unigram: nats that the loss must lie below the unigram entropy when the rates of all updates add up
+    to `rate_sum`, after `updates` at least. sample: tokens of the corpus whose unigram entropy that is.
+    """
+
+    enabled: bool = True
+    norms: tuple[PositiveInt, ...] = (1, 2, 5, 10, 20, 50)
+    looks: tuple[PositiveInt, ...] = (1, 20, 50, 100)
+    change: PositiveFloat = 0.25
+    growth: PositiveFloat = 40.0
+    narrowest: PositiveInt = 128
+    collapse: Fraction = 0.25
+    below_unigram: NonNegativeFloat = 0.3
+    rate_sum: PositiveFloat = 0.25
+    updates: PositiveInt = 20
+    sample: PositiveInt = 250_000
 
 
 class StabilityConfig(Part):
@@ -162,3 +258,5 @@ class StabilityConfig(Part):
     policy: PolicyConfig = PolicyConfig()
     snapshots: SnapshotConfig = SnapshotConfig()
     attribution: AttributionConfig = AttributionConfig()
+    samples: SampleConfig = SampleConfig()
+    signs: SignsConfig = SignsConfig()

@@ -97,7 +97,7 @@ class Audience:
     def event(self, event: dict[str, Any]) -> None:
         """Something was written into the journal."""
         kind, what = str(event.get("event")), event.get("what")
-        if kind == "ended" or (kind == "incident" and what in NEWS):
+        if kind in ("ended", "alert") or (kind == "incident" and what in NEWS):
             self.reports.due()  # once more at the end: by then the steps after it are known
         if text := _news(event):
             self.hooks.notify(
@@ -155,7 +155,7 @@ def _news(event: dict[str, Any]) -> str:
         text = f"incident {event.get('number')} {what} at step {summary.get('step')}"
         more = summary.get("failure") or "; ".join(summary.get("reasons") or []) or event.get("reason") or ""
         return f"{text}: {more}" if more else text
-    if event.get("event") in ("look_ahead_spent", "look_ahead_failed"):
+    if event.get("event") in ("look_ahead_spent", "look_ahead_failed", "alert"):
         return sentence(event)
     if event.get("event") == "supervisor" and event.get("what") == "ended":
         if event.get("code") in (None, 0):

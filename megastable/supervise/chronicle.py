@@ -6,7 +6,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from megastable.errors import HANDOVER, NO_SPACE, STOPPED, UNSTABLE
-from megastable.report.told import TOLD, Event, say, visible
+from megastable.report.told import TOLD, Event, read_later, say, visible
 
 TAIL = 30  # events that are kept in words
 LARGEST = 2**53  # up to it a float is exact
@@ -27,7 +27,8 @@ class Said:
 
 @dataclass(frozen=True)
 class Case:
-    """One incident as it stands. kind: its class. steps_lost: done again or undone. loss_*: nats per token."""
+    """One incident as it stands. kind: its class. steps_lost: done again or undone. put_off: samples
+    that are read later, in words. loss_*: nats per token."""
 
     number: int
     step: int
@@ -38,6 +39,7 @@ class Case:
     outcome: str
     steps_lost: int
     batches_discarded: int
+    put_off: str
     loss_before: float | None
     loss_peak: float | None
     failure: str
@@ -80,6 +82,7 @@ class Chronicle:
     started: Event = field(default_factory=dict)
     word: str = ""
     restart: Event | None = None  # that is being waited for
+    alert: Event | None = None  # the one that is not over
 
     def add(self, event: Event) -> None:
         """Take in one event; whatever it lacks, or has of a wrong kind, is passed over."""
@@ -102,6 +105,8 @@ class Chronicle:
             self.world = whole(event.get("world"))
         elif kind == "discarded":
             self.refused += 1
+        elif kind == "alert":
+            self.alert = event if event.get("what") == "begun" else None
         elif kind == "evaluated":
             loss = real(event.get("loss"))
             if loss is not None and step is not None:
@@ -178,6 +183,7 @@ class Chronicle:
             outcome=visible(told.get("outcome", "?"), 40),
             steps_lost=whole(told.get("steps_lost")) or 0,
             batches_discarded=whole(told.get("batches_discarded")) or 0,
+            put_off=read_later(told),
             loss_before=real(told.get("loss_before")),
             loss_peak=real(told.get("loss_peak")),
             failure=visible(told.get("failure") or "", 300),

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megastable.stability.failures import Failure
 from megastable.stability.incident import Breakdown, Incident
-from megastable.stability.policy import Failure
 
 END = ("code", "signal", "hung", "what", "step", "cursor", "rank", "host", "failure", "certain", "trained")
 

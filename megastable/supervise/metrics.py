@@ -86,6 +86,7 @@ def families(s: Status) -> Iterator[Metric]:
             "Incidents that are not over.",
             sum(case.outcome == "open" for case in s.incidents),
         ),
+        "alert": ("1 while nothing more is done automatically and a person is needed.", bool(s.alert)),
         "last_progress_timestamp_seconds": ("When there was the last sign of progress.", s.last_progress),
         "last_checkpoint_step": (
             "Step of the newest checkpoint.",

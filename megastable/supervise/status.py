@@ -66,7 +66,8 @@ class Status:
     code: the exit code that the run ended with, None while it has not. phase: of the training process. recent: (step,
     loss) of the last steps, oldest first; of refused ones, too. age: since the last sign of progress. rate: seconds a
     step, the median of the last ones. eta: until the last step at that rate. restarts: counted by how the attempt
-    before ended (chronicle.kind_of_end). starts: of training processes. problems: what could not be read.
+    before ended (chronicle.kind_of_end). starts: of training processes. alert: since when and why nothing more is done
+    automatically, "" where that is not so. problems: what could not be read.
     """
 
     run: str
@@ -99,6 +100,7 @@ class Status:
     restarts: dict[str, int]
     incidents: tuple[Case, ...]
     refused: int
+    alert: str
     checkpoints: tuple[Checkpoint, ...]
     validation: tuple[tuple[int, float], ...]
     recent: tuple[tuple[int, float], ...]
@@ -212,6 +214,7 @@ class Watch:
             restarts=dict(s.restarts),
             incidents=tuple(case for _, case in sorted(s.incidents.items())),
             refused=s.refused,
+            alert=_alert(s),
             checkpoints=self._checkpoints(),
             validation=tuple(s.validation),
             recent=recent,
@@ -373,6 +376,13 @@ def _believed(*processes: Process) -> tuple[Process, ...]:
         replace(p, alive=None) if p.alive is False and other else p
         for p, other in zip(processes, elsewhere, strict=True)
     )
+
+
+def _alert(told: Chronicle) -> str:
+    if told.alert is None:
+        return ""
+    step, reason = whole(told.alert.get("step")), visible(told.alert.get("reason") or "", 500)
+    return f"since step {step:,}: {reason}" if step is not None else reason
 
 
 def _finite(value: object) -> float | None:

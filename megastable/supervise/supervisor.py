@@ -27,9 +27,10 @@ from megastable.data.skips import Range
 from megastable.errors import ConfigError, DataError, MegastableError, SpaceError, UnstableError
 from megastable.messages import Progress, folder_of, log_of
 from megastable.rundir import RunDirectory
+from megastable.stability.actions import Action, Cause, Remedy
 from megastable.stability.attribution import ranges
+from megastable.stability.failures import Failure, after_failure, pause
 from megastable.stability.incident import Breakdown, Incident, Outcome
-from megastable.stability.policy import Action, Cause, Failure, Remedy, after_failure, pause
 from megastable.supervise.follow import Follower
 from megastable.supervise.memory import Memory
 from megastable.supervise.outcome import End, end_of

@@ -39,8 +39,8 @@ COLOURS = {
 PRESENT = (State.RUNNING, State.STARTING, State.HUNG, State.WAITING, State.UNKNOWN)  # somebody may be at work
 EVENT_COLOURS = {
     "incident": "yellow", "discarded": "yellow", "hang": "yellow", "restart": "yellow", "warning": "yellow",
-    "ended": "red", "unstable": "red", "checkpoint_failed": "red", "checkpoint_rejected": "red", "hook_failed": "red",
-    "finished": "green", "handover": "yellow", "fell_back": "yellow",
+    "alert": "red", "ended": "red", "unstable": "red", "checkpoint_failed": "red", "checkpoint_rejected": "red",
+    "hook_failed": "red", "finished": "green", "handover": "yellow", "fell_back": "yellow", "rate_cut": "yellow",
 }  # fmt: skip
 
 
@@ -144,6 +144,8 @@ def _rows(s: Status, width: int, most: int) -> Iterator[tuple[str, Text]]:
     if s.reason:
         code = f" (exit code {s.code})" if s.code else ""
         yield "why", Text(_cut(s.reason, most) + code, style=COLOURS[s.state])
+    if s.alert:
+        yield "ALERT", Text(_cut(s.alert, most), style="red")
     yield "loss", _loss(s, width)
     if speed := _joined(
         s.grad_norm is not None and f"gradient norm {s.grad_norm:.3g}",
@@ -209,7 +211,8 @@ def _case(case: Case) -> str:
     if case.loss_before is not None and case.loss_peak is not None:
         losses = f", loss {case.loss_before:.2f} to {case.loss_peak:.2f}"
     action = f", {case.action.replace('_', ' ')}" if case.action else ""
-    return f"#{case.number} step {case.step:,}: {case.verdict}{losses}, {case.cause}{action}: {case.outcome}"
+    left = f"; {case.put_off}" if case.put_off else ""
+    return f"#{case.number} step {case.step:,}: {case.verdict}{losses}, {case.cause}{action}: {case.outcome}{left}"
 
 
 def _processes(s: Status) -> Text:

@@ -141,3 +141,37 @@ def test_a_disk_that_refuses_leaves_the_older_marker(tmp_path: Path) -> None:
     found = markers.pinned(path)
     assert found is not None and found.reason == "old" and markers.healthy(path) is None
     assert not [f.name for f in path.iterdir() if f.name.startswith(".")]
+
+
+def test_a_convicted_one_is_no_longer_healthy_until_a_person_accepts_it(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 100)
+    markers.mark_healthy(path, 150, 50)
+    markers.convict(path, "its weights are others")
+    ruling = markers.convicted(path)
+    assert ruling is not None and ruling.reason == "its weights are others"
+    assert markers.healthy(path) is None and markers.accepted(path) is None
+    markers.accept(path, "on purpose")
+    assert markers.convicted(path) is None and markers.accepted(path) is not None
+    markers.convict(path, "again")  # by a run that did not ask
+    assert markers.convicted(path) is not None and markers.accepted(path) is None
+    store.verify(path)
+    with pytest.raises(CheckpointError):
+        markers.convict(tmp_path / "step-7", "there is none")
+
+
+def test_a_ruling_says_nothing_of_another_checkpoint(tmp_path: Path) -> None:
+    one, other = checkpoint(tmp_path, 100), checkpoint(tmp_path, 200)
+    markers.convict(one, "bad")
+    shutil.copy(one / store.CONVICTED, other / store.CONVICTED)
+    assert markers.convicted(one) and markers.convicted(other) is None
+    [problem] = markers.problems(other)
+    assert "another checkpoint" in problem
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+@pytest.mark.parametrize("name", [store.CONVICTED, store.ACCEPTED])
+def test_a_damaged_ruling_counts_as_none(name: str, text: bytes, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 100)
+    (path / name).write_bytes(text)
+    assert markers.convicted(path) is None and markers.accepted(path) is None
+    assert any("damaged" in problem for problem in markers.problems(path))

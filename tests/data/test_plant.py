@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from itertools import islice
+from collections.abc import Sequence
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megastable.config import CorpusConfig, RunConfig
@@ -21,6 +22,7 @@ from megastable.data.manifest import Manifest
 from megastable.data.plant import PLANTED, plant, positions_of, read_planted
 from megastable.data.prepare import prepare_shards
 from megastable.data.skips import Skips
+from megastable.data.tokenizer import load_tokenizer
 from megastable.data.verify import verify_corpus
 from megastable.errors import ConfigError, DataError
 from megastable.recipe import load
@@ -83,7 +85,7 @@ def test_noise_is_what_the_run_reads_there_and_nothing_else(
             batches = [step.micro_batches[0] for step in islice(loader, steps)]
         texts.append(np.concatenate([np.c_[b.tokens.numpy(), b.labels.numpy()[:, -1]] for b in batches]))
     changed = np.flatnonzero(np.any(texts[0] != texts[1], axis=1))
-    first, end = planted.positions
+    ((first, end),) = planted.positions
     assert changed.tolist() == list(range(first, end))
     assert first // size == WHERE["step"] - 1 and first % size and end % size
 
@@ -114,7 +116,7 @@ def test_one_token_over_and_over(clean: Path, tmp_path: Path, config: RunConfig)
     planted, _ = plant(clean, tmp_path / "planted", config, **WHERE, kind="repeated")
     assert str(planted).startswith("one repeated token at the positions ")
     before, after = samples(clean, config), samples(tmp_path / "planted", config)
-    first, end = planted.positions
+    ((first, end),) = planted.positions
     assert np.flatnonzero(np.any(before != after, axis=1)).tolist() == list(range(first, end))
     inner = after[first:end, 1:-1]
     eod = open_corpora([CorpusConfig(path=clean)], config.model.sequence_length, 1).train.eod
@@ -134,7 +136,7 @@ def test_the_shuffled_tokens_of_another_corpus(clean: Path, tmp_path: Path, conf
     assert planted.other == Manifest.load(other).fingerprint()
     assert plant(clean, tmp_path / "planted", config, **where) == (planted, True)
     tokens = open_corpora([CorpusConfig(path=other)], 8, 1).train.streams[0].read(0, 400)
-    after = samples(tmp_path / "planted", config)[slice(*planted.positions), 1:-1]
+    after = samples(tmp_path / "planted", config)[slice(*planted.positions[0]), 1:-1]
     eod = open_corpora([CorpusConfig(path=clean)], 8, 1).train.eod
     drawn = after[after != eod]
     assert set(drawn.tolist()) <= set(tokens.tolist()) - {0, eod} and len(set(drawn.tolist())) > 1
@@ -155,7 +157,7 @@ def test_the_shuffled_tokens_of_another_corpus(clean: Path, tmp_path: Path, conf
 
 def test_the_quickstart_is_hit_in_steps_120_to_122() -> None:
     c = load("launch/recipes/quickstart.yaml")
-    first, end = positions_of(120, 40, c.train.global_batch)
+    ((first, end),) = positions_of(120, 40, c.train.global_batch)
     assert (first, end) == (1908, 1948)
     assert (first // 16 + 1, (end - 1) // 16 + 1) == (120, 122)
     assert c.train.steps > 122 + 50
@@ -163,10 +165,115 @@ def test_the_quickstart_is_hit_in_steps_120_to_122() -> None:
 
 @given(st.integers(1, 1000), st.integers(1, 500), st.integers(3, 200))
 def test_a_region_begins_and_ends_inside_of_batches(step: int, samples: int, batch: int) -> None:
-    first, end = positions_of(step, samples, batch)
+    ((first, end),) = positions_of(step, samples, batch)
     assert end - first == samples
     assert first // batch == step - 1
     assert first % batch and end % batch
+
+
+@given(
+    st.integers(1, 1000), st.integers(1, 500), st.integers(1, 64), st.integers(0, 9),
+    st.data(),
+)  # fmt: skip
+def test_so_many_samples_of_each_step(
+    step: int, samples: int, batch: int, seed: int, data: st.DataObject
+) -> None:
+    of_each = data.draw(st.integers(1, batch))
+    ranges = positions_of(step, samples, batch, of_each, seed)
+    assert ranges == positions_of(step, samples, batch, of_each, seed)
+    assert all(before[1] < after[0] for before, after in pairwise(ranges))
+    found = [position for first, end in ranges for position in range(first, end)]
+    assert len(found) == len(set(found)) == samples
+    steps = np.bincount(np.array(found) // batch, minlength=step)
+    last = samples % of_each or of_each
+    assert not steps[: step - 1].any() and set(steps[step - 1 : -1]) <= {of_each} and steps[-1] == last
+    assert len(steps) == step - 1 + -(-samples // of_each)
+
+
+def test_places_in_a_batch_are_drawn_anew_for_every_step_and_seed() -> None:
+    places = [[first % 16 for first, _ in positions_of(5, 20, 16, 1, seed)] for seed in (0, 1)]
+    assert len(set(places[0])) > 5 and places[0] != places[1]
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=300)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    text=TEXTS, step=st.integers(1, 12), samples_=st.integers(1, 20), seed=st.integers(0, 3),
+    of_each=st.none() | st.integers(1, 4),
+)  # fmt: skip
+def test_any_text_goes_on_from_sample_to_sample_and_begins_again(
+    clean: Path, tmp_path_factory: pytest.TempPathFactory, text: str, step: int, samples_: int, seed: int,
+    of_each: int | None,
+) -> None:  # fmt: skip
+    folder = tmp_path_factory.mktemp("text")
+    config = tiny(clean, folder / "run")
+    where = {"step": step, "samples": samples_, "seed": seed, "of_each": of_each}
+    planted, _ = plant(clean, folder / "planted", config, **where, kind="text", text=text)
+    positions = [position for first, end in planted.positions for position in range(first, end)]
+    assert len(positions) == planted.samples == samples_
+    assert planted.positions == positions_of(step, samples_, config.train.global_batch, of_each, seed)
+    assert read_planted(folder / "planted") == planted
+    assert plant(clean, folder / "planted", config, **where, kind="text", text=text) == (planted, True)
+    verify_corpus(folder / "planted")
+
+    before, after = samples(clean, config), samples(folder / "planted", config)
+    others = np.setdiff1d(np.arange(len(before)), positions)
+    assert np.array_equal(before[others], after[others])
+    tokenizer = load_tokenizer(clean / Manifest.load(clean).tokenizer.file)
+    ids, eod = tokenizer.encode(text), tokenizer.eod
+    inner, old = after[positions, 1:-1], before[positions, 1:-1]
+    wanted = np.resize(ids, inner.size).reshape(inner.shape)
+    assert np.array_equal(inner, np.where(old == eod, eod, wanted))
+    assert planted.documents == documents_at(open_corpora([CorpusConfig(path=clean)],
+        config.model.sequence_length, config.run.seed).train, positions)  # fmt: skip
+
+
+def test_another_text_replaces_one_only_when_told_to(clean: Path, tmp_path: Path, config: RunConfig) -> None:
+    output, where = tmp_path / "planted", {**WHERE, "kind": "text", "of_each": 2}
+    made, _ = plant(clean, output, config, **where, text="one ")
+    files = content(output)
+    for change in ({"text": "two "}, {"text": "one ", "of_each": 3}, {"text": "one ", "seed": 4}):
+        with pytest.raises(DataError, match=r"other text at 12 of the positions \d+ to \d+, .*--overwrite"):
+            plant(clean, output, config, **{**where, **change})
+    assert content(output) == files
+    replaced, reused = plant(clean, output, config, **where, text="two ", overwrite=True)
+    assert not reused and replaced.positions == made.positions and replaced.other != made.other
+    verify_corpus(output)
+    assert Manifest.load(output).source.endswith(f"; other text at {made.places}")
+
+
+def test_texts_that_cannot_be_planted(clean: Path, tmp_path: Path, config: RunConfig) -> None:
+    output = tmp_path / "planted"
+    with pytest.raises(DataError, match="no tokens"):
+        plant(clean, output, config, **WHERE, kind="text", text="")
+    for options in ({"kind": "text"}, {"text": "one"}, {"kind": "shuffled", "other": clean, "text": "one"}):
+        with pytest.raises(DataError, match="text needs what is planted"):
+            plant(clean, output, config, **WHERE, **options)
+    size = config.train.global_batch
+    for of_each in (0, size + 1):
+        with pytest.raises(ConfigError, match=rf"{of_each} samples of each step: .* choose 1 to {size}"):
+            plant(clean, output, config, **WHERE, of_each=of_each)
+    sequences = len(samples(clean, config))
+    with pytest.raises(DataError, match="before any comes again"):
+        plant(clean, output, config, step=1, samples=sequences // size + 2, of_each=1)
+    assert not output.exists()
+
+
+def test_a_file_of_before_with_a_single_range_is_readable(
+    clean: Path, tmp_path: Path, config: RunConfig
+) -> None:
+    output = tmp_path / "planted"
+    made, _ = plant(clean, output, config, **WHERE)
+    written = json.loads((output / PLANTED).read_text())
+    ((first, end),) = written["positions"]
+    (output / PLANTED).write_text(json.dumps({**written, "positions": [first, end]}))
+    assert read_planted(output) == made
+    assert plant(clean, output, config, **WHERE) == (made, True)
+    (output / PLANTED).write_text(json.dumps({**written, "positions": []}))
+    with pytest.raises(DataError, match="plant again"):
+        read_planted(output)
 
 
 def test_made_once_and_replaced_only_by_its_like(clean: Path, tmp_path: Path, config: RunConfig) -> None:
@@ -188,7 +295,9 @@ def test_made_once_and_replaced_only_by_its_like(clean: Path, tmp_path: Path, co
 
     reseeded = config.model_copy(update={"run": config.run.model_copy(update={"seed": 5})})
     for change in ((config, {**WHERE, "seed": 4}), (reseeded, WHERE)):
-        with pytest.raises(DataError, match=r"planted for another run or corpus.*--overwrite"):
+        with pytest.raises(
+            DataError, match=r"for another run or corpus \(noise at the positions .*--overwrite"
+        ):
             plant(clean, output, change[0], **change[1])
     assert content(output) == files
     replaced, reused = plant(clean, output, reseeded, **WHERE, overwrite=True)
@@ -250,17 +359,30 @@ def test_the_command(clean: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools/prepare_data.py"), "plant", str(clean), "planted"]
     options = ["--recipe", "launch/recipes/quickstart.yaml", "--step", "3", "--samples", "6"]
 
-    def run(*overrides: str) -> subprocess.CompletedProcess[str]:
+    def run(*overrides: str, more: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*command, *options, "--", *overrides], cwd=tmp_path, text=True, capture_output=True
+            [*command, *options, *more, "--", *overrides], cwd=tmp_path, text=True, capture_output=True
         )
 
     done = run("model.sequence_length=32")
     assert (done.returncode, done.stderr) == (0, "")
     planted = json.loads((tmp_path / "planted" / PLANTED).read_text())
-    assert planted["positions"] == [37, 43]
+    assert planted["positions"] == [[37, 43]]
     count = len(planted["documents"])
     assert done.stdout == f"planted planted: noise at the positions 37 to 42, in {count} documents\n"
     refused = run("model.layer=3")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "did you mean model.layers?" in refused.stderr and "Traceback" not in refused.stderr
+
+    (tmp_path / "log.txt").write_text("GET / 200\r\n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    done = run("model.sequence_length=32", more=["--text", "log.txt", "--of-each", "2", "--overwrite"])
+    assert (done.returncode, done.stderr) == (0, "")
+    planted = json.loads((tmp_path / "planted" / PLANTED).read_text())
+    batches = {position // 16 for first, end in planted["positions"] for position in range(first, end)}
+    assert batches == {2, 3, 4}
+    assert done.stdout.startswith("planted planted: other text at 6 of the positions ")
+    for name, problem in (("latin.txt", "is not UTF-8 (byte 3)"), ("none.txt", "No such file")):
+        refused = run(more=["--text", name])
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert name in refused.stderr and problem in refused.stderr and "Traceback" not in refused.stderr

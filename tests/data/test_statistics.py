@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from megastable.data import statistics
 from megastable.data.manifest import Stream
-from megastable.data.statistics import token_counts, unigram_entropy
+from megastable.data.order import Corpus, Order
+from megastable.data.source import Source
+from megastable.data.statistics import sample_entropy, token_counts, unigram_entropy
 from tests.data.conftest import VOCABULARY, MakeCorpus
 
 
@@ -49,3 +51,19 @@ def test_all_tokens_are_counted(
     stream = Stream(tmp_path, manifest, "train")
     counts = token_counts(stream, VOCABULARY)
     assert counts.tolist() == np.bincount(stream.read(0, 1000), minlength=VOCABULARY).tolist()
+
+
+def test_a_sample_of_a_blend_is_counted_as_it_is_read(tmp_path: Path, make_corpus: MakeCorpus) -> None:
+    streams = []
+    for name, tokens in (("one", 900), ("other", 500)):
+        manifest = make_corpus(tmp_path / name, [tokens])
+        streams.append(Stream(tmp_path / name, manifest, "train"))
+    corpora = [
+        Corpus(str(n), stream.tokens, weight) for n, (stream, weight) in enumerate(zip(streams, (3, 1)))
+    ]
+    source = Source(Order(corpora, 8, seed=3, block=64), streams, 0)
+    read = source.samples(np.arange(50))[:, :-1].ravel()
+    entropy = sample_entropy(source, 400, VOCABULARY)
+    assert entropy == unigram_entropy(np.bincount(read)) > 0
+    kept = read[read < VOCABULARY // 2]
+    assert sample_entropy(source, 400, VOCABULARY // 2) == unigram_entropy(np.bincount(kept))

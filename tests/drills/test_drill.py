@@ -57,11 +57,23 @@ def test_quick_drills_meet_their_targets(tmp_path: Path) -> None:
     assert list(scores) == ["clean", *QUICK] and all(s["policy"] == "ours" for s in scores.values())
     assert scores["clean"]["false_alarms"] == scores["clean"]["discarded"] == 0
     bad, killed = (scores[name] for name in QUICK)
-    assert (bad["causes"], bad["skipped"], bad["innocent"]) == (["data"], 40, 0)
+    assert bad["causes"] == ["data"]
+    assert bad["fate"]["convicted"] == bad["fate"]["planted"] == 40 and bad["fate"]["lost"] == 0
+    assert bad["fate"]["named"] == bad["fate"]["documents"] > 20 and bad["fate"]["wrong"] == 0
+    assert bad["exit"] == killed["exit"] == 0
     assert killed["causes"] == ["process"] and killed["steps_lost"] > 0
     assert killed["val_loss"] == scores["clean"]["val_loss"]  # nothing of it is to be seen
-    assert "ours: 2 of 2 within 0.02 nat of the clean run, cause right in 2 of 2, 0 false alarms" in out
-    assert (tmp_path / "kept/runs/killed-rank-ours/journal.jsonl").exists()
+    assert "ours: 2 of 2 within 0.02 nat of the clean run" in out
+    assert "cause right in 2 of 2, 0 clean samples lost for good, 0 false alarms" in out
+    journal = tmp_path / "kept/runs/killed-rank-ours-1/journal.jsonl"
+    before = journal.stat().st_mtime_ns
+
+    # Called again, it has nothing to do but to tell it again.
+    again = start(tmp_path, "--quick", "--json", "again.json", "--keep", "kept")
+    out, errors = again.communicate(timeout=280)
+    assert again.returncode == 0, out + errors
+    assert (tmp_path / "again.json").read_text() == (tmp_path / "drills.json").read_text()
+    assert journal.stat().st_mtime_ns == before
 
 
 @pytest.mark.slow
@@ -80,7 +92,11 @@ def test_an_interrupted_drill_leaves_no_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["flood"], "flood: there is no such scenario: all, random-tokens"),
+        (["flood"], "flood: there is no such scenario: all, gross, thin, random-tokens"),
+        (["--seeds", "1,x"], "--seeds 1,x: give different whole numbers, e.g. --seeds 1,2,3"),
+        (["--seeds", "1,1"], "--seeds 1,1: give different whole numbers"),
+        (["--ranks", "3"], "--ranks 3: a step's 16 samples are shared evenly; choose 1, 2 or 4"),
+        (["--text", "none.txt"], "--text none.txt: there is no such file or folder"),
         (["--json", "no/such/folder/x.json"], "--json no/such/folder/x.json: there is no directory"),
         (["--keep", "file"], "--keep file is no directory"),
     ],

@@ -4,38 +4,45 @@ from __future__ import annotations
 
 import pytest
 
+from megastable.data.plant import positions_of
+from megastable.drills.gross import BROKEN_STEPS, CLEAN_EPOCHS, CLEAN_FP8, GROSS, REST
+from megastable.drills.scenario import CLEAN, GLOBAL_BATCH, STEPS, Scenario
 from megastable.drills.scenarios import (
-    BROKEN_STEPS,
-    CLEAN,
-    CLEAN_EPOCHS,
-    CLEAN_FP8,
     NAMES,
     QUICK,
     QUICK_FAULT_STEP,
     QUICK_STEPS,
-    REST,
     SCENARIOS,
-    STEPS,
-    Scenario,
     choose,
     references,
 )
+from megastable.drills.thin import THIN
 from megastable.errors import ConfigError
-from megastable.stability.policy import Cause
+from megastable.stability.actions import Cause
 from megastable.stability.settings import StabilityConfig
 
 
-def test_there_are_fourteen_and_each_plants_one_thing() -> None:
-    assert len(SCENARIOS) == len(set(NAMES)) == 14
-    assert set(QUICK) <= set(NAMES)
+def test_each_plants_one_thing() -> None:
+    assert (len(GROSS), len(THIN)) == (14, 15) and len(set(NAMES)) == 29
+    assert set(QUICK) <= {s.name for s in GROSS}
     for s in SCENARIOS:
-        assert sum(x is not None for x in (s.region, s.fault, s.outside)) == 1
-        assert s.causes and s.kinds and s.reason and not s.causes & s.tolerated
+        assert sum(x is not None for x in (s.region, s.fault, s.outside)) == (0 if s.warning else 1)
+        assert bool(s.causes) != s.warning and s.kinds and s.reason and not s.causes & s.tolerated
         assert (Cause.DATA in s.causes) == (s.region is not None)
         assert Cause.DATA not in s.tolerated and Cause.UNKNOWN not in s.causes | s.tolerated
+        assert (s.text is not None) == (s.region == "text") and not (s.warning and not s.overrides)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=NAMES)
+def test_a_region_lasts_as_long_as_its_samples_are_read() -> None:
+    for s in SCENARIOS:
+        if s.region is not None:
+            ranges = positions_of(s.step, s.samples, GLOBAL_BATCH, s.of_each)
+            first, last = ranges[0][0] // GLOBAL_BATCH + 1, (ranges[-1][1] - 1) // GLOBAL_BATCH + 1
+            assert first == s.step and last <= s.step + s.steps - 1
+            assert s.name == "three-epochs" or last == s.step + s.steps - 1
+
+
+@pytest.mark.parametrize("scenario", [s for s in SCENARIOS if not s.warning], ids=lambda s: s.name)
 def test_the_detector_knows_what_is_usual_before_and_an_action_is_proven_after(scenario: Scenario) -> None:
     tree = [
         override.split("=") for override in scenario.overrides if override.startswith("stability.detector")
@@ -43,7 +50,8 @@ def test_the_detector_knows_what_is_usual_before_and_an_action_is_proven_after(s
     c = StabilityConfig.model_validate({"detector": {key.rpartition(".")[2]: value for key, value in tree}})
     usual = max(c.detector.warmup_steps, c.detector.min_values)
     assert usual + 10 <= scenario.step
-    assert scenario.step + scenario.steps + c.policy.verify_steps <= STEPS
+    for_good = scenario.fault is not None and scenario.step + scenario.steps == STEPS
+    assert for_good or scenario.step + scenario.steps + c.policy.verify_steps <= STEPS
     early = scenario.at(QUICK_FAULT_STEP)
     assert early.step == QUICK_FAULT_STEP >= usual + 10
     assert early.fault is None or (early.fault.step, early.fault.kind) == (early.step, scenario.fault.kind)  # type: ignore[union-attr]
@@ -75,6 +83,10 @@ def test_faults_lie_at_the_steps_that_are_scored() -> None:
 def test_chosen_by_name_in_the_order_of_the_table() -> None:
     assert [s.name for s in choose([NAMES[3], NAMES[0]])] == [NAMES[0], NAMES[3]]
     assert choose([]) == choose(["all"]) == choose([NAMES[5], "all"]) == list(SCENARIOS)
+    assert choose(["thin"]) == list(THIN) and choose(["thin", "gross"]) == list(SCENARIOS)
+    assert choose(["thin", NAMES[0]]) == [SCENARIOS[0], *THIN]
     assert CLEAN not in SCENARIOS
-    with pytest.raises(ConfigError, match=r"flood: there is no such scenario: all, random-tokens"):
+    with pytest.raises(
+        ConfigError, match=r"flood: there is no such scenario: all, gross, thin, random-tokens"
+    ):
         choose([NAMES[0], "flood"])

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from megastable.drills.fate import Fate
+from megastable.drills.gross import CLEAN_FP8
 from megastable.drills.plan import Policy
-from megastable.drills.scenarios import CLEAN, CLEAN_FP8, SCENARIOS, Scenario, choose
+from megastable.drills.scenario import CLEAN, Scenario
+from megastable.drills.scenarios import SCENARIOS, choose
 from megastable.drills.score import Score, causes_of, compare, is_right, met, score, steps_lost, within
 from megastable.rundir import RunDirectory
 
@@ -19,6 +22,7 @@ DATA, RATE, BIT, KILL, DISK = (
     BY_NAME[name]
     for name in ("random-tokens", "high-rate", "flipped-bit", "killed-rank", "damaged-checkpoint")
 )
+POISON, START_UP = BY_NAME["poisoned-weight"], BY_NAME["no-warmup"]
 STRUCK = 5.0
 
 
@@ -67,13 +71,51 @@ def rewound(at: int, to: int, cause: str, number: int = 1, **more: Any) -> list[
 def test_bad_data_that_was_found(tmp_path: Path) -> None:
     refused = [{"event": "discarded", "step": step, "verdict": "outlier"} for step in (100, 101)]
     found = rewound(101, 99, "data")
-    found[-1]["summary"]["positions"] = [[1590, 1620], [1618, 1630]]
+    found[-1]["summary"]["actions"] = ["rewind"]
     run = told(tmp_path, [START, *refused, *found])
-    s = judged(run, DATA, bad=(1588, 1628))
+    s = judged(run, DATA, fate=Fate(planted=40, convicted=38, lost=2), code=0)
     assert (s.ended, s.step, s.val_loss) == ("finished", 160, 3.5)
-    assert (s.steps_lost, s.discarded, s.skipped, s.innocent) == (2, 2, 40, 2)
+    assert (s.steps_lost, s.discarded, s.fate.convicted, s.fate.lost, s.exit) == (2, 2, 38, 2, 0)
+    assert (s.incidents, s.rewinds, s.handovers, s.cuts, s.alerts, s.warnings) == (1, 1, 0, 0, 0, 0)
+    assert s.warned is None
     assert (s.false_alarms, s.kinds, s.causes, s.seconds_to_recover) == (0, ["recoverable"], ["data"], 0.5)
     assert s.kind_right and s.cause_right
+
+
+def test_what_was_done_is_counted(tmp_path: Path) -> None:
+    events = [START, *rewound(101, 90, "state"), *rewound(103, 90, "learning_rate", 2)]
+    for event, actions in zip(
+        events[1:], [["rewind"]] * 3 + [["rewind", "cut_lr", "cap_lr"]] * 3, strict=True
+    ):
+        event["summary"]["actions"] = actions
+    last = incident(3, "opened", 110, "unknown")
+    last["summary"]["actions"] = ["handover", "alert"]
+    warned = [{"event": "warning", "step": step, "text": "rate"} for step in (101, 150)]
+    run = told(tmp_path, [*events, last, {"event": "handover", "step": 110}, *warned], val_loss=None)
+    s = judged(run, RATE, code=76)
+    assert (s.incidents, s.rewinds, s.handovers, s.cuts, s.alerts, s.warnings) == (3, 2, 1, 2, 1, 2)
+    assert (s.ended, s.exit) == ("dead", 76)
+    run = told(tmp_path, [*events, {"event": "unstable", "step": 110}], val_loss=None, name="stopped")
+    assert judged(run, RATE).ended == "stopped"
+
+
+@pytest.mark.parametrize(("step", "in_time"), [(100, True), (101, False), (None, False)])
+def test_a_bad_start_must_be_warned_of_soon(tmp_path: Path, step: int | None, in_time: bool) -> None:
+    warning = [{"event": "warning", "step": step, "text": "rate"}] if step else []
+    run = told(tmp_path, [START, *warning], val_loss=9.0)
+    (s,) = compare([judged(run, START_UP)])
+    assert s.warned is in_time and within(s) is in_time and s.cause_right and s.false_alarms == 0
+    assert judged(run, START_UP, Policy.NOTHING).warned is None
+    assert judged(run, DATA).warned is None
+
+
+def test_a_poisoned_checkpoint_shows_in_the_numbers_of_training(tmp_path: Path) -> None:
+    events = [START, {"event": "ended", "step": 101}, {}, {}, {}, {}, *rewound(103, 99, "state")]
+    run = told(tmp_path, [e or {"event": "checkpoint", "step": 90} for e in events])
+    s = judged(run, POISON, struck=STRUCK)
+    assert (s.false_alarms, s.causes) == (0, ["state"]) and s.cause_right
+    assert judged(run, KILL, struck=STRUCK).false_alarms == 1
+    assert judged(run, POISON, struck=None).false_alarms == 1
 
 
 def test_alarms_that_nothing_explains(tmp_path: Path) -> None:
@@ -111,6 +153,9 @@ def test_a_restart_after_a_death(tmp_path: Path) -> None:
         (RATE, {"learning_rate", "data"}, False), (BIT, {"state"}, True), (BIT, {"hardware"}, True),
         (BIT, {"data"}, False), (DISK, {"storage", "process"}, True), (DISK, {"process"}, False),
         (KILL, {"process", "storage"}, False), (CLEAN, set(), True), (CLEAN, {"data"}, False),
+        (POISON, {"storage", "process"}, True), (POISON, {"process"}, False),
+        (POISON, {"storage", "learning_rate"}, False),
+        (START_UP, set(), True), (START_UP, {"learning_rate"}, True), (START_UP, {"data"}, False),
     ],
 )  # fmt: skip
 def test_which_causes_are_right(scenario: Scenario, named: set[str], right: bool) -> None:
@@ -166,6 +211,20 @@ def test_every_policy_is_compared_with_its_own_clean_run(tmp_path: Path) -> None
     assert [s.clean for s in scores] == [True, True, False, False, False, False]
 
 
+def test_every_seed_is_compared_with_its_own_clean_run(tmp_path: Path) -> None:
+    scores = [
+        judged(told(tmp_path, [START], loss, f"{s.name}-{seed}"), s).model_copy(update={"seed": seed})
+        for s, seed, loss in (
+            (CLEAN, 1, 3.5),
+            (CLEAN, 2, 3.7),
+            (DATA, 1, 3.51),
+            (DATA, 2, 3.72),
+            (DATA, 3, 3.6),
+        )
+    ]
+    assert [s.excess for s in compare(scores)] == [0, 0, pytest.approx(0.01), pytest.approx(0.02), None]
+
+
 def test_a_run_in_fp8_is_compared_with_one_in_fp8(tmp_path: Path) -> None:
     (kernel,) = choose(["fp8-kernel"])
     losses = {CLEAN: 3.5, CLEAN_FP8: 3.45, kernel: 3.46}
@@ -185,6 +244,12 @@ def test_the_targets(tmp_path: Path) -> None:
     assert met([]) and met([good]) and met([good, theirs])
     assert not met([worse]) and not met([better]) and not met([wrong])
     assert met([*[good] * 11, wrong]) and not met([*[good] * 10, wrong, wrong])
+    loser, clean = (
+        s.model_copy(update={"fate": Fate(lost=1)})
+        for s in (good, judged(told(tmp_path, [START], name="clean"), CLEAN))
+    )
+    assert not met([loser]) and not met([clean, good])
+    assert met([loser.model_copy(update={"policy": Policy.NOTHING})])
 
 
 def test_what_was_never_undone_explains_all_that_follows(tmp_path: Path) -> None:

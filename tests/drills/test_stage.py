@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megastable.config import RunConfig
 from megastable.data.manifest import Manifest
-from megastable.drills.stage import RECIPE, SHORT, Stage
+from megastable.drills.scenario import GLOBAL_BATCH, Scenario
+from megastable.drills.scenarios import choose
+from megastable.drills.stage import RECIPE, SHORT, VOCABULARY, Stage
 from megastable.errors import DataError
+from megastable.recipe import load
 from tests.conftest import write_corpus
+from tests.data.texts import documents
 
-PER_STEP = RECIPE["train"]["global_batch"] * RECIPE["model"]["sequence_length"]
+PER_STEP = GLOBAL_BATCH * RECIPE["model"]["sequence_length"]
 
 
 @pytest.fixture
@@ -46,3 +52,39 @@ def test_a_part_that_was_interrupted_is_made_again(folder: Path, monkeypatch: py
 def test_a_corpus_that_is_too_small_is_refused(folder: Path) -> None:
     with pytest.raises(DataError, match=f"{90 * PER_STEP:,} are needed"):
         Stage(folder, 1, 270)._part(3)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Stage:
+    """Drills on a text of one's own."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "my.txt").write_text("\n\n".join(documents(500, 700)))
+    stage = Stage(folder / "kept", 3, ranks=1, layers=3, text=folder / "my.txt")
+    stage.prepare()
+    return stage
+
+
+def test_any_text_is_a_corpus_of_many_documents(own: Stage) -> None:
+    manifest = Manifest.load(own.corpus)
+    assert manifest.name == "my" and manifest.tokenizer.vocab_size == VOCABULARY
+    assert all(sum(s.documents for s in split) > 3 for split in manifest.splits.values())
+    config: RunConfig = load(own.recipe)
+    assert (config.model.layers, config.train.micro_batch, config.run.seed) == (3, GLOBAL_BATCH, 3)
+    before = (own.corpus / "manifest.json").stat().st_mtime_ns
+    own.prepare()
+    assert (own.corpus / "manifest.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("scenario", [s for s in choose(["thin"]) if s.text], ids=lambda s: s.name)
+def test_every_text_can_be_planted_there(own: Stage, scenario: Scenario) -> None:
+    if scenario.samples > 100:
+        scenario = replace(scenario, samples=60)
+    scenario = scenario.at(20)
+    corpus, planted = own.corpus_of(scenario)
+    assert planted is not None and planted.samples == scenario.samples
+    assert planted.first // GLOBAL_BATCH == 19
+    assert own.corpus_of(scenario) == (corpus, planted)
+    other, elsewhere = replace(own, seed=4), None
+    other.prepare()
+    there, elsewhere = other.corpus_of(scenario)
+    assert there != corpus and elsewhere != planted

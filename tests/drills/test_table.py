@@ -8,14 +8,16 @@ from typing import Any
 
 from rich.console import Console
 
+from megastable.drills.fate import Fate
 from megastable.drills.plan import Policy
 from megastable.drills.score import Score
-from megastable.drills.table import COLUMNS, WIDTH, outcome, row, table, verdict
+from megastable.drills.table import HEADERS, WIDTH, outcome, row, table, verdict
 
 GOOD = Score(
     scenario="random-tokens", policy=Policy.OURS, seed=1, ended="finished", step=160, val_loss=3.5, excess=0.0123,
-    steps_lost=11, discarded=2, skipped=40, innocent=0, seconds_to_recover=1.25, false_alarms=0, kinds=["recoverable"],
-    causes=["data"], kind_right=True, cause_right=True, wall_seconds=31.0,
+    steps_lost=11, discarded=2, fate=Fate(planted=40, convicted=38, lost=0, deferred=4), seconds_to_recover=1.25,
+    false_alarms=0, kinds=["recoverable"], causes=["data"], kind_right=True, cause_right=True, wall_seconds=31.0,
+    incidents=1, rewinds=2, exit=0,
 )  # fmt: skip
 
 
@@ -33,21 +35,56 @@ def shown(scores: list[Score]) -> str:
 
 def test_every_column_has_a_cell() -> None:
     for s in (GOOD, of(Policy.NOTHING), of(ended="dead", val_loss=None, excess=None)):
-        assert len(row(s)) == len(COLUMNS) + 1
-    assert row(GOOD) == ["ours", "3.5000", "+0.0123", "11", "2", "40", "1.2", "0", "recoverable ✓", "data ✓"]
-    assert row(of(Policy.NOTHING)) == ["nothing", "3.5000", "+0.0123", "", "2", "", "", "0", "", ""]
-    assert row(of(causes=[], cause_right=False))[-1] == "none ✗"
+        assert len(row([s])) == len(HEADERS)
+    assert row([GOOD]) == [
+        "ours", "3.5000", "+0.0123", "38/40", "0", "4", "11", "2", "1", "2", "0", "0", "0", "0", "0", "1.2", "0",
+        "recoverable ✓", "data ✓",
+    ]  # fmt: skip
+    theirs = row([of(Policy.NOTHING)])
+    assert [cell for cell in theirs if cell] == ["nothing", "3.5000", "+0.0123", "2", "0"]
+    assert row([of(causes=[], cause_right=False)])[-1] == "none ✗"
+    assert (
+        row([of(warnings=3, warned=False)])[13] == "3 ✗" and row([of(warnings=1, warned=True)])[13] == "1 ✓"
+    )
+
+
+def test_the_seeds_of_a_run_are_one_row_and_what_is_the_same_stands_once() -> None:
+    seeds = [
+        of(),
+        of(seed=2, val_loss=3.6, excess=-0.001, discarded=3),
+        of(seed=3, excess=0.4, causes=["state"], cause_right=False),
+    ]
+    cells = row(seeds)
+    assert cells[1:3] == ["3.5333", "+0.0123 -0.0010 +0.4000"] and cells[7] == "2 3 2" and cells[6] == "11"
+    assert cells[-1] == "data ✓ data ✓ state ✗"
+    seeds[0] = of(ended="stopped", step=120, val_loss=None, excess=None)
+    assert row(seeds)[1] == "stopped at step 120"
+    text = shown([*seeds, of(Policy.NOTHING), of(Policy.NOTHING, seed=2)])
+    assert "alerts" not in text and "winds" in text and "cuts" not in text
+    assert "alerts" in shown([of(), of(scenario="b", alerts=1)])
+    assert text.count(" ours ") == text.count(" nothing ") == text.count("random-tokens") == 1
+
+
+def test_what_misses_a_target_is_red() -> None:
+    def red(**changes: Any) -> set[str]:
+        told = table([of(seed=2), of(**changes)])
+        cells = {str(c.header): next(iter(c.cells)) for c in told.columns}
+        return {name for name, cell in cells.items() if "red" in str(getattr(cell, "style", ""))}
+
+    assert red() == set()
+    assert red(excess=0.5) == {"minus\nclean"} and red(cause_right=False) == {"cause"}
+    assert red(fate=Fate(lost=1)) == {"clean\nlost"}
 
 
 def test_how_a_run_ended() -> None:
-    assert outcome(of(val_loss=3.25)) == "3.2500" and row(of(excess=-0.02))[2] == "-0.0200"
-    assert row(of(scenario="clean", excess=0.0))[1:3] == ["3.5000", ""]
-    assert row(of(Policy.CLIPPING, ended="dead", step=101, val_loss=None, excess=None))[1:3] == [
+    assert outcome([of(val_loss=3.25)]) == "3.2500" and row([of(excess=-0.02)])[2] == "-0.0200"
+    assert row([of(scenario="clean", excess=0.0)])[1:3] == ["3.5000", ""]
+    assert row([of(Policy.CLIPPING, ended="dead", step=101, val_loss=None, excess=None)])[1:3] == [
         "dead at step 101",
         "",
     ]
-    assert row(of(Policy.NOTHING, val_loss=math.nan, excess=math.nan))[1] == "nan"
-    assert row(of(Policy.NOTHING, excess=None))[2] == ""
+    assert row([of(Policy.NOTHING, val_loss=math.nan, excess=math.nan)])[1] == "nan"
+    assert row([of(Policy.NOTHING, excess=None)])[2] == ""
 
 
 def test_the_table_has_a_title_per_scenario_and_a_row_per_run() -> None:
@@ -66,6 +103,9 @@ def test_what_it_comes_to() -> None:
         of(excess=0.5, cause_right=False),
         of(Policy.NOTHING, excess=9.0),
     ]
-    told = "ours: 1 of 2 within 0.02 nat of the clean run, cause right in 1 of 2, 1 false alarms"
+    told = (
+        "ours: 1 of 2 within 0.02 nat of the clean run (or warned of, where that is asked for), cause right in 1 of 2, "
+        "0 clean samples lost for good, 1 false alarms"
+    )
     assert verdict(scores) == told
     assert "no target" in verdict([of(Policy.NOTHING)])

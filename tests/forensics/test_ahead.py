@@ -66,7 +66,7 @@ def planted(
 
     other = clean if kind == "shuffled" else None
     found, _ = plant(clean, tmp_path / "bad", config(clean), step=20, samples=samples, kind=kind, other=other)
-    return config(tmp_path / "bad"), Skips.of([found.positions])
+    return config(tmp_path / "bad"), Skips.of(found.positions)
 
 
 def left_out(config: RunConfig, run: RunDirectory) -> Skips:

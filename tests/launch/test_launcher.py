@@ -82,7 +82,7 @@ def test_the_launcher_needs_no_script_beside_the_interpreter(tmp_path: Path) -> 
     alone.symlink_to(Path(sys.executable).resolve())
     started = [
         command(RunDirectory(tmp_path), 1, "megastable.train", "recipe.yaml", [], []),
-        runner.command(Policy.CLIPPING, tmp_path / "recipe.yaml", []),
+        runner.command(Policy.CLIPPING, tmp_path / "recipe.yaml", [], 2),
     ]
     environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "DS_ACCELERATOR": "cpu"}
     for made in started:

@@ -78,7 +78,7 @@ def incident(planted: Planted, **change: Any) -> dict[str, Any]:
         "class": "recoverable",
         "cause": "data",
         "action": "rewind",
-        "positions": [planted.positions],
+        "positions": planted.positions,
         "documents": found,
         "steps_lost": 3,
         "batches_discarded": 1,
@@ -94,7 +94,7 @@ def incident(planted: Planted, **change: Any) -> dict[str, Any]:
 
 def test_the_story_of_an_incident_in_five_lines(folder: tuple[Path, Planted]) -> None:
     place, planted = folder
-    first, end = planted.positions
+    ((first, end),) = planted.positions
     lines = closing_words(place, incidents=[incident(planted)])
     begin = lines.index(f"data/stdlib-planted has {planted}.") + 1
     seen, guilty, example, done, cost, after = lines[begin : begin + 6]

@@ -15,8 +15,8 @@ from megastable.data.documents import documents_at
 from megastable.records import LAYER_SCHEMA, LayerRecord, Recorder, StepRecord
 from megastable.report.postmortem import texts
 from megastable.rundir import RunDirectory
+from megastable.stability.actions import Action, Cause
 from megastable.stability.incident import Incident
-from megastable.stability.policy import Action, Cause
 from megastable.stability.signals import Verdict
 from tests.conftest import LENGTH, tiny
 

@@ -36,6 +36,61 @@ from tests.report.test_safe import HOSTILE
 
 # What is there
 
+REGION: dict[str, Any] = {
+    "first": 236, "end": 248, "how": "it ends at position 247", "measured": 56, "steps": 2.3, "found": True,
+    "probes": [[240, 8, 8], [232, 8, 4], [256, 8, 0], [248, 8, 0], [400, 8, 1], [800, 8, 0]],
+}  # fmt: skip
+
+
+def with_region(make: Make, corpus: Path, **change: Any) -> Path:
+    run = make()
+    tell(RunDirectory(run), data_incident(corpus, [(236, 248)]), region=REGION | change, inferred=3)
+    return run
+
+
+def test_how_far_bad_data_goes_is_shown_by_the_probes(make: Make, hostile_corpus: Path) -> None:
+    run = with_region(make, hostile_corpus)
+    (folder,) = write_incidents(run)
+    (evidence,) = incidents_of(run)
+    (region,) = evidence.regions
+    assert (region.inferred, region.steps, evidence.problems) == (3, 2.3, [])
+    told = [(s.first, s.end, s.batches, s.measured, s.bad) for s in region.stretches]
+    assert told == [(232, 248, 2, 16, 12), (248, 264, 2, 16, 0), (400, 408, 1, 8, 1), (800, 808, 1, 8, 0)]
+    assert (folder / "region.png").read_bytes()[:4] == b"\x89PNG"
+    page, text = (folder / "report.html").read_text(), (folder / "postmortem.md").read_text()
+    assert page.count("data:image/png") == 3 and "It ends at position 247." in page and "2.3" in page
+    assert (
+        '<td class="n">232 to 247</td><td class="n">2</td><td class="n">16</td><td class="n">12</td>' in page
+    )
+    assert "| 232 to 247 | 2 | 16 | 12 |" in text and "](region.png)" in text
+    assert Evidence.model_validate_json((folder / "evidence.json").read_bytes()) == evidence
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"probes": []},
+        {"found": False},
+        {"probes": [[248 + (8 << n), 8, 0] for n in range(18)]},
+        {"first": 247},
+    ],
+)
+def test_any_region_can_be_shown(make: Make, hostile_corpus: Path, change: dict[str, Any]) -> None:
+    run = with_region(make, hostile_corpus, **change)
+    (folder,) = write_incidents(run)
+    assert (folder / "region.png").exists() == (change.get("probes") != [])
+    assert ("its end was not seen" in (folder / "report.html").read_text()) == (change.get("found") is False)
+
+
+@pytest.mark.parametrize("change", [{"first": "x"}, {"end": 236}, {"probes": [["x"]]}])
+def test_a_region_that_cannot_be_understood_is_left_out_and_the_rest_told(
+    make: Make, hostile_corpus: Path, change: dict[str, Any]
+) -> None:
+    (folder,) = write_incidents(with_region(make, hostile_corpus, **change))
+    (evidence,) = incidents_of(folder.parents[1])
+    assert all(region.first < region.end and not region.probes for region in evidence.regions)
+    assert (folder / "report.html").exists()
+
 
 def test_an_incident_becomes_a_folder_of_files_that_a_person_opens(spike: Path) -> None:
     (folder,) = write_incidents(spike)
@@ -393,7 +448,17 @@ def test_of_a_crash_failure_log_and_stacks_are_shown(make: Make) -> None:
         (SPIKE | {"cause": "numerics", "actions": ["fall_back"]}, "and went on without FP8."),
         (SPIKE | {"cause": "learning_rate", "actions": ["rewind", "fall_back"]}, "the learning rate was, or FP8. The"),
         (SPIKE | {"cause": "hardware", "actions": ["rewind"]}, "something else: hardware."),
-        (SPIKE | {"cause": "state", "actions": ["rewind"], "positions": [(232, 248)]}, "skipped the window"),
+        (SPIKE | {"cause": "state", "actions": ["rewind"], "positions": [(232, 248)]},
+         "step 29 and went on. 16 samples skipped in this epoch."),
+        (SPIKE | {"cause": "state", "actions": ["rewind"], "deferred": [(232, 248)], "returns": [(312, 328)]},
+         "No sample was guilty: the state was. The run went back in memory to step 29 and went on. 16 samples "
+         "deferred; read again from position 312 (about step 40)."),
+        (SPIKE | {"cause": "state", "actions": ["rewind"], "deferred": [(232, 240)], "returns": [(472, 480)],
+                  "positions": [(240, 248)], "lost": 8},
+         "8 samples deferred; read again from position 472 (about step 60), 8 samples skipped in this epoch: no room "
+         "to read them later."),
+        (SPIKE | {"cause": "learning_rate", "actions": ["rewind", "cut_lr"], "released": 2},
+         "and went on with a smaller learning rate. 2 samples no longer convicted."),
         (SPIKE | {"verdict": "drift", "actions": []}, "the loss drifted away, from 4.00 to 9.00. It is still open"),
         (SPIKE | {"verdict": "non_finite", "loss_peak": None, "actions": []}, "were not finite."),
         (SPIKE | {"loss_peak": 4.0, "actions": ["stop"], "outcome": "stopped"}, "norm jumped to 7.50, the loss"),
@@ -423,7 +488,7 @@ def test_a_peak_that_is_not_finite_is_called_so(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "goes_on"), [("healed", "; this run goes on with 0.00075"), ("stopped", "")]
+    ("outcome", "goes_on"), [("healed", "; this run tries 0.00075 for a while"), ("stopped", "")]
 )
 def test_the_rate_after_two_cuts_is_told_of_a_run_that_goes_on(
     make: Make, outcome: str, goes_on: str

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +21,15 @@ JUNK = (
     | st.floats()
     | st.text(max_size=5)
     | st.just([1])
+    | st.just([[1, math.inf]])
     | st.just({"a": 1})
 )
+PACKAGE = Path(__file__).parents[2] / "megastable"
+WRITERS = ("note", "commit", "_commit")  # the first argument of what they are called with is an event
 KEYS = """what step to_step loss grad_norm attempt code signal failure number summary bytes name world seconds delay
-reason waited limit phase changes action remedy cause before text problem cursor sentence steps val_loss to""".split()
+reason waited limit phase changes action remedy cause before text problem cursor sentence steps val_loss to positions
+next_epoch first last lines
+deferred returns lost""".split()
 
 
 @given(st.sampled_from(sorted(TOLD)), st.dictionaries(st.sampled_from(KEYS), JUNK))
@@ -28,6 +37,41 @@ def test_every_event_has_a_sentence_whatever_it_lacks(kind: str, fields: dict[st
     told = sentence({"event": kind, **fields})
     assert told and told.isprintable() and len(told) <= 2000
     assert say({"event": kind, **fields}).endswith(told)
+
+
+def written() -> Iterator[str]:
+    """The names of all events that the package writes into a journal; where a name is computed, all that it may be."""
+    for path in PACKAGE.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        for call in nodes:
+            if not isinstance(call, ast.Call) or not call.args or not call.keywords:
+                continue
+            if isinstance(call.func, ast.Attribute) and call.func.attr in WRITERS:
+                named = ast.dump(call.args[0]).replace("Load()", "Store()")
+                chosen = [
+                    n.value for n in nodes if isinstance(n, ast.Assign) and named == _first(n.targets[0])
+                ]
+                for result in (r for part in [call.args[0], *chosen] for r in _results(part)):
+                    if isinstance(result, ast.Constant) and isinstance(result.value, str):
+                        yield result.value
+
+
+def _first(target: ast.expr) -> str:
+    return ast.dump(target.elts[0] if isinstance(target, ast.Tuple) else target)
+
+
+def _results(value: ast.expr) -> Iterator[ast.expr]:
+    """What an expression may be: of a condition, both sides; of a tuple, the first."""
+    if isinstance(value, ast.IfExp):
+        yield from (*_results(value.body), *_results(value.orelse))
+    else:
+        yield value.elts[0] if isinstance(value, ast.Tuple) else value
+
+
+def test_every_event_that_is_written_has_a_sentence() -> None:
+    names = set(written())
+    assert {"discard_examined", "samples_examined", "fell_back", "returned", "handover", "alert"} <= names
+    assert len(names) >= 50 and names <= set(TOLD)
 
 
 @pytest.mark.parametrize(
@@ -45,10 +89,28 @@ def test_every_event_has_a_sentence_whatever_it_lacks(kind: str, fields: dict[st
          "incident 3: cause: code: b"),
         ({"event": "incident", "what": "closed", "step": 5, "number": 3, "summary": {"outcome": "healed"}},
          "step 5: incident 3: closed: healed"),
+        ({"event": "incident", "what": "attributed", "number": 3, "cause": "state", "reason": "b",
+          "deferred": [[0, 9], [12, 14]], "returns": [[90, 99], [101, 103]], "lost": 1},
+         "incident 3: cause: state: b; 11 samples deferred; read again from position 90, 1 sample skipped in this epoch"
+         ": no room to read them later"),
         ({"event": "fell_back", "step": 46, "to": "bf16", "reason": "fall-back 1 of 3"},
          "step 46: goes on without FP8, in bf16: fall-back 1 of 3"),
         ({"event": "returned", "step": 300, "to": "FP8", "reason": "it is calm"},
          "step 300: computes in FP8 again: it is calm"),
+        ({"event": "alert", "what": "begun", "step": 7, "reason": "the 8 rewinds are spent"},
+         "step 7: ALERT: nothing more is done automatically, training goes on: the 8 rewinds are spent"),
+        ({"event": "alert", "what": "over", "step": 70}, "step 70: the alert is over"),
+        ({"event": "discard_examined", "step": 30, "first": 25, "last": 25, "reason": "nobody is guilty"},
+         "step 30: samples of step 25 examined, nothing is skipped: nobody is guilty"),
+        ({"event": "samples_dropped", "step": 30, "first": 7, "last": 7, "reason": "8 later ones wait"},
+         "step 30: samples of step 7 not examined: 8 later ones wait"),
+        ({"event": "samples_examined", "step": 30, "first": 5, "last": 25}, "step 30: samples of steps 5 to 25 exam"),
+        ({"event": "incident", "what": "released", "number": 2, "step": 9, "reason": "it was the rate",
+          "positions": [[5, 8]], "next_epoch": [[1, 2]]},
+         "step 9: incident 2: 4 skipped samples found innocent, to be read after all: it was the rate"),
+        ({"event": "mix_changed", "step": 9, "old": {}, "new": {}}, "step 9: data mix changed"),
+        ({"event": "baseline_reset", "step": 9, "reason": "it stays"}, "step 9: detector baseline reset: it stays"),
+        ({"event": "rate_lifted", "step": 9, "reason": "200 steps"}, "step 9: a limit of the learning rate is"),
         ({"event": "config_changed", "changes": ["a: 1 -> 2", "b: 3 -> 4"]}, "recipe changed: a: 1 -> 2; b: 3 -> 4"),
         ({"event": "finished", "steps": 220, "val_loss": None}, "finished after 220 steps"),
         ({"event": "warning", "step": 5, "text": "a\x1b[31m\nb"}, "step 5: warning: a\\x1b[31m\\nb"),

@@ -12,28 +12,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megastable.stability.actions import Cause
 from megastable.stability.attribution import (
-    ENOUGH,
     GRADIENT_RATIO,
     SAME,
-    SCALE_FLOOR,
-    TAIL_KNOWN,
     WORSE,
+    Conclusion,
     Replay,
     Result,
     Suspect,
-    compare,
     conclude,
     gone,
-    guilty_by_loss,
     is_worse,
     narrow,
+    odds_of_data,
     ranges,
     replay,
     reproduced,
     usual_norm,
+    weighed,
 )
-from megastable.stability.policy import Cause
+from megastable.stability.groups import ENOUGH, SCALE_FLOOR, TAIL_KNOWN, compare, guilty_by_loss
 from megastable.stability.robust import Trend
 
 NAN, INF = math.nan, math.inf
@@ -473,3 +472,29 @@ def test_ranges_are_the_inverse_of_their_expansion(positions: set[int]) -> None:
     assert [p for first, end in found for p in range(first, end)] == sorted(positions)
     assert all(first < end for first, end in found)
     assert all(end < first for (_, end), (first, _) in pairwise(found))
+
+
+@pytest.mark.parametrize("bad", [4, 16])
+def test_bad_samples_among_good_ones_are_data_by_far(bad: int) -> None:
+    """What scatters between good and bad samples says nothing against it: the same do so on both states."""
+    rng = np.random.default_rng(bad)
+    expected = np.full(16, 2.2)
+    measured = expected + rng.normal(0, 0.3, 16) + np.where(np.arange(16) < bad, 6.0, 0.0)
+    tripped = measured + rng.normal(0, 0.1, 16)
+    assert odds_of_data(measured, tripped, expected) > 4
+
+
+def test_hard_samples_in_a_window_that_the_state_spoilt_are_not_the_cause() -> None:
+    rng = np.random.default_rng(0)
+    expected = np.full(16, 2.2)
+    measured = expected + rng.normal(0, 0.3, 16) + np.where(np.arange(16) < 2, 4.0, 0.0)
+    tripped = measured + 3.0 + rng.normal(0, 0.3, 16)
+    assert odds_of_data(measured, tripped, expected) < -4
+
+
+def test_nobody_guilty_says_as_much_as_the_losses_do() -> None:
+    nobody = Conclusion(Cause.STATE, [], [], "")
+    assert weighed(nobody, 1.0, -3.0).odds == 3.0
+    assert weighed(nobody, 1.0, 0.0).odds == 0.0  # a gradient alone stood out
+    assert weighed(nobody, 1.0, 2.0).odds == 0.0
+    assert weighed(Conclusion(Cause.DATA, [1], [], ""), 1e-3, -2.0).odds == pytest.approx(3.0)

@@ -358,3 +358,14 @@ def test_nohup_is_respected_and_a_dead_terminal_survived(ladder: Ladder) -> None
     audience.say("nobody hears it")
     with contextlib.suppress(OSError):
         full.close()
+
+
+def test_people_are_told_of_an_alert(ladder: Ladder, tmp_path: Path) -> None:
+    """Once when it begins and once when it is over, with the reason; the reports are written anew."""
+    told: list[tuple[str, str]] = []
+    audience = Audience(ladder.config, ladder.run, ladder.run.note)
+    audience.hooks.notify = lambda event, text, facts: told.append((event, text))  # type: ignore[method-assign]
+    audience.event({"event": "alert", "what": "begun", "step": 7, "reason": "the 8 rewinds are spent"})
+    audience.event({"event": "alert", "what": "over", "step": 70})
+    assert [event for event, _ in told] == ["alert begun", "alert over"]
+    assert told[0][1].endswith("training goes on: the 8 rewinds are spent") and "is over" in told[1][1]

@@ -68,6 +68,9 @@ def test_a_status_is_served(status: Status) -> None:
         assert found["megastable_restarts_total|killed"] == 1
         assert found["megastable_incidents_total|data|recoverable|spike"] == 1
         assert found["megastable_incidents_open"] == 1
+        assert found["megastable_alert"] == 0
+        metrics.update(replace(status, alert="since step 7: the rewinds are spent"))
+        assert scrape(metrics)["megastable_alert"] == 1
         assert found["megastable_updates_refused_total"] == 1 and found["megastable_steps_lost_total"] == 5
         assert "megastable_grad_norm" not in found
         assert sum(value for name, value in found.items() if name.startswith("megastable_state|")) == 1

@@ -233,6 +233,17 @@ def test_the_numbers_of_a_running_run(run: Path) -> None:
     assert json.loads(as_json(s))["steps_lost"] == 3
 
 
+def test_an_alert_is_shown_until_it_is_over(run: Path) -> None:
+    begun = {"event": "alert", "what": "begun", "step": 1200, "reason": "the 8 rewinds are spent"}
+    journal(run, STARTED, TRAINING, incident(3, actions=["rewind", "alert"]) | begun)
+    with alive(run, "supervisor", "trainer"):
+        seen = look(run)
+        assert seen.alert == "since step 1,200: the 8 rewinds are spent"
+        assert seen.incidents[-1].action == "alert" and seen.state is State.RUNNING
+        journal(run, {"event": "alert", "what": "over", "step": 1300})
+        assert look(run).alert == ""
+
+
 def test_what_an_earlier_attempt_wrote_is_not_of_this_one(run: Path) -> None:
     journal(run, STARTED, {"event": "launched", "attempt": 3}, begin=NOW - 5)
     progress(run, attempt=2)

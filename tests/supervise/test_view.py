@@ -76,6 +76,11 @@ def test_it_fits_and_tells_what_matters(width: int, status: Status) -> None:
     assert "run.dir=" in flat
 
 
+def test_an_alert_stands_out(status: Status) -> None:
+    assert "ALERT" not in rendered(status, 80)
+    assert "ALERT      since step 7: spent" in rendered(replace(status, alert="since step 7: spent"), 80)
+
+
 @pytest.mark.parametrize("width", [80, 140])
 def test_nothing_in_it_acts(width: int, status: Status) -> None:
     text = rendered(status, width)

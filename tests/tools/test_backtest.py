@@ -72,7 +72,7 @@ def trace(tmp_path: Path) -> Path:
 
 def decisions(path: Path) -> list[dict[str, Any]]:
     found = json.loads(path.read_text())
-    assert all(list(row) == ["step", "verdict", "action", "reason"] for row in found)
+    assert all(list(row) == ["step", "verdict", "action", "reason", "reset"] for row in found)
     return list(found)
 
 
@@ -88,7 +88,7 @@ def test_a_trace(backtest: Call, trace: Path) -> None:
     assert [row["step"] for row in found] == list(range(320))
     (rewind,) = [row for row in found if row["action"] == "rewind"]
     assert FIRST <= rewind["step"] <= FIRST + 5 and rewind["reason"]
-    assert found[0] == {"step": 0, "verdict": "healthy", "action": "apply", "reason": ""}
+    assert found[0] == {"step": 0, "verdict": "healthy", "action": "apply", "reason": "", "reset": False}
     for part in (str(trace), "│ rewind", "320 steps; ", "1 rewind", "part of the excursion"):
         assert part in result.stdout
 
@@ -105,7 +105,15 @@ def test_nothing_happened(backtest: Call, tmp_path: Path) -> None:
     [
         ([], ["rewind"]),
         (["stability.snapshots.interval=0"], ["handover"]),
-        (["stability.policy.rewinds=0", "stability.policy.handovers=0"], ["stop"]),
+        (["stability.policy.rewinds=0", "stability.policy.handovers=0"], ["alert"]),
+        (
+            [
+                "stability.policy.last_resort=stop",
+                "stability.policy.rewinds=0",
+                "stability.policy.handovers=0",
+            ],
+            ["stop"],
+        ),
         (["stability.detector.warmup_steps=1000"], []),
     ],
 )

@@ -7,11 +7,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.markers import Health
 from megastable.checkpoint.pieces import Statistics
+from megastable.checkpoint.store import RunState
 from megastable.checkpoint.tool.verifying import checkpoints_of
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config import ModelConfig
@@ -59,12 +61,14 @@ def show(path: Path, pattern: str | None = None) -> Shown:
         markers.pinned(checkpoint),
         markers.problems(checkpoint),
     )
+    ruling, accepted = markers.convicted(checkpoint), markers.accepted(checkpoint)
     tree = {
         "checkpoint": str(checkpoint), "bytes": contents.size, "files": len(contents.files), "parameters": count,
         "optimizer": len(whole.kinds) > 1, "model": run.model.model_dump(mode="json"),
         "state": state.model_dump(exclude={"stability"}), "fingerprints": contents.fingerprints,
         "versions": contents.versions or state.versions, "finite": contents.finite,
         "health": health and health.model_dump(), "pinned": pinned and pinned.model_dump(), "markers": doubts,
+        "convicted": ruling and ruling.model_dump(), "accepted": accepted and accepted.model_dump(),
         "tensors": rows,
     }  # fmt: skip
     facts = [
@@ -77,7 +81,10 @@ def show(path: Path, pattern: str | None = None) -> Shown:
         ("finite", "yes" if contents.finite else "no"),
         *((f"fingerprint of the {key}", value) for key, value in contents.fingerprints.items()),
         *((f"{key} that wrote it", value) for key, value in (contents.versions or state.versions).items()),
-        ("healthy", _healthy(health)), *([("pinned", pinned.reason or "yes")] if pinned else []),
+        ("healthy", _healthy(health)), ("probe samples", _probed(state)),
+        *([("convicted", ruling.reason)] if ruling else []),
+        *([("accepted", accepted.reason or "yes")] if accepted else []),
+        *([("pinned", pinned.reason or "yes")] if pinned else []),
     ]  # fmt: skip
     lead = ["Not verified here: that is what verify does."]
     return Shown(
@@ -89,6 +96,13 @@ def _healthy(health: Health | None) -> str:
     if health is None:
         return "not proven"
     return f"yes: {plural(health.steps, 'step')} after it stayed on trend, up to step {health.step:,}"
+
+
+def _probed(state: RunState) -> str:
+    if state.vitals is None or not state.vitals.losses:
+        return "none: a start cannot compare them"
+    doubt = f"; {state.vitals.doubt}" if state.vitals.doubt else ""
+    return f"{len(state.vitals.losses)}, mean loss {fmean(state.vitals.losses):.4f} when it was saved{doubt}"
 
 
 def _model(model: ModelConfig) -> str:

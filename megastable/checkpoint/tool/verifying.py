@@ -92,6 +92,10 @@ def good(path: Path, silent: bool = False) -> Path:
     """The checkpoint that `path` names, every file checked: of a run the newest good one. Raises CheckpointError."""
     checkpoints = checkpoints_of(path)
     for checkpoint in checkpoints:
+        if len(checkpoints) > 1 and (ruling := markers.convicted(checkpoint)) is not None:
+            print(f"passed over: {visible(ruling.reason)}", file=sys.stderr)
+            last = Verified(checkpoint, 0, 0, (ruling.reason,))
+            continue
         [found] = verify([checkpoint], silent)
         if not found.problems:
             return checkpoint
@@ -134,7 +138,10 @@ def _check(checkpoint: Path, parts: int, pool: ThreadPoolExecutor, watch: Callab
         files, size = len(contents.files), contents.size
     except CheckpointError as error:
         problems = problems or [str(error)]
-    return Verified(checkpoint, files, size, tuple(problems), tuple(markers.problems(checkpoint)))
+    notes = markers.problems(checkpoint)
+    if (ruling := markers.convicted(checkpoint)) is not None:
+        notes.append(f"{checkpoint}: a run convicted it: {ruling.reason}")
+    return Verified(checkpoint, files, size, tuple(problems), tuple(notes))
 
 
 def verified_sheet(found: Sequence[Verified]) -> Sheet:

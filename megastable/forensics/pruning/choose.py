@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megastable import durable
+from megastable.data.blends import BlendEntry
 from megastable.data.documents import documents_by_position
 from megastable.data.manifest import Manifest
 from megastable.data.shards import Shard
@@ -116,7 +117,12 @@ def _guilty(incident: str, manifest: Manifest) -> Iterator[Why]:
     history, number = History(Path(run)), int(text)
     summary, time = _summary(history.run.events("incident", "order_changed"), number, run)
     fingerprint = manifest.fingerprint()
-    trained = {share.fingerprint for entry in history.blends for share in entry.corpora}
+    trained = {
+        share.fingerprint
+        for blend in history.blends
+        if isinstance(blend, BlendEntry)
+        for share in blend.corpora
+    }
     trained |= set(read_yaml(history.run.recipe).get("manifests") or [])
     source = history.library(time).source
     mine = [

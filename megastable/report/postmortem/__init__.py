@@ -121,6 +121,10 @@ def _pictures(e: Evidence) -> dict[str, bytes]:
     try:
         if (steps := pictures.steps_picture(e)) is not None:
             drawn["plot.png"] = steps
+        for number, region in enumerate(e.regions, 1):
+            if region.probes:
+                name = "region.png" if number == 1 else f"region-{number}.png"
+                drawn[name] = pictures.region_picture(region, e.run.global_batch or 1)
         if e.tokens is not None:
             drawn["tokens.png"] = pictures.tokens_picture(e.tokens)
     except Exception as error:  # a font, a cache of the library: the words still count

@@ -6,6 +6,7 @@ A report of trouble must not be trouble: what cannot be read is named, and the r
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,10 +17,11 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from megastable.config import RunConfig
-from megastable.data.blends import read_blends
+from megastable.data.blends import Line, read_blends, until
+from megastable.data.order import LAST_POSITION
 from megastable.data.plant import read_planted
 from megastable.data.skip_ledger import Ledger
-from megastable.data.skips import Selection
+from megastable.data.skips import Selection, Skips
 from megastable.errors import ConfigError, DataError
 from megastable.recipe import find, load
 from megastable.records import LAYER_SCHEMA, SCHEMA
@@ -31,13 +33,14 @@ from megastable.report.postmortem.facts import (
     IncidentFacts,
     Layers,
     LayerValue,
+    Region,
     Row,
     RunFacts,
     Suspect,
 )
-from megastable.report.postmortem.journal import Journal, summary_of
+from megastable.report.postmortem.journal import Journal, named_when, summary_of
 from megastable.report.postmortem.logs import logs
-from megastable.report.postmortem.texts import Library, Sample, Tokens
+from megastable.report.postmortem.texts import SHOWN, Library, Sample, Tokens
 from megastable.report.postmortem.timeline import timeline
 from megastable.report.told import visible
 from megastable.rundir import RunDirectory
@@ -71,6 +74,7 @@ class Run:
             self.ledger = Ledger.read(self.directory.skips)
         except DataError as error:
             self.problems.append(f"the skip ledger: {error}")
+        self._libraries = dict[int, Library]()
         slack = self.config.logging.flush_steps if self.config else 0
         self.steps = passes.Folder(self.directory.steps, SCHEMA, slack)
         self.layers = passes.Folder(self.directory.layers, LAYER_SCHEMA, slack=0)
@@ -81,16 +85,22 @@ class Run:
         return list(self.journal.own)
 
     @cached_property
-    def library(self) -> Library:
-        """Raises MegastableError where the corpora cannot be opened."""
-        if self.config is None:
-            raise DataError("without a recipe nobody knows the corpora")
-        return Library(self.config, read_blends(self.directory.blends))
+    def _order(self) -> list[Line]:
+        return read_blends(self.directory.blends)
 
-    @property
-    def selection(self) -> Selection:
-        """What is trained on. Raises as `library`."""
-        order, more = self.library.source.order, self.config.data.skip if self.config else []
+    def library(self, time: float = math.inf) -> Library:
+        """The corpora in the order that held at a time, of now without one. Raises MegastableError where they cannot be
+        opened."""
+        count = len(until(self._order, time) or self._order[:1])
+        if count not in self._libraries:
+            if self.config is None:
+                raise DataError("without a recipe nobody knows the corpora")
+            self._libraries[count] = Library(self.config, self._order[:count])
+        return self._libraries[count]
+
+    def selection(self, library: Library) -> Selection:
+        """What is trained on."""
+        order, more = library.source.order, self.config.data.skip if self.config else []
         return self.ledger.usable(self.directory.skips, order, more)[0]
 
 
@@ -133,12 +143,12 @@ class Case:
         losses = {s.position: s.loss for s in suspects if s.loss is not None}
         samples: list[Sample] = []
         tokens: Tokens | None = None
-        if i.positions:
-            samples = self._try("the texts", lambda: run.library.samples(i.positions, losses), [])
+        if i.shown:
+            samples = self._try("the texts", lambda: self._samples(losses), [])
         if i.guilty and samples:
-            tokens = self._try("the tokens", lambda: run.library.tokens(i.guilty, run.selection), None)
-        if samples and run.library.problem:
-            self.problems.append(run.library.problem)
+            tokens = self._try("the tokens", self._tokens, None)
+        if samples and (problem := run.library().problem):
+            self.problems.append(problem)
         found, problems = logs(run.directory.root, run.directory.logs.name, i.evidence)
         self.problems += problems
         facts = self._facts()
@@ -146,10 +156,25 @@ class Case:
             inputs=self.inputs, run=facts, incident=i, cost=self._cost(facts, rows), back_to=self._back_to(),
             healed_at=self._closed_at() if i.outcome == "healed" else None,
             timeline=timeline(self.journal.events[self.journal.nearby(self.begin, self.end)], i.number),
-            suspects=suspects, skipped=self.skipped, passes=passes.passes(rows),
+            suspects=suspects, regions=self._regions(), skipped=self.skipped, passes=passes.passes(rows),
             layers=self._try("the layers", lambda: self._layers(rows), None), samples=samples, tokens=tokens,
             logs=found, problems=list(dict.fromkeys(self.problems)),
         )  # fmt: skip
+
+    # From the corpora, in the order of the time that each position is of
+
+    def _samples(self, losses: dict[int, float]) -> list[Sample]:
+        found = list[Sample]()
+        others = Skips.of(self.incident.shown).gaps()
+        for time, skipped, deferred in named_when(self.own):
+            ranges = Skips.of(skipped if self.incident.positions else deferred).minus(others).ranges
+            found += self.run.library(time).samples(ranges, losses) if ranges else []
+        return sorted(found, key=lambda sample: sample.position)[:SHOWN]
+
+    def _tokens(self) -> Tokens:
+        # Who was convicted stays in place, whatever is put off later.
+        library = self.run.library(max(time for time, skipped, _ in named_when(self.own) if skipped))
+        return library.tokens(self.incident.guilty, self.run.selection(library))
 
     # From the journal
 
@@ -158,6 +183,15 @@ class Case:
         given = [s for some in told for s in some if isinstance(s, dict) and type(s.get("position")) is int]
         found = [self._lenient(Suspect, s, "a suspect") for s in given]
         return list({s.position: s for s in found}.values())
+
+    def _regions(self) -> list[Region]:
+        told = [event for event in self.own if isinstance(event.get("region"), dict)]
+        found = [
+            self._lenient(Region, event["region"] | {"inferred": event.get("inferred", 0)}, "a region")
+            for event in told
+            if all(type(event["region"].get(edge)) is int for edge in ("first", "end"))
+        ]
+        return [region for region in found if 0 <= region.first < region.end <= LAST_POSITION]
 
     def _back_to(self) -> list[int]:
         keys = {"rewound": "to_step", "restarted": "step"}
@@ -272,7 +306,7 @@ class Case:
             planted = read_planted(find(corpus.path))
             if planted is None:
                 continue
-            exactly = self.incident.guilty == [planted.positions]
+            exactly = self.incident.guilty == planted.positions
             found = "; exactly these were found guilty" if exactly else ""
             told.append(f"{corpus.path} was made bad on purpose: it has {planted}{found}")
         return told

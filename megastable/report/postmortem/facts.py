@@ -6,6 +6,7 @@ before clipping, positions ranges [first, end). Whatever could not be had is nam
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator
@@ -17,7 +18,7 @@ from megastable.report.postmortem.logs import Log
 from megastable.report.postmortem.texts import Facts, Sample, Tokens
 from megastable.report.postmortem.timeline import Entry
 
-VERSION = 4  # of what is made of the facts: another one writes all incidents again
+VERSION = 6  # of what is made of the facts: another one writes all incidents again
 
 
 class RunFacts(Facts):
@@ -51,6 +52,10 @@ class IncidentFacts(BaseModel):
     actions: list[str] = []
     reasons: list[str] = []
     positions: list[tuple[int, int]] = []
+    deferred: list[tuple[int, int]] = []
+    returns: list[tuple[int, int]] = []
+    lost: int = 0
+    released: int = 0
     documents: list[Document] = []
     steps_lost: int = 0
     batches_discarded: int = 0
@@ -63,7 +68,7 @@ class IncidentFacts(BaseModel):
     failure: str = ""
     evidence: list[str] = []
 
-    @field_validator("positions")
+    @field_validator("positions", "deferred", "returns")
     @classmethod
     def _forward(cls, ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
         if not all(0 <= first < end <= LAST_POSITION for first, end in ranges):
@@ -80,6 +85,11 @@ class IncidentFacts(BaseModel):
         """Positions that were measured, and found guilty; what was only skipped along with a step is not."""
         return self.positions if self.cause == "data" and not self.breakdown else []
 
+    @property
+    def shown(self) -> list[tuple[int, int]]:
+        """Positions whose texts are shown: what was skipped, or else what was put off."""
+        return self.positions or self.deferred
+
 
 class Suspect(BaseModel):
     """A sample on the good state, as attribution measured it."""
@@ -90,6 +100,50 @@ class Suspect(BaseModel):
     loss: float | None = None
     z: float | None = None
     gradient_norm: float | None = None
+
+
+class Region(BaseModel):
+    """How far bad data goes, as attribution found it: positions [first, end); how both ends were found, in a sentence.
+
+    measured: samples that were measured for it; steps: what that took, in steps of time; inferred: guilty samples that
+    were not measured; found: whether it was seen to end ahead. probes: first position, samples and bad samples of each
+    batch that was looked at.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    first: int
+    end: int
+    how: str = ""
+    measured: int = 0
+    steps: float = 0.0
+    inferred: int = 0
+    found: bool = True
+    probes: list[tuple[int, int, int]] = []
+
+    @property
+    def stretches(self) -> list[Stretch]:
+        """The probes in ascending order, neighbours that look the same together."""
+        told: list[Stretch] = []
+        for first, measured, bad in sorted(self.probes):
+            last = told[-1] if told else None
+            if last is not None and first <= last.end and (bad > 0) == (last.bad > 0):
+                last.end, last.batches = max(last.end, first + measured), last.batches + 1
+                last.measured, last.bad = last.measured + measured, last.bad + bad
+            else:
+                told.append(Stretch(first, first + measured, 1, measured, bad))
+        return told
+
+
+@dataclass
+class Stretch:
+    """Neighbouring batches that were looked at: positions [first, end), samples measured, and bad ones of them."""
+
+    first: int
+    end: int
+    batches: int
+    measured: int
+    bad: int
 
 
 class Row(BaseModel):
@@ -171,6 +225,7 @@ class Evidence(Facts):
     healed_at: int | None
     timeline: list[Entry]
     suspects: list[Suspect]
+    regions: list[Region]
     skipped: list[AnyEntry]
     passes: list[list[Row]]
     layers: Layers | None
@@ -182,5 +237,7 @@ class Evidence(Facts):
     @property
     def brief(self) -> Evidence:
         """What the index of a run tells of it, without what fills the memory."""
-        empty: dict[str, Any] = dict.fromkeys(("timeline", "suspects", "passes", "samples", "logs"), ())
+        empty: dict[str, Any] = dict.fromkeys(
+            ("timeline", "suspects", "regions", "passes", "samples", "logs"), ()
+        )
         return self.model_copy(update=empty | {"layers": None, "tokens": None})

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from megastable import jsonl
+from megastable.data.order import LAST_POSITION
+from megastable.data.skips import Range, Skips
 from megastable.report.told import Event, plural
 from megastable.rundir import RunDirectory
 
@@ -109,3 +112,30 @@ def _sane(line: bytes) -> Event | None:
         return None
     time = event.get("time")
     return event if isinstance(time, int | float) and 0 <= time < LATEST else None
+
+
+def named_when(told: Sequence[Event]) -> list[tuple[float, list[Range], list[Range]]]:
+    """What each of an incident's events, in order, adds to the positions that it skips and to those whose samples it
+    puts off: (time, skipped, deferred). They are meant in the order of the data of that time, in which what the event
+    itself puts off is where it was."""
+    found = list[tuple[float, list[Range], list[Range]]]()
+    known, put_off = Skips.of([]), Counter[Range]()
+    for number, event in enumerate(told):
+        summary = summary_of(event)
+        skipped = Skips.of(_ranges(summary.get("positions")))
+        deferred = Counter(_ranges(summary.get("deferred")))
+        new = skipped.minus(known).ranges, sorted((deferred - put_off).elements())
+        if any(new):
+            found.append((float(told[max(0, number - 1)]["time"]), *new))
+        known, put_off = known.union(skipped), put_off | deferred
+    return found
+
+
+def _ranges(given: object) -> list[Range]:
+    """Of an event, whatever it holds."""
+    pairs = given if isinstance(given, list) else []
+    return [
+        (a, b)
+        for a, b in (pair for pair in pairs if isinstance(pair, list | tuple) and len(pair) == 2)
+        if type(a) is int and type(b) is int and 0 <= a < b <= LAST_POSITION
+    ]

@@ -28,6 +28,7 @@ FILES = {
     "report.html": "all of it on one page",
     "postmortem.md": "the same for a terminal or a wiki",
     "plot.png": "loss and gradient norm around it",
+    "region.png": "where the bad region's ends were looked for",
     "tokens.png": "token histogram of the guilty samples beside the corpus's",
     "samples.txt": "the texts, escaped",
     "documents.csv": "the documents of the guilty samples",
@@ -61,6 +62,7 @@ def postmortem(e: Evidence, files: Iterable[str]) -> str:
         **_facts(e),
         files=_files(files),
         has_plot="plot.png" in files,
+        drawn=files,
         example=example,
         duration=duration,
     )
@@ -78,9 +80,10 @@ def index(cases: Sequence[Evidence]) -> str:
 
 def samples(e: Evidence) -> str:
     """samples.txt: every text whole, indented, so that none can pass for a heading."""
-    total, i = count(e.incident.positions), e.incident
-    what = "Guilty samples" if i.guilty else "Skipped samples"
-    first = f"{what} of incident {i.number}: {len(e.samples)} of {total:,}. Characters that do not show are escaped."
+    i = e.incident
+    total, what = count(i.shown), words.what_of(i).capitalize()
+    first = f"{what} samples of incident {i.number}: {len(e.samples)} of {total:,}. "
+    first += "Characters that do not show are escaped."
     return "\n".join([first, *(line for sample in e.samples for line in _sample(sample))]) + "\n"
 
 
@@ -127,9 +130,16 @@ def _facts(e: Evidence) -> dict[str, Any]:
         "cause": words.cause(e.incident), "actions": [words.acted(a) for a in e.incident.actions],
         "peak": lambda value: words.peak(e.incident, value),
         "follow_ups": words.follow_ups(e), "cost_explained": words.cost_explained(e), "number": words.number,
-        "ranges": ranges, "positions": count(e.incident.positions), "layers_remark": _layers_remark(e.layers),
+        "ranges": ranges, "positions": count(e.incident.positions), "texts": count(e.incident.shown),
+        "what": words.what_of(e.incident), "put_off": words.put_off(e), "layers_remark": _layers_remark(e.layers),
+        "regions": list(zip(_names(e), e.regions, strict=True)),
         "uniform": math.log(e.tokens.vocabulary) if e.tokens else 0.0,
     }  # fmt: skip
+
+
+def _names(e: Evidence) -> list[str]:
+    """Of the pictures of the regions."""
+    return ["region.png" if number == 0 else f"region-{number + 1}.png" for number in range(len(e.regions))]
 
 
 def _layers_remark(layers: Layers | None) -> str:
@@ -142,7 +152,11 @@ def _layers_remark(layers: Layers | None) -> str:
 
 
 def _files(names: Iterable[str]) -> list[tuple[str, str]]:
-    return [(name, FILES.get(name, "a log, or the stacks of a rank")) for name in names]
+    region = "where the ends of a further bad region were looked for"
+    return [
+        (name, region if name.startswith("region-") else FILES.get(name, "a log, or the stacks of a rank"))
+        for name in names
+    ]
 
 
 def _mood(outcome: str) -> str:
@@ -187,6 +201,7 @@ def _environment(**options: Any) -> Environment:
     environment.filters |= {
         "count": lambda number: f"{number:,}",
         "plural": plural,
+        "sentence": lambda text: text[:1].upper() + text[1:],
         "words": lambda text: text.replace("_", " "),
         "path": lambda name: Raw(quote(name)),
     }

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megastable.report.postmortem.facts import Evidence, Row
+from megastable.report.postmortem.facts import Evidence, Region, Row
 from megastable.report.postmortem.texts import Tokens
 from megastable.report.scale import drawable
 from megastable.report.told import escaped, visible
@@ -44,7 +44,7 @@ def steps_picture(e: Evidence) -> bytes | None:
 def _steps(e: Evidence) -> Figure:
     from matplotlib.lines import Line2D
 
-    cut = "cut_lr" in e.incident.actions
+    cut = bool({"cut_lr", "cap_lr"} & set(e.incident.actions))
     panels = [("loss", "loss (nats per token)"), ("grad_norm", "gradient norm")]
     panels += [("lr", "learning rate")] if cut else []
     figure = _figure(10, 6.2 if cut else 5.2)
@@ -160,6 +160,72 @@ def _marks(axis: Axes, e: Evidence, named: bool) -> None:
             words, (group[-1 if right else 0], 1), xycoords=("data", "axes fraction"), ha="right" if right else "left",
             xytext=(0, 4 + 13 * level), textcoords="offset points", fontsize=8.8, parse_math=False,
         )  # fmt: skip
+
+
+def region_picture(region: Region, batch: int) -> bytes:
+    """Where attribution looked for the ends of a region, and what share of each batch was bad, as PNG. batch: samples
+    of a step."""
+    from matplotlib import rc_context
+
+    with rc_context(STYLE):
+        return _png(_region(region, batch))
+
+
+def _region(region: Region, batch: int) -> Figure:
+    from matplotlib.ticker import FuncFormatter
+
+    figure = _figure(10, 2.4)
+    axis = figure.subplots()
+    batch = max(1, batch)
+    span = (region.end - region.first) / batch
+    # Linear inside; beyond both ends distances double, and so does the scale.
+    places = [_place((first + size / 2 - region.first) / batch, span) for first, size, _ in region.probes]
+    shares = [100 * bad / max(1, size) for _, size, bad in region.probes]
+    axis.axvspan(0, span, color=BAD, alpha=0.10, linewidth=0, zorder=0)
+    for colour, marker, label, which in (
+        (BAD, "o", "bad samples in it", [share > 0 for share in shares]),
+        (GOOD, "s", "clean", [share == 0 for share in shares]),
+    ):
+        chosen = [(x, y) for x, y, mine in zip(places, shares, which, strict=True) if mine]
+        if chosen:
+            at, share = zip(*chosen, strict=True)
+            axis.scatter(at, share, s=26, color=colour, marker=marker, label=label, zorder=3)
+    axis.set_ylim(-6, 106)
+    axis.set_ylabel("bad, %")
+    left, right = min([0.0, *places]), max([span, *places])
+    far = [2.0**n for n in range(0, 24, 2)]
+    ticks = [-f for f in far if _place(-f, span) >= left] + [0.0, span / 2, span]
+    ticks += [span + f for f in far if _place(span + f, span) <= right]
+    axis.set_xticks([_place(t, span) for t in ticks])
+
+    def named(at: float, _: int) -> str:
+        steps = _unplace(at, span)
+        return f"{region.first + round(steps * batch):,}"
+
+    axis.xaxis.set_major_formatter(FuncFormatter(named))
+    for text in axis.get_xticklabels():
+        text.set(rotation=35, ha="right", rotation_mode="anchor", fontsize=8)
+    axis.set_xlabel("position: linear in the region, doubling beyond its ends")
+    axis.legend(loc="center right")
+    return figure
+
+
+def _place(steps: float, span: float) -> float:
+    """Where on the axis a batch lies, that is so many batches behind the region's first: a doubling takes as much room
+    as a sixteenth of the region."""
+    beyond = -steps if steps < 0 else steps - span
+    if beyond <= 0:
+        return steps
+    wide = max(1.0, span / 16) * math.log2(1 + beyond)
+    return -wide if steps < 0 else span + wide
+
+
+def _unplace(at: float, span: float) -> float:
+    beyond = -at if at < 0 else at - span
+    if beyond <= 0:
+        return at
+    steps = 2 ** (beyond / max(1.0, span / 16)) - 1
+    return -steps if at < 0 else span + steps
 
 
 def tokens_picture(tokens: Tokens) -> bytes:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from megastable.config import RunConfig
-from megastable.data.blends import BlendEntry
+from megastable.data.blends import Line
 from megastable.data.corpora import open_corpora
 from megastable.data.documents import Document, documents_by_position
 from megastable.data.skips import Selection, Skips
@@ -106,7 +106,7 @@ class Tokens(Facts):
 class Library:
     """The corpora of a run, opened for reading. Raises MegastableError where they cannot be."""
 
-    def __init__(self, config: RunConfig, blends: Sequence[BlendEntry] = ()) -> None:
+    def __init__(self, config: RunConfig, blends: Sequence[Line] = ()) -> None:
         """blends: the lines of blends.jsonl that held at the time."""
         corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed, blends)
         self.source: Source = corpora.train

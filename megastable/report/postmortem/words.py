@@ -11,6 +11,7 @@ from megastable.data.skip_ledger import SampleEntry
 from megastable.report.postmortem.facts import Evidence, IncidentFacts
 from megastable.report.postmortem.texts import Facts, count
 from megastable.report.told import duration, plural, ranges
+from megastable.report.told import put_off as told_off
 
 NAMED = 1000  # as many documents as an incident names at most (casebook.py)
 TYPES = {
@@ -35,12 +36,15 @@ BREAKDOWNS = {
 }
 ACTIONS = {
     "discard": "the updates were refused; the weights never saw them",
+    "skip": "left the guilty samples out from there on; nothing was undone",
     "rewind": "went back in memory to before the onset and went on, without a restart",
     "fall_back": "went back in memory to before the onset and went on without FP8",
+    "cap_lr": "went back in memory to before the onset and went on with no higher learning rate than there",
     "cut_lr": "went back in memory to before the onset and went on with a smaller learning rate",
     "swap_corpus": "went back in memory to before the onset and went on without the corpus",
     "handover": "ended the processes, to be started again from a checkpoint of before the onset",
     "restart": "started the processes again from the newest good checkpoint, or from the beginning where there is none",
+    "alert": "raised an alert: nothing more was done automatically, training went on with single updates refused",
     "stop": "stopped: a person is needed",
 }
 OUTCOMES = {
@@ -93,7 +97,7 @@ def seen(i: IncidentFacts) -> str:
         return f"The checkpoint of step {i.step:,} was damaged, and passed over."
     if i.breakdown:
         return _sentence(i.failure) if i.failure else f"After step {i.step:,} {symptom(i)}."
-    lasting = i.verdict in ("drift", "plateau", "oscillation")
+    lasting = i.verdict in ("drift", "plateau", "oscillation", "trickle")
     return f"{f'From step {i.onset:,} on' if lasting else f'At step {i.onset:,}'} {symptom(i)}."
 
 
@@ -112,6 +116,8 @@ def symptom(i: IncidentFacts) -> str:
             return f"the loss drifted away{went and f',{went}'}"
         case "plateau":
             return f"the loss stayed above its old level{went and f': it went{went}'}"
+        case "trickle":
+            return "single samples stood out, more often than before"
         case "oscillation":
             return f"the loss swung{went and f',{went}'}"
         case "spike" if before is not None and peak is not None and peak > 1.02 * before:
@@ -145,16 +151,39 @@ def _found_and_done(e: Evidence) -> str:
         else "No sample was guilty: the learning rate was.",
         "hardware": "The same data on the same state gave something else: hardware.",
     }.get(i.cause, "")
-    skipped = {"data": ", skipped them", "state": ", skipped the window"}.get(i.cause, "")
+    skipped = ", skipped them" if i.cause == "data" else ""
     went = f"The run went back in memory to {back}{skipped} and went on"
     done = {
+        "skip": "The run left them out from there on. Nothing was undone.",
         "rewind": f"{went}.",
         "fall_back": f"{went} without FP8.",
+        "cap_lr": f"{went} with no higher learning rate than there.",
         "cut_lr": f"{went} with a smaller learning rate.",
+        "alert": "Nothing more was done automatically: training went on, and an alert was raised.",
         "swap_corpus": f"{went} without their corpus.",
         "handover": f"A new process went on from {back}." if e.back_to else "",
     }.get(i.actions[-1] if i.actions else "", "")
-    return f"{found} {done}".strip()
+    return " ".join(filter(None, [found, done, put_off(e)]))
+
+
+def put_off(e: Evidence) -> str:
+    """What became of the samples that trouble came with, where nobody was guilty of it; of those whose conviction was
+    withdrawn, too."""
+    i, told, step = e.incident, list[str](), None
+    if i.deferred and i.returns and e.run.global_batch:
+        step = i.onset + (min(i.returns)[0] - min(i.deferred)[0]) // e.run.global_batch
+    if left := told_off(i.deferred, i.returns, i.lost, step):
+        told.append(f"{left}.")
+    elif i.positions and not i.guilty and not i.breakdown:  # of a version that put off none
+        told.append(f"{plural(count(i.positions), 'sample')} skipped in this epoch.")
+    if i.released:
+        told.append(f"{plural(i.released, 'sample')} no longer convicted.")
+    return " ".join(told)
+
+
+def what_of(i: IncidentFacts) -> str:
+    """What the samples are whose texts are shown."""
+    return "guilty" if i.guilty else "skipped" if i.positions else "deferred"
 
 
 def _left_first(i: IncidentFacts) -> bool:
@@ -167,7 +196,7 @@ def outcome(e: Evidence) -> str:
     i = e.incident
     if i.outcome != "healed":
         return OUTCOMES.get(i.outcome, f"Outcome: {i.outcome}.")
-    if i.breakdown:
+    if i.breakdown or i.actions == ["skip"]:
         return OUTCOMES["healed"]
     after = f", at {i.loss_after:.2f}" if i.loss_after is not None else ""
     at = f"By step {e.healed_at:,} the" if e.healed_at is not None else "The"
@@ -206,6 +235,9 @@ def figures(e: Evidence) -> list[tuple[str, str, str]]:
                 documents(e) if i.guilty else "",
             )
         )
+    if i.deferred:
+        again = f"read again from position {min(i.returns)[0]:,}" if i.returns else ""
+        shown.append(("samples deferred", f"{count(i.deferred):,}", again))
     return shown
 
 
@@ -270,6 +302,11 @@ def _by_outcome(e: Evidence) -> Iterator[FollowUp]:
         yield FollowUp(
             text="Start the run again with the same command, unless a supervisor does: it goes on by itself."
         )
+    elif i.outcome == "open" and i.actions[-1:] == ["alert"]:
+        yield FollowUp(
+            text="Decide on the cause below, and whether the run is worth going on: nothing more is done automatically "
+            "until a budget of stability.policy comes back."
+        )
     elif i.outcome == "open":
         yield FollowUp(
             text="Look again when it is closed: this report is rewritten with every event of the incident."
@@ -327,7 +364,8 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
         lower = ""
         if r.lr and r.cut_factor:
             now = r.lr * r.cut_factor ** i.actions.count("cut_lr")
-            goes_on = f"; this run goes on with {now:g}" if i.outcome != "stopped" else ""
+            cut = i.outcome != "stopped" and "cut_lr" in i.actions
+            goes_on = f"; this run tries {now:g} for a while" if cut else ""
             lower = f" (optimizer.lr, now {r.lr:g}{goes_on})"
         yield FollowUp(
             text=f"Begin the next run of this size with a lower peak rate{lower}, or a longer schedule.warmup_steps."

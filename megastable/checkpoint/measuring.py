@@ -1,0 +1,64 @@
+"""Measures a state's vitals: how large its tensors are, and the losses of the probe samples. Collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from megastable.checkpoint.vitals import Vitals
+from megastable.data.loader import Loader, MicroBatch
+from megastable.ranks import agree, first
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Fixed samples: this rank's part of them, padded to whole micro-batches; digests: of the tokens of each."""
+
+    micro_batches: Sequence[MicroBatch]
+    digests: list[str]
+
+
+NONE = Probes([], [])
+
+
+def read_probes(loader: Loader, count: int) -> Probes:
+    """The samples at the first `count` positions, as `loader` shares them out. Raises DataError on all ranks.
+
+    They are there in every run, also in one without validation data, and a change of the blend leaves them as they are.
+    A digest changes with the tokens, and with whether documents see each other: who compares losses knows by it.
+    """
+    if not count:
+        return NONE
+    positions = np.arange(count, dtype=np.int64)
+    padded = np.concatenate([positions, np.repeat(positions[-1:], -count % loader.unit)])
+    apart = b"apart" if loader.keep_documents_apart else b""
+
+    def digests() -> list[str]:
+        samples = loader.source.samples(positions)
+        return [xxhash.xxh3_64_hexdigest(row.tobytes() + apart) for row in samples]
+
+    return Probes(agree(lambda: loader.read(padded)), first(digests))
+
+
+def measure(engine: Any, probes: Probes) -> Vitals:
+    """Of the state that `engine` holds. Without FP8, which remembers magnitudes and may be off at the next start."""
+    losses: list[float] = []
+    if probes.digests:
+        fp8, counters = engine.fp8, engine.counters()
+        was_on = fp8 is not None and fp8.on
+        if fp8 is not None:
+            fp8.on = False
+        try:
+            losses = engine.evaluate(probes.micro_batches)[: len(probes.digests)].tolist()
+        finally:
+            if fp8 is not None:
+                fp8.on = was_on
+                engine.restore_counters(counters)
+    return Vitals(
+        losses=losses, samples=probes.digests, sizes=engine.flat_state().sizes(list(engine.probe.tally.rows)),
+        precision=engine.config.precision.kind,
+    )  # fmt: skip

@@ -1,0 +1,387 @@
+"""One search for guilty samples, from the suspects of an incident to the ends of a bad region. Collective.
+
+Measures by the laboratory (evidence.py), decides by stability/: individuals and crowds (groups.py, scores.py), how far
+the region goes (region.py), and who is guilty by likeness alone where time does not allow to measure all (likeness.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.data.skips import Selection, Skips
+from megastable.stability import attribution, groups, region, scores
+from megastable.stability.attribution import Conclusion, Suspect
+from megastable.stability.likeness import separation
+from megastable.stability.region import Region, Side
+from megastable.stability.scores import Judged, Samples, Scale, Score
+
+if TYPE_CHECKING:
+    from megastable.evidence import Known, Laboratory, Norms, Trained
+
+Int64s = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+SHOWN = 2  # guilty samples whose own gradients are measured, as evidence
+CALIBRATING = 1024  # harmless samples of a corpus whose tokens are read
+REACH = 1 << 20  # positions ahead that are looked at, at most: what is bad all the way is the state
+FORWARD = 3  # forward passes that take the time of a step
+THINNEST, FEW = (
+    0.125,
+    3,
+)  # share of bad samples below which no region is looked for; fewer of them are individuals
+SOLID = 0.75  # share of bad samples from which on a region is taken to be bad throughout
+UNLIKE = 0.01  # share of measured samples that likeness may take for the other kind
+
+
+class Batch(NamedTuple):
+    """A batch that was looked at: positions, z, scores and likeness of its samples, [n] each."""
+
+    positions: Int64s
+    z: Floats
+    losses: Floats
+    scores: Floats
+    alike: Floats
+
+
+class Examination:
+    """Of `window`, the steps since the onset. history, between: applied steps before it, up to the present state and
+    after it. cursor: the position that the state has come to; selection: what is skipped already."""
+
+    def __init__(
+        self,
+        laboratory: Laboratory,
+        window: Sequence[Trained],
+        history: Sequence[Trained],
+        between: Sequence[Trained],
+        cursor: int,
+        selection: Skips | Selection,
+        adjacent: bool,
+    ) -> None:
+        self.lab, self.config, self.size = laboratory, laboratory.config, laboratory.batch
+        self.window, self.steps = window, window[: self.config.window]
+        self.behind = [*history, *between][::-1]
+        self.between, self.selection, self.adjacent = len(between), selection, adjacent
+        self.forwards = 0
+        self.together: float | None = None  # gradient of a batch of the guilty, over an ordinary one's
+        self.positions = np.concatenate([t.positions for t in self.steps])
+        self.corpora = laboratory.corpora(self.positions)
+        self.losses = self._losses(self.positions)
+        self.known: Known = laboratory.known(history, self.corpora, cursor, selection)
+        self.usual = groups.by_corpus(self.known.losses, self.known.corpora)
+        self.known_z = groups.deviations(self.known.losses, self.known.corpora)
+        self.scale = Scale(self._harmless())
+
+    # What is measured
+
+    def _losses(self, positions: Int64s) -> Floats:
+        self.forwards += math.ceil(positions.size / self.size)
+        return self.lab.losses(positions)
+
+    def _samples(self, positions: Int64s, z: Floats) -> Samples:
+        return Samples(self.lab.tokens(positions), np.nan_to_num(z, nan=0.0), self.lab.corpora(positions))
+
+    def _harmless(self) -> Samples:
+        """Those that scores are calibrated on: the latest, but for those of right before the window, as a region may
+        begin before anybody notices."""
+        chosen = list[Int64s]()
+        for corpus in np.unique(self.corpora).tolist():
+            mine = np.flatnonzero((self.known.corpora == corpus) & np.isfinite(self.known_z))
+            late = min(self.config.behind * self.size, max(0, mine.size - 4 * groups.ENOUGH))
+            chosen.append(mine[: mine.size - late][-CALIBRATING:])
+        at = np.concatenate([np.empty(0, np.int64), *chosen])
+        return self._samples(self.known.positions[at], self.known_z[at])
+
+    def _z(self, positions: Int64s, losses: Floats) -> Floats:
+        corpora, z = self.lab.corpora(positions), np.full(losses.shape, np.nan)
+        for corpus, usual in self.usual.items():
+            mine = corpora == corpus
+            z[mine] = (losses[mine] - usual.centre) / usual.scale
+        return np.where(np.isfinite(losses), z, np.inf)
+
+    # Who is guilty
+
+    def judge(self, shift: float = 0.0) -> tuple[Judged, Floats]:
+        """Of the window, and z. shift: how far harmless samples on the same state lie from what was recorded, in z."""
+        c, significance = self.config, self.config.significance
+        if self.adjacent:
+            significance = c.adjacent_significance
+        z, p = groups.compare(self.losses, self.corpora, self.known.losses, self.known.corpora)
+        if shift > 0:
+            z = z - shift
+            p = np.where(z > c.threshold, p, 1.0)
+        alone = groups.guilty_by_loss(z, p, c.threshold)
+        error = max((u.error for k, u in self.usual.items() if (self.corpora == k).any()), default=0.0)
+        suspects = self._samples(self.positions, z)
+        return scores.judge(self.scale, suspects, alone, error, significance, c.innocent), z
+
+    def conclude(self, recurred: bool) -> Conclusion:
+        """All experiments."""
+        judged, z = self.judge()
+        guilty, inferred, found = self.positions[judged.guilty], np.empty(0, np.int64), None
+        norms, by_gradient = dict[int, float](), not guilty.size
+        gradients = self.lab.batch_norms(self.steps, self.known)
+        crowd = self._alike(judged.guilty, gradients)
+        if crowd is not None:
+            judged, by_gradient = crowd, True
+            guilty = self.positions[judged.guilty]
+        elif by_gradient and gradients is not None:
+            guilty, norms = self._by_gradient(z, gradients)
+            if guilty.size:
+                judged = self._accuse(np.isin(self.positions, guilty))
+        measured = dict(
+            zip(self.positions.tolist(), zip(self.losses.tolist(), z.tolist(), strict=True), strict=True)
+        )
+        if guilty.size >= (FEW if by_gradient else 1) and judged.score is not None and self.config.region:
+            growth = Growth(self, judged, guilty)
+            shift = growth.shift()
+            if not by_gradient and (growth.ahead.endless or shift > 0):
+                # As bad wherever one looks: that is the state. Unless some are worse than all of these.
+                judged, z = self.judge(max(shift, growth.level()))
+                guilty = self.positions[judged.guilty]
+            if crowd is not None and growth.ahead.endless:
+                guilty = np.empty(0, np.int64)  # the like of them is everywhere, and was before
+            if guilty.size and not growth.ahead.endless:
+                guilty, inferred, found = growth.named(guilty)
+                measured |= growth.measured
+        if guilty.size and not by_gradient:
+            worst = sorted(guilty.tolist(), key=lambda p: -measured[p][1] if p in measured else 0.0)
+            for p in worst[: min(SHOWN, self.config.gradients)]:
+                norms[p] = self.lab.gradient_norm(np.array([p]))
+        norms = {p: norm for p, norm in norms.items() if not math.isnan(norm)}
+        suspects = [Suspect(p, loss, deviation, norms.get(p)) for p, (loss, deviation) in measured.items()]
+        return self._told(suspects, guilty, inferred, found, judged, recurred)
+
+    def _accuse(self, guilty: Bools) -> Judged:
+        """Those whose gradient convicts them, to look for their like."""
+        _, z = self.judge()
+        score = Score(self.scale, self._samples(self.positions[guilty], z[guilty]))
+        if not score.harmless.size:
+            return Judged(guilty, 1.0, None, np.inf)
+        return Judged(guilty, 1.0, score, float(np.quantile(score.harmless, 1 - region.STRAY)))
+
+    def _alike(self, guilty: Bools, gradients: Norms | None) -> Judged | None:
+        """Those who are bad together: a batch has an extraordinary gradient, and many of it are like each other. None
+        where that names nobody beside `guilty`, those who are by their losses."""
+        if gradients is None or not gradients.extraordinary.any():
+            return None
+        batches = [
+            t.positions for t, bad in zip(gradients.batches, gradients.extraordinary, strict=True) if bad
+        ]
+        accused = guilty if guilty.sum() >= groups.CROWD else np.isin(self.positions, np.concatenate(batches))
+        suspects = self._samples(self.positions, np.zeros(self.positions.size))
+        judged = scores.judge_alike(self.scale, suspects, accused, self.config.innocent)
+        everyone = judged.guilty | guilty
+        # What losses tell as well, they tell better.
+        if judged.score is None or everyone.sum() == guilty.sum():
+            return None
+        self.together = float(np.nanmax(gradients.norms)) / gradients.whole
+        return judged._replace(guilty=everyone)
+
+    def _by_gradient(self, z: Floats, gradients: Norms) -> tuple[Int64s, dict[int, float]]:
+        guilty, norm = self.lab.by_gradient(gradients)
+        norms = {int(guilty[0]): norm} if guilty.size == 1 else {}
+        if guilty.size:
+            # What its gradient proves of one, its loss says of its like.
+            like = attribution.LIKE * float(np.nanmin(z[np.isin(self.positions, guilty)], initial=np.inf))
+            if math.isfinite(like) and like > attribution.TELLING:
+                _, p = groups.compare(self.losses, self.corpora, self.known.losses, self.known.corpora)
+                bad = groups.guilty_by_loss(z, p, min(like, self.config.threshold))
+                guilty = np.union1d(guilty, self.positions[bad])
+        return guilty, norms
+
+    def _told(
+        self,
+        suspects: list[Suspect],
+        guilty: Int64s,
+        inferred: Int64s,
+        found: Region | None,
+        judged: Judged,
+        recurred: bool,
+    ) -> Conclusion:
+        steps, window = self.steps, self.window
+        examined = (
+            f"the first {len(steps)} of {len(window)}" if len(steps) < len(window) else f"the {len(steps)}"
+        )
+        kinds = int(np.isin(self.known.corpora, self.corpora).sum())
+        told = attribution.conclude(
+            suspects, guilty.tolist(), recurred and not self.adjacent, kinds,
+            f"{examined} steps since the onset", judged.p, inferred.tolist(), found,
+            self.together,
+        )  # fmt: skip
+        expected = np.full(self.losses.shape, np.nan)
+        for corpus, usual in self.usual.items():
+            expected[self.corpora == corpus] = usual.centre
+        tripped = np.concatenate([t.losses for t in steps])
+        return attribution.weighed(told, judged.p, attribution.odds_of_data(self.losses, tripped, expected))
+
+
+class Growth:
+    """How far the guilty of a window go on, ahead and behind."""
+
+    def __init__(self, examination: Examination, judged: Judged, guilty: Int64s) -> None:
+        assert judged.score is not None
+        self.of, self.score, self.bar = examination, judged.score, judged.bar
+        e, self.size = examination, examination.size
+        self.looked: dict[int, Batch] = {}
+        self.measured: dict[int, tuple[float, float]] = {}
+        self.budget = FORWARD * e.config.region
+        self.begin = e.forwards
+        self.corpora = np.unique(e.lab.corpora(guilty))
+        self._cursor = int(max(t.positions.max() for t in e.steps)) + 1
+        self._line = np.empty(0, np.int64)
+        mine = e.positions[np.isin(e.corpora, self.corpora)]
+        between = np.count_nonzero((mine >= guilty.min()) & (mine <= guilty.max()))
+        share = guilty.size / max(int(between), self.size)
+        self.share = min(1.0, max(THINNEST if guilty.size >= FEW else 2 * THINNEST, share))
+        farthest = min(region.FARTHEST, REACH // self.size)
+        self.ahead: Side = region.grow(self._ahead, self.size, self.share, self.budget, farthest)
+        if self.ahead.found and self.ahead.reach and not self.ahead.clean:
+            # Nobody saw it end: of rare corpora there is not so much within reach.
+            self.ahead = replace(self.ahead, found=False, endless=True)
+        self.looked_behind: dict[int, Batch] = {}
+        self.back: Side = region.grow(self._behind, self.size, self.share, len(e.behind))
+
+    def _ahead(self, number: int) -> int | None:
+        """Bad samples of a batch ahead, of the corpora of the guilty."""
+        positions = self._batch(number)
+        if positions.size < self.size:
+            return None
+        self._measure(number, positions)
+        return int((self.looked[number].scores >= self.bar).sum())
+
+    def _batch(self, number: int) -> Int64s:
+        wanted = (number + 1) * self.size
+        while self._line.size < wanted and self._cursor - int(self.of.positions.max()) < REACH:
+            more, self._cursor = self.of.selection.next_kept(self._cursor, max(wanted, 4 * self.size))
+            more = more[np.isin(self.of.lab.corpora(more), self.corpora)]
+            self._line = np.concatenate([self._line, more])
+        return self._line[wanted - self.size : wanted]
+
+    def _measure(self, number: int, positions: Int64s) -> None:
+        losses = self.of._losses(positions)
+        z = self.of._z(positions, losses)
+        self.looked[number] = Batch(positions, z, losses, *self.score.of(self.of._samples(positions, z)))
+
+    def _behind(self, number: int) -> int | None:
+        """The same of what was recorded before the window: costs no model time."""
+        if number >= len(self.of.behind):
+            return None
+        step, known = self.of.behind[number], self.of.known
+        z = self.of._z(step.positions, step.losses)
+        if number >= self.of.between:  # among its contemporaries
+            order = np.argsort(known.positions, kind="stable")
+            at = np.searchsorted(known.positions, step.positions, sorter=order)
+            at = order[np.minimum(at, order.size - 1)] if order.size else at
+            same = known.positions[at] == step.positions if order.size else np.zeros(z.shape, dtype=bool)
+            z = np.where(same, self.of.known_z[at] if order.size else z, z)
+        found = self.score.of(self.of._samples(step.positions, z))
+        self.looked_behind[number] = Batch(step.positions, z, step.losses, *found)
+        return int((found[0] >= self.bar).sum())
+
+    def _clean(self) -> list[Batch]:
+        return [batch for number, batch in self.looked.items() if number in self.ahead.clean]
+
+    def shift(self) -> float:
+        """How far clean samples ahead lie above what was recorded, in z, where that is no luck: the state is not good,
+        then. They are the better measure, as the same state measured them, and none was trained on."""
+        batches = self._clean()
+        if not batches:
+            return 0.0
+        z = np.concatenate([batch.z for batch in batches])
+        z = z[np.isfinite(z)]
+        if z.size < groups.ENOUGH // 2:
+            return 0.0
+        middle, width = groups.robust(z)
+        error = max(u.error for u in self.of.usual.values())
+        noise = math.hypot(error, groups.MEDIAN_ERROR * width / math.sqrt(z.size))
+        return middle if middle > 3 * noise else 0.0
+
+    def level(self) -> float:
+        """The z of the farthest samples ahead, where all are bad."""
+        if not self.ahead.endless:
+            return 0.0
+        return float(np.nanmedian(np.concatenate([self.looked[n].z for n in sorted(self.looked)[-4:]])))
+
+    def named(self, guilty: Int64s) -> tuple[Int64s, Int64s, Region]:
+        """All that are guilty, those inferred, and the region."""
+        e, reach = self.of, self.ahead.reach
+        for number in region.spread(0, reach, reach):
+            if e.forwards - self.begin >= self.budget:
+                break
+            if number not in self.looked:
+                self._measure(number, self._batch(number))
+        inside = [self.looked[n] for n in sorted(self.looked) if n < reach]
+        before = [b for n, b in self.looked_behind.items() if n < self.back.reach]
+        bad = [b.positions[b.scores >= self.bar] for b in (*inside, *before)]
+        named = np.unique(np.concatenate([guilty, *bad]))
+        inferred = self._infer(inside, [n for n in range(reach) if n not in self.looked])
+        every = np.concatenate([named, inferred])
+        for batch in (*inside, *before):
+            for p, loss, z in zip(
+                batch.positions.tolist(), batch.losses.tolist(), batch.z.tolist(), strict=True
+            ):
+                self.measured[p] = loss, z
+        steps = (e.forwards - self.begin) / FORWARD
+        count = (e.forwards - self.begin) * self.size
+        found = Region(
+            int(every.min()), int(every.max()) + 1, self._how(every, inferred), count, round(steps, 1),
+            self.ahead.found, self._probes(),
+        )  # fmt: skip
+        return named, inferred, found
+
+    def _infer(self, inside: list[Batch], numbers: list[int]) -> Int64s:
+        """Who is guilty of the batches that were not measured: the like of those that were, where likeness tells."""
+        if not numbers or not inside:
+            return np.empty(0, np.int64)
+        alike, bad = (
+            np.concatenate(x) for x in zip(*((b.alike, b.scores >= self.bar) for b in inside), strict=True)
+        )
+        alike, bad = alike[np.isfinite(alike)], bad[np.isfinite(alike)]
+        # Inside a solid region what looks harmless is often one of the guilty after all: no measure of harmless ones.
+        between = alike[~bad] if bad.mean() < SOLID else np.empty(0)
+        cut = separation(alike[bad], np.concatenate([self.score.alike, between]), UNLIKE)
+        if cut is None:
+            return np.empty(0, np.int64)
+        positions = np.concatenate([self._batch(number) for number in numbers])
+        _, alike = self.score.of(self.of._samples(positions, np.zeros(positions.size)))
+        return positions[alike >= cut]
+
+    def _probes(self) -> tuple[tuple[int, int, int], ...]:
+        """Ahead and behind: where was looked, at how many samples, and how many of them were bad."""
+        every = [*self.looked.values(), *self.looked_behind.values()]
+        told = ((int(b.positions[0]), b.positions.size, int((b.scores >= self.bar).sum())) for b in every)
+        return tuple(sorted(told))
+
+    def _how(self, every: Int64s, inferred: Int64s) -> str:
+        """How both ends were found, in a sentence."""
+        clean = ", ".join(str(n + 1) for n in self.ahead.clean)
+        if self.ahead.reach == 0:
+            front = f"nothing is bad beyond the window: the batches {clean} ahead of it are clean"
+        elif self.ahead.found:
+            front = (
+                f"it goes on for {self.ahead.reach} batches beyond the window and ends at position {int(every.max())}, "
+                f"found by doubling the distance until {len(self.ahead.clean)} spots in a row were clean (from the "
+                f"batches {clean} ahead on), and by bisection"
+            )
+        else:
+            front = f"its end was not found within {self.of.config.region} steps of time (stability.attribution.region)"
+        if self.back.reach == 0:
+            rear = "nobody before the window is like them"
+        else:
+            rear = (
+                f"it begins {self.back.reach} steps before the window, at position {int(every.min())}, by recorded "
+                f"losses{'' if self.back.found else ' (the record goes no further back)'}"
+            )
+        rest = (
+            f"; {inferred.size} samples inside were not measured and are like those that were"
+            if inferred.size
+            else ""
+        )
+        return f"{front}; {rear}{rest}"

@@ -1,0 +1,39 @@
+"""The scheduled learning rates of the latest steps: whether the rate jumped since a good state is asked of them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class Rates:
+    """Rates before cuts and caps, by step. The newest one outlives the process: a person may start it again with
+    another rate."""
+
+    def __init__(self, most: int) -> None:
+        self.coming: float | None = None  # of the coming update
+        self._known: deque[tuple[int, float]] = deque(maxlen=most)
+
+    def resume(self, step: int, rate: float | None) -> None:
+        """The state after `step` was last trained at `rate`, where that is known."""
+        if rate is not None:
+            self._known.append((step, rate))
+
+    def done(self, step: int) -> None:
+        """The step of the coming update is done."""
+        if self.coming is not None:
+            self._known.append((step, self.coming))
+
+    def forget_after(self, step: int) -> None:
+        while self._known and self._known[-1][0] > step:
+            self._known.pop()
+
+    @property
+    def newest(self) -> float | None:
+        return self._known[-1][1] if self._known else None
+
+    def highest_since(self, step: int) -> float | None:
+        return max((rate for at, rate in self._known if at >= step), default=None)
+
+    def before(self, step: int) -> float | None:
+        """The rate that the state after `step` was last trained at."""
+        return next((rate for at, rate in reversed(self._known) if at <= step), None)

@@ -1,0 +1,378 @@
+"""Looks after single samples: a trickle of bad ones, and every refused batch, is examined without going back.
+
+What the running test of stability/samples.py suspects, and every update that was refused without an incident, is put
+down as a case. It is examined as soon as the present state is a measure of samples: most are ordinary, or no incident
+is open and the loss on its trend. Guilty samples are skipped by identity, those ahead included that were not read yet;
+nothing is undone. All methods are collective: every rank decides alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from megastable.casebook import Casebook
+from megastable.checkpoint.store import RunState
+from megastable.data.loader import Step
+from megastable.data.skips import Selection
+from megastable.engine import Measured
+from megastable.evidence import Laboratory, Trained, harmless
+from megastable.stability import groups, region, samples
+from megastable.stability.actions import Action, Cause, Decision
+from megastable.stability.attribution import Conclusion
+from megastable.stability.samples import Alarm, Kind, SampleTest, Seen, Waiting, WatchState
+from megastable.stability.settings import StabilityConfig
+from megastable.stability.signals import Verdict
+
+CASES = (
+    8  # that wait at most: more batches are refused only where the state is bad, and then nobody is guilty
+)
+
+EARLIER = 2  # steps before the onset of an easy region that are looked at: its first batch is a mixed one
+REFERENCE = 256  # harmless samples whose tokens are read
+MOST = (
+    1 << 14
+)  # of the latest samples since the onset of an easy region, so many are read, and two steps at least
+WaitingKind = Literal["trickle", "batch", "easy"]
+
+
+class SampleWatch:
+    """Of one process. note, say, phase: the trainer's journal, console and heartbeat; selection: what is left out, by
+    the ledger of now."""
+
+    def __init__(
+        self,
+        config: StabilityConfig,
+        casebook: Casebook,
+        note: Callable[..., None],
+        say: Callable[[str], None],
+        phase: Callable[[str], None],
+        selection: Callable[[], Selection],
+        state: WatchState | None = None,
+    ) -> None:
+        self.config, self.casebook = config, casebook
+        self.note, self.say, self.phase, self.selection = note, say, phase, selection
+        self._names = [corpus.name for corpus in casebook.source.order.corpora]
+        self._looked = 0
+        self.rewind(state or WatchState())
+        self.before = self.state  # before the last step whose update was refused
+
+    @property
+    def state(self) -> WatchState:
+        """A copy."""
+        waiting = [case.model_copy() for case in self._waiting]
+        return WatchState(
+            test=self._test.state,
+            easy=self._easy.state,
+            waiting=waiting,
+            quiet=self._quiet,
+            looked=self._looked,
+        )
+
+    def rewind(self, state: WatchState) -> None:
+        """What came after `state` has not happened: neither has what was suspected of it."""
+        self._test = SampleTest(self.config.samples, state.test)
+        self._easy = SampleTest(self.config.samples, state.easy)
+        self._waiting, self._quiet = [case.model_copy() for case in state.waiting], state.quiet
+        self._ordinary, self._looked = False, max(state.looked, self._looked)
+
+    def observe(self, batch: Step, measured: Measured, applied: bool, step: int) -> None:
+        """Judge the samples of a step; what is suspected waits."""
+        if not self.config.enabled:
+            return
+        if not applied:
+            self.before = (
+                self.state
+            )  # of a step that may leave a rewind point; a copy costs as much as the test
+        corpora = self.casebook.source.order.locate(batch.positions).corpus
+        losses = measured.losses.numpy()
+        scored, alarm = self._test.observe(step, batch.positions, losses, corpora, self._names, applied)
+        # What all samples share is left to the other test; that single ones are easy is nothing.
+        _, low = self._easy.observe(step, batch.positions, -losses, corpora, self._names, applied)
+        self._ordinary = scored.ordinary
+        for case in self._waiting:
+            # Nothing was trained on since it was refused, so these are the same weights.
+            if case.kind == "discard" and case.proven is None and (scored.ordinary or applied):
+                case.proven = scored.ordinary
+        if alarm is not None:
+            self._suspect(alarm.kind.value, alarm, alarm.reason, step)
+        if low is not None and low.kind is Kind.BATCH:
+            reason = (
+                f"since step {low.onset} all samples together lie far below what is usual for their corpora"
+            )
+            self._suspect("easy", low, reason, step)
+
+    def _suspect(self, kind: WaitingKind, alarm: Alarm, reason: str, step: int) -> None:
+        if self.config.dry_run:
+            self.note("would", step=step, action=Action.SKIP, reason=reason)
+            self.say(f"step {step}: would examine samples: {reason}")
+            return
+        before = [case for case in self._waiting if case.kind == kind]
+        self._waiting = [case for case in self._waiting if case.kind != kind]
+        first = min([alarm.onset, *(case.first for case in before)])
+        known = {p: loss for case in before for p, loss in zip(case.positions, case.losses, strict=True)}
+        if kind == "trickle":
+            known |= {far.position: far.loss for far in self._test.far(alarm.onset)}
+        self._wait(
+            Waiting(kind=kind, first=first, last=step, verdict=Verdict.TRICKLE, reason=reason,
+                    positions=list(known), losses=list(known.values()))
+        )  # fmt: skip
+
+    def refused(
+        self, batch: Step, measured: Measured, step: int, decision: Decision, located: str = ""
+    ) -> None:
+        """An update was refused, and no more is done about it now. located: where its first number that is not finite
+        arose, when it was replayed."""
+        positions, losses = batch.positions.tolist(), measured.losses.tolist()
+        verdict, reason = decision.finding.verdict, decision.reason
+        self._wait(
+            Waiting(kind="discard", first=step, last=step, verdict=verdict, reason=reason, positions=positions,
+                    losses=losses, located=located)
+        )  # fmt: skip
+
+    def act(
+        self,
+        state: RunState,
+        trained: Sequence[Trained],
+        laboratory: Laboratory,
+        clear: bool,
+        calm: bool,
+    ) -> list[Conclusion]:
+        """Examine what waits, if this is a good moment: skip who is guilty, and go on. What convicted somebody. Raises
+        DataError, SpaceError.
+
+        trained: the latest steps. clear: no incident is open, and nothing is being proven; calm: the update was applied
+        and lies on the trend, too. A trickle may hold the loss up for as long as it lasts, and an incident open: that
+        most samples of the step were ordinary is enough to tell that the state is good.
+        """
+        self._quiet = self._quiet + 1 if clear and calm else 0
+        convicted = list[Conclusion]()
+        for case in list(self._waiting):
+            ready = case.kind == "easy" or (case.kind == "trickle" and self._ordinary)
+            if ready or self._quiet >= self.config.samples.quiet_steps:
+                self._waiting.remove(case)
+                found = self._examine(case, state, trained, laboratory)
+                convicted += [found] if found is not None else []
+        return convicted
+
+    def _wait(self, case: Waiting) -> None:
+        every = [*self._waiting, case]
+        self._waiting = every[-CASES:]
+        for dropped in every[:-CASES]:
+            reason = f"{CASES} later ones wait"
+            self.note("samples_dropped", step=case.last, first=dropped.first, last=dropped.last,
+                      suspected=dropped.reason, positions=dropped.positions, reason=reason)  # fmt: skip
+            self.say(f"step {case.last}: {dropped.reason}; not examined: {reason}")
+
+    def _examine(
+        self, case: Waiting, state: RunState, trained: Sequence[Trained], laboratory: Laboratory
+    ) -> Conclusion | None:
+        begin = time.perf_counter()
+        self.phase("examine samples")
+        left_out = self.selection()
+        history = [t for t in trained if t.applied and t.step < case.first]
+        if case.kind == "discard":
+            positions, losses = np.array(case.positions), np.array(case.losses)
+            window = [Trained(case.first, positions, losses, applied=False)]
+        else:
+            window = [t for t in trained if case.first <= t.step <= case.last]
+        if case.kind == "trickle":
+            met = self._met(case, window, left_out, laboratory)
+            if not met.positions.size:
+                return None
+            found = self._trickle(met, case, history, state, laboratory, left_out)
+        elif case.kind == "easy":
+            window = [t for t in trained if case.first - EARLIER <= t.step <= case.last]
+            window = window[-max(2, MOST // laboratory.batch) :]
+            history = [t for t in history if t.step < case.first - EARLIER]
+            found = self._by_heart(window, history, state, laboratory, left_out)
+        elif not window or left_out.mask(window[-1].positions).all():
+            return None
+        else:
+            found = laboratory.examine(window, history, state.cursor, left_out, False)
+            if not found.guilty and case.proven:
+                found = self._refused(window[0], found, history, laboratory, left_out)
+        seconds = time.perf_counter() - begin
+        if found.cause is not Cause.DATA or not found.guilty:
+            event = "discard_examined" if case.kind == "discard" else "samples_examined"
+            reason = "; ".join(filter(None, [found.reason, case.located]))
+            self.note(
+                event, step=state.step, first=case.first, last=case.last, suspected=case.reason,
+                positions=case.positions, reason=reason, seconds=round(seconds, 3),
+            )  # fmt: skip
+            self.say(f"step {state.step}: {case.reason}; examined: {reason}: nothing is skipped")
+            return None
+        self.casebook.skip(found, case.first, window, case.verdict, case.reason, state, seconds)
+        for test in (self._test, self._easy):
+            test.convict(found.guilty)
+        laboratory.loader.go_to(state.cursor, self.selection())
+        return found
+
+    def _met(
+        self, case: Waiting, window: Sequence[Trained], left_out: Selection, laboratory: Laboratory
+    ) -> Seen:
+        """The samples since the onset: of steps before this process began only those in the tails are known."""
+        positions, losses = harmless(window, left_out)
+        before = np.array(case.positions, dtype=np.int64)
+        new = ~np.isin(before, positions) & ~left_out.mask(before)
+        positions = np.concatenate([before[new], positions])
+        losses = np.concatenate([np.array(case.losses)[new], losses])
+        return Seen(positions, losses, laboratory.corpora(positions))
+
+    def _usual(
+        self, met: Seen, history: Sequence[Trained], laboratory: Laboratory, left_out: Selection
+    ) -> Seen:
+        """Harmless samples. Those of right before may be the first bad ones, and where they are measured by themselves
+        none of these may say how far harmless ones reach."""
+        config, begin = self.config.attribution, int(met.positions.min())
+        early = begin - config.behind * laboratory.batch
+        before = early if early >= config.reference else begin
+        return Seen(*laboratory.usual(history, met.corpora, before, left_out))
+
+    def _refused(
+        self,
+        batch: Trained,
+        found: Conclusion,
+        history: Sequence[Trained],
+        laboratory: Laboratory,
+        left_out: Selection,
+    ) -> Conclusion:
+        """Who of a refused batch was bad on the weights that it was refused on, which the next batch proved good: what
+        is soon learnt by heart is not bad any more by now."""
+        met = Seen(batch.positions, batch.losses, laboratory.corpora(batch.positions))
+        usual = self._usual(met, history, laboratory, left_out)
+        guilty = met.of(samples.suspects(met, usual, self.config.attribution.threshold))
+        if not guilty.positions.size:
+            return found
+        worst = samples.numbers(guilty, usual)
+        reason = (
+            f"{guilty.positions.size} of {met.positions.size} samples were bad when they were refused, on weights on "
+            f"which the next batch was ordinary: the worst had a loss of {worst[0].loss:.2f} ({worst[0].z:.0f} robust "
+            "deviations above harmless ones)"
+        )
+        return Conclusion(Cause.DATA, sorted(guilty.positions.tolist()), worst, reason)
+
+    def _trickle(
+        self,
+        met: Seen,
+        case: Waiting,
+        history: Sequence[Trained],
+        state: RunState,
+        laboratory: Laboratory,
+        left_out: Selection,
+    ) -> Conclusion:
+        """Who of `met` was bad when it was trained on, and still is; and who is ahead, until no more come."""
+        threshold = self.config.attribution.threshold
+        usual = self._usual(met, history, laboratory, left_out)
+        suspected = samples.suspects(met, usual, threshold)
+        again = met.of(suspected[: self.config.samples.measured])
+        again = again._replace(losses=laboratory.losses(again.positions))
+        guilty = again.of(samples.still_bad(again, usual, threshold))
+        if not guilty.positions.size:
+            return Conclusion(
+                Cause.STATE, [], [],
+                f"{suspected.size} of {met.positions.size} samples were far out when they were trained on, none of "
+                "them is by now",
+            )  # fmt: skip
+        gap = (case.last - case.first + 1) / guilty.positions.size
+        ahead, cursor, clean = met.of(np.empty(0, np.int64)), state.cursor, 0
+        bad = ahead
+        for _ in range(self._may_look(state.step)):
+            self._looked += 1
+            more, cursor = left_out.next_kept(cursor, laboratory.batch)
+            next_ = Seen(more, laboratory.losses(more), laboratory.corpora(more))
+            ahead = ahead.with_(next_)
+            found = samples.suspects(met.with_(ahead), usual, threshold) - met.positions.size
+            bad = ahead.of(found[found >= 0])
+            clean = 0 if np.isin(more, bad.positions).any() else clean + 1
+            if clean >= max(4, 3 * gap):
+                break
+        if bad.positions.size > samples.HALF * ahead.positions.size:
+            return Conclusion(
+                Cause.STATE, [], [],
+                f"{bad.positions.size} of the {ahead.positions.size} samples that come next are as bad: that is no "
+                "matter of single samples, but of the state",
+            )  # fmt: skip
+        everyone = guilty.with_(bad)
+        worst = samples.numbers(everyone, usual)
+        reason = (
+            f"{guilty.positions.size} of {met.positions.size} samples since step {case.first} are bad on the present "
+            f"state, too, and {bad.positions.size} of the {ahead.positions.size} that come next: the worst has a loss "
+            f"of {worst[0].loss:.2f} ({worst[0].z:.0f} robust deviations above "
+            f"{np.isin(usual.corpora, everyone.corpora).sum()} harmless ones)"
+        )
+        return Conclusion(Cause.DATA, sorted(everyone.positions.tolist()), worst, reason)
+
+    def _by_heart(
+        self,
+        window: Sequence[Trained],
+        history: Sequence[Trained],
+        state: RunState,
+        laboratory: Laboratory,
+        left_out: Selection,
+    ) -> Conclusion:
+        """Who of `window` repeats itself, where that is what made it easy; and who is ahead, until no more come than
+        usual.
+
+        Tables and lists have few different tokens, too. Samples are named where far more of the batch, or of so many
+        neighbours as tell it, are below the bar than of harmless ones: by mistake in one of 100 such spots at most, in
+        one of 10,000 from 32 samples on. Other spots are no part of the region, and it is over after some in a row.
+        """
+        nobody = Conclusion(Cause.STATE, [], [], "the samples are easy, but do not repeat themselves")
+        positions, losses = harmless(window, left_out)
+        met = Seen(positions, losses, laboratory.corpora(positions))
+        if not positions.size:
+            return nobody
+        usual = self._usual(met, history, laboratory, left_out)
+        if usual.positions.size < groups.ENOUGH:
+            return nobody
+        newest = usual.positions[-REFERENCE:]
+        tokens, middle = laboratory.tokens(newest), float(np.median(usual.losses[-REFERENCE:]))
+
+        look = region.spot(laboratory.batch, samples.HALF, samples.FEW_AT_MOST)
+        together = look.batches * laboratory.batch
+
+        def guilty(seen: Seen) -> Seen:
+            bad = samples.repetitive(laboratory.tokens(seen.positions), tokens) & (seen.losses < middle)
+            return seen.of(np.flatnonzero(bad if bad.sum() >= look.least else np.zeros_like(bad)))
+
+        everyone = met.of(np.empty(0, np.int64))
+        for part in np.split(
+            np.arange(positions.size), range(positions.size % together, positions.size, together)
+        ):
+            everyone = everyone.with_(guilty(met.of(part)))
+        latest = met.of(
+            np.flatnonzero(np.isin(positions, np.concatenate([t.positions for t in window[-2:]])))
+        )
+        if everyone.positions.size < samples.HALF * latest.positions.size or not samples.easy(
+            latest, usual, self.config.attribution.threshold
+        ):
+            return nobody
+        cursor, clean, count = state.cursor, 0, 0
+        for _ in range(self._may_look(state.step) // look.batches):
+            self._looked += look.batches
+            more, cursor = left_out.next_kept(cursor, together)
+            bad = guilty(Seen(more, laboratory.losses(more), laboratory.corpora(more)))
+            everyone, count = everyone.with_(bad), count + bad.positions.size
+            clean = 0 if bad.positions.size else clean + 1
+            if clean >= region.CLEAN:
+                break
+        few, many = (
+            int(np.median(samples.different(t)))
+            for t in (laboratory.tokens(everyone.positions[-REFERENCE:]), tokens)
+        )
+        reason = (
+            f"{everyone.positions.size - count} of {positions.size} samples of the {len(window)} steps since step "
+            f"{window[0].step} repeat themselves and are soon learnt by heart, and {count} of those that come next: "
+            f"the median has {few} different tokens, {many} are usual"
+        )
+        shown = samples.numbers(everyone, usual)[::-1]
+        return Conclusion(Cause.DATA, sorted(everyone.positions.tolist()), shown, reason)
+
+    def _may_look(self, step: int) -> int:
+        """Batches ahead."""
+        c = self.config.samples
+        return max(0, min(c.ahead, c.ahead + step // c.ahead_every - self._looked))

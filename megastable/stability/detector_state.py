@@ -1,0 +1,82 @@
+"""What the detector remembers between steps: plain numbers, small, kept in every checkpoint and rewind point."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megastable.stability.opening import Opening
+from megastable.stability.robust import Sum
+from megastable.stability.scatter import Scatter
+from megastable.stability.signals import Verdict
+
+
+class _State(BaseModel):
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+
+class Channel(_State):
+    """What is remembered of one series.
+
+    times, values: the accepted ones. raw: the newest finite ones, accepted or not. record: the farthest harmless jump
+    in sigma, slowly forgotten. pending: jumps (observation, sigma) of which that is not known yet.
+    """
+
+    times: list[int] = []
+    values: list[float] = []
+    raw: list[float] = []
+    record: float = 0.0
+    pending: list[tuple[int, float]] = []
+
+
+class Excursion(_State):
+    """verdict, onset (a step), since (the observation that raised it), and the newest residuals of loss and norm.
+
+    loss_again, joint_again: the tests for a further jump on top of it.
+    """
+
+    verdict: Verdict
+    onset: int
+    since: int
+    severity: float
+    reason: str
+    loss: list[float] = []
+    norm: list[float] = []
+    loss_again: Sum = Field(default_factory=Sum)
+    joint_again: Sum = Field(default_factory=Sum)
+
+
+class Drop(_State):
+    """A sudden fall of the loss, such as a shard of easy text: the way back up to `level` is no spike."""
+
+    level: float
+    since: int
+
+
+class Sums(_State):
+    """The running sequential tests. All start again when an excursion is over."""
+
+    spike: Sum = Field(default_factory=Sum)
+    joint: Sum = Field(default_factory=Sum)
+    drift: Sum = Field(default_factory=Sum)
+    wide_up: Sum = Field(default_factory=Sum)
+    wide_down: Sum = Field(default_factory=Sum)
+    fall: Sum = Field(default_factory=Sum)
+
+
+class DetectorState(_State):
+    """All that the detector remembers, from which it goes on bit for bit; under 20 KB as JSON."""
+
+    seen: int = 0
+    loss: Channel = Field(default_factory=Channel)
+    norm: Channel = Field(default_factory=Channel)
+    sums: Sums = Field(default_factory=Sums)
+    best: float | None = None  # lowest level of the loss that was held
+    best_lr: float | None = None
+    width: float | None = None  # the scatter of the loss when it was smallest, slowly given up
+    drop: Drop | None = None
+    excursion: Excursion | None = None
+    opening: Opening | None = Field(default_factory=Opening)
+    scatter: Scatter = Field(default_factory=Scatter)
+    mixed: int | None = None  # the observation at which the data changed, as far as that is known
+    doubted: int = 0  # until then an ordinary norm says nothing: it was learnt in an excursion
+    indicators: dict[str, list[float]] = {}

@@ -1,0 +1,63 @@
+"""Why processes failed, and what the supervisor does about it: restart, skip the step's samples, or stop. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from megastable.stability.actions import Action, Cause, Remedy
+from megastable.stability.settings import PolicyConfig
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How an attempt ended that should have gone on.
+
+    what: its kind, the same where it is the same failure ("SIGKILL", "hang", "RuntimeError: ..."). step: the one that
+    was being done, None where none was begun. host: where, None where that is not known. clock: the farthest step that
+    was done by then. skipped: the samples of that step were skipped because of it.
+    """
+
+    what: str
+    step: int | None
+    host: str | None
+    clock: int
+    skipped: bool = False
+
+
+def after_failure(failures: Sequence[Failure], hosts: int, config: PolicyConfig) -> Remedy:
+    """What to do after the last of `failures`, those of one run in order; hosts: how many it runs on."""
+    c, last = config, failures[-1]
+    recent = [f for f in failures if last.clock - f.clock < c.budget_window]
+    there = sum(f.host == last.host and f.host is not None for f in recent)
+    if hosts > 1 and there >= c.same_host:
+        reason = f"{there} failures of {last.host} within {c.budget_window} steps: it is that host"
+        return Remedy(Action.STOP, Cause.HARDWARE, reason)
+    here = _trailing(recent, lambda f: (f.what, f.step) == (last.what, last.step) and f.step is not None)
+    if len(here) >= c.same_place:
+        often = f"{last.what} at step {last.step}, {len(here)} times in a row"
+        if any(f.skipped for f in here):
+            return Remedy(
+                Action.STOP, Cause.CODE, f"{often}, with other data, too: code or settings, no luck"
+            )
+        return Remedy(Action.RESTART, Cause.DATA, f"{often}: its samples are skipped", skip=True)
+    barren = _trailing(recent, lambda f: f.clock == last.clock)
+    if len(barren) >= c.barren:
+        reason = f"{len(barren)} failures in a row without a step of new ground (stability.policy.barren)"
+        return Remedy(Action.STOP, Cause.PROCESS, reason)
+    if len(recent) > c.restarts:
+        reason = f"the {c.restarts} restarts per {c.budget_window} steps (stability.policy) are spent"
+        return Remedy(Action.STOP, Cause.PROCESS, reason)
+    return Remedy(Action.RESTART, Cause.PROCESS, f"{last.what}: luck, as far as can be told")
+
+
+def _trailing(failures: Sequence[Failure], like: Callable[[Failure], bool]) -> list[Failure]:
+    """Those at the end, without a gap."""
+    return list(takewhile(like, reversed(failures)))
+
+
+def pause(failures: Sequence[Failure], most: float) -> float:
+    """Seconds to wait before a restart: none after new ground, then doubling from 1 up to `most`."""
+    count = len(_trailing(failures, lambda f: f.clock == failures[-1].clock))
+    return 0.0 if count <= 1 else min(most, 2.0 ** (count - 2))

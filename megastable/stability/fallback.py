@@ -1,0 +1,38 @@
+"""Leaving FP8, and returning to it: how long each fall-back rests, and why. Pure."""
+
+from __future__ import annotations
+
+from megastable.stability.policy_state import PolicyState
+from megastable.stability.settings import PolicyConfig
+
+
+def rest(state: PolicyState, config: PolicyConfig) -> int | None:
+    """Steps of new ground that the last fall-back lasts at least; None = for good."""
+    count = len(state.fallbacks)
+    if count >= config.fallbacks or not config.fp8_rest:
+        return None
+    return config.fp8_rest * 2 ** max(0, count - 1)
+
+
+def is_over(state: PolicyState, config: PolicyConfig) -> bool:
+    """Asked at a step on the trend: whether FP8 may be tried again."""
+    s, steps = state, rest(state, config)
+    calm = s.resting and not s.watching and not s.refused
+    return calm and steps is not None and s.clock - s.fallbacks[-1] >= steps
+
+
+def reason(state: PolicyState, config: PolicyConfig) -> str:
+    """Why the coming step computes in FP8, or not: a sentence, once FP8 was left."""
+    s = state
+    if s.resting:
+        return f"fall-back {len(s.fallbacks)} of {config.fallbacks}: without FP8 {lasting(s, config)}"
+    steps = s.returns[-1] - s.fallbacks[-1] if s.returns else 0
+    return f"{steps} steps of new ground without FP8, nothing is being watched, no update was refused lately"
+
+
+def lasting(state: PolicyState, config: PolicyConfig) -> str:
+    """How long FP8 is left, in words."""
+    steps = rest(state, config)
+    if steps is not None:
+        return f"for {steps} steps of new ground at least"
+    return f"for good (stability.policy.fallbacks={config.fallbacks}, fp8_rest={config.fp8_rest})"

@@ -1,0 +1,120 @@
+"""How alike samples are, by their tokens alone: evidence beside their losses that costs no model time.
+
+Two statistics of a sample, both of counts of tokens and of pairs of neighbours, pairs in `BUCKETS` hashed buckets:
+- `Words.surprisal`: nats per token that a table of how frequent tokens are in harmless text would spend. A loss is
+  explained by it in part: a page of rare names is hard, and harmless. What it leaves unexplained scatters half as much;
+- `Resemblance.of`: how much more likely its tokens are in a mixture of harmless text and some accused samples than in
+  harmless text alone, nats per token (a sample is left out of the accused that it is compared with, or every sample
+  would resemble itself). After AdaDetect, which learns a score for novelty from the very samples in question and
+  keeps its error rate: Marandon, Lei, Mary and Roquain, "Adaptive novelty detection with false discovery rate
+  guarantee", Annals of Statistics 2024.
+
+Pure; tokens are [n, L + 1], as `Source.samples` gives them, or their first `READ` + 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Int64s = npt.NDArray[np.int64]
+Tokens = npt.NDArray[np.signedinteger[Any]]
+
+BUCKETS = 1 << 16  # of single tokens, and as many of pairs
+READ = 1024  # tokens of a sample that are looked at: what a sample is like shows in its beginning
+HALF = 0.5  # what a token or pair that never occurred counts
+ENOUGH_ALIKE = 8  # measured samples of each kind that a cut is chosen on, and as many that it is tried on
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+def words(tokens: Tokens) -> Int64s:
+    """The bucket of each token of n samples but the first one, which is not predicted: int64 [n, L], below BUCKETS."""
+    return _bucket(tokens[:, 1 : READ + 1].astype(np.uint64))
+
+
+def pairs(tokens: Tokens) -> Int64s:
+    """The bucket of each token together with the one before it: int64 [n, L], BUCKETS to 2 BUCKETS."""
+    known = tokens[:, : READ + 1].astype(np.uint64)
+    return _bucket(known[:, 1:] + known[:, :-1] * _ODD) + BUCKETS
+
+
+def _bucket(numbers: npt.NDArray[np.uint64]) -> Int64s:
+    with np.errstate(over="ignore"):
+        mixed = (numbers + np.uint64(1)) * _ODD
+        mixed ^= mixed >> np.uint64(31)
+        mixed *= _ODD
+    return np.asarray(mixed >> np.uint64(48), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Words:
+    """rarity: -log of how frequent each bucket of single tokens is, nats, fp64 [BUCKETS]."""
+
+    rarity: Floats
+
+    @classmethod
+    def of(cls, tokens: Tokens) -> Words:
+        """Of harmless samples."""
+        counts = np.bincount(words(tokens).ravel(), minlength=BUCKETS) + HALF
+        seen = max(1, int((counts > HALF).sum()))
+        # Buckets that no token of the vocabulary falls into are not to have a share.
+        return cls(-np.log(counts / (counts.sum() - HALF * (BUCKETS - 2 * seen))))
+
+    def surprisal(self, tokens: Tokens) -> Floats:
+        """Of n samples, nats per token: fp64 [n]."""
+        return np.asarray(self.rarity[words(tokens)].mean(axis=1))
+
+
+@dataclass(frozen=True)
+class Resemblance:
+    """To some accused samples. usual: share of each bucket in harmless text; accused: counts in all that are accused,
+    of tokens and of pairs alike, fp64 [2 BUCKETS]."""
+
+    usual: Floats
+    accused: Floats
+
+    @classmethod
+    def to(cls, accused: Tokens, harmless: Tokens) -> Resemblance:
+        """Of the tokens of both."""
+        counts = _counts(harmless) + HALF
+        return cls(counts / counts.sum(), _counts(accused))
+
+    def of(self, tokens: Tokens, among: npt.NDArray[np.bool_] | None = None) -> Floats:
+        """Of n samples, nats per token: fp64 [n]. among: which of them are of the accused themselves."""
+        found = np.empty(len(tokens))
+        for row, sample in enumerate(tokens[:, None]):
+            at = np.concatenate([words(sample)[0], pairs(sample)[0]])
+            own, counts = np.unique(at, return_counts=True)
+            theirs, total = self.accused[own], self.accused.sum()
+            if among is not None and among[row]:
+                theirs, total = theirs - counts, total - at.size
+            share = theirs / total if total > 0 else self.usual[own]
+            # As many of the accused as of the harmless: bounded from below, so that no single pair acquits.
+            found[row] = (np.log((share / self.usual[own] + 1) / 2) * counts).sum() / max(1, at.size)
+        return found
+
+
+def _counts(tokens: Tokens) -> Floats:
+    found = np.zeros(2 * BUCKETS)
+    for part in np.array_split(tokens, max(1, len(tokens) // 256)):
+        found += np.bincount(words(part).ravel(), minlength=2 * BUCKETS)
+        found += np.bincount(pairs(part).ravel(), minlength=2 * BUCKETS)
+    return found
+
+
+def separation(guilty: Floats, harmless: Floats, error: float) -> float | None:
+    """The likeness from which on a sample that was not measured counts as guilty; None where likeness does not tell.
+
+    guilty, harmless: of measured samples. Chosen on one half of them, half-way between the quantiles that leave the
+    share `error` of each on the wrong side, and kept if no more than that of the other half is on the wrong side.
+    """
+    if min(guilty.size, harmless.size) < 2 * ENOUGH_ALIKE:
+        return None
+    low, high = np.quantile(harmless[::2], 1 - error), np.quantile(guilty[::2], error)
+    cut = float(low + high) / 2
+    wrong = max((guilty[1::2] < cut).mean(), (harmless[1::2] >= cut).mean())
+    return cut if low < high and wrong <= error else None

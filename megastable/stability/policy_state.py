@@ -1,0 +1,96 @@
+"""What the policy remembers: kept over rewinds, in every checkpoint and in the journal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from megastable.stability.actions import Action, Cause
+from megastable.stability.odds import Account
+from megastable.stability.rate import Limit
+
+
+class Taken(BaseModel):
+    """An action of the past. clock: the farthest step that had been reached by then: what is done again after a rewind
+    is no new ground, and brings no budget back. corpus: the guilty one. odds: log10, of the cause. weak: positions of
+    samples that were convicted by less than what is called strong."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    clock: int
+    step: int
+    action: Action
+    cause: Cause = Cause.UNKNOWN
+    corpus: str | None = None
+    odds: float = 0.0
+    weak: tuple[int, ...] = ()
+
+
+class Alert(BaseModel):
+    """An episode in which nothing more is done automatically: since which step, and why."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: int
+    reason: str
+
+
+class PolicyState(BaseModel):
+    """clock: the farthest step so far. refused: steps of the discards that belong to no incident yet. watching: an
+    action was taken at step `tripped` and is being verified until `watch_until`; good: steps on the trend since.
+    recurrences: how often the present incident came back. account: the evidence about the present chain of incidents.
+    limits: of the learning rate. fallbacks, returns: clocks at which FP8 was left and gone back to, in turns. alert:
+    the episode.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    clock: int = 0
+    refused: list[int] = []
+    watching: bool = False
+    tripped: int = 0
+    watch_until: int = 0
+    good: int = 0
+    recurrences: int = 0
+    taken: list[Taken] = []
+    account: Account | None = None
+    limits: list[Limit] = []
+    fallbacks: list[int] = []
+    returns: list[int] = []
+    alert: Alert | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _cuts_of_before(cls, given: Any) -> Any:
+        """Until cuts could be lifted they were a list of `cuts`, halving from these updates on: they begin to rest now.
+        Their factor was `cut_factor`, whose default it was."""
+        if not isinstance(given, dict) or "cuts" not in given:
+            return given
+        rest = {key: value for key, value in given.items() if key != "cuts"}
+        cuts = [
+            {"kind": "cut", "value": 0.5, "updates": at, "clock": given.get("clock", 0)}
+            for at in given["cuts"]
+        ]
+        return {**rest, "limits": [*cuts, *rest.get("limits", [])]}
+
+    @property
+    def resting(self) -> bool:
+        """Whether FP8 was left, and not gone back to."""
+        return len(self.fallbacks) > len(self.returns)
+
+    @property
+    def rested(self) -> int:
+        """Steps of new ground without FP8 because it was left."""
+        ends = [*self.returns, self.clock]
+        return sum(end - begin for begin, end in zip(self.fallbacks, ends, strict=False))
+
+    def barren_handovers(self, verify_steps: int) -> int:
+        """How many of the latest hand-overs led to no new ground: no more than `verify_steps` steps from each to the
+        next, and from the last to the farthest step. Each further one needs an older checkpoint."""
+        count, later = 0, self.clock
+        for taken in reversed([t for t in self.taken if t.action is Action.HANDOVER]):
+            if later - taken.clock > verify_steps:
+                break
+            count, later = count + 1, taken.clock
+        return count

@@ -1,0 +1,140 @@
+"""Limits of the learning rate: cuts (times a factor) and caps (not above a rate), and how they are lifted again. Pure.
+
+A cap goes down with the schedule, from the rate of the good state on, as that state would have without the mistake: it
+falls by what the schedule falls by, but for jumps. It does not rise with it.
+
+A limit is on trial: after `cut_rest` steps of new ground on the trend it is lifted, and the rate ramps back over
+`rewarm_steps` updates. If trouble returns within `recur_steps`, the limit returns, and rests twice as long; the last of
+`cuts` stays for good. A cap ends by itself, too, when the schedule has jumped back below it and stayed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from megastable.stability.settings import PolicyConfig
+
+Kind = Literal["cut", "cap"]
+
+JUMP = 2.0  # a scheduled rate that is so many times another one, or the reverse, has jumped
+
+
+class Limit(BaseModel):
+    """kind: "cut", value: a factor; or "cap", value: the highest rate. updates: applied ones when it was imposed;
+    clock: the farthest step that had been reached by then. times: how often it was imposed. lifted, lifted_updates:
+    the same of its end, None while it holds. Of a cap: scheduled, the rate of the schedule that `value` belongs to, and
+    latest, that of the latest update; jumped: the clock when it jumped last. None: it stays where it is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Kind
+    value: float
+    updates: int
+    clock: int
+    times: int = 1
+    lifted: int | None = None
+    lifted_updates: int = 0
+    scheduled: float | None = None
+    latest: float | None = None
+    jumped: int | None = None
+
+    @property
+    def holds(self) -> bool:
+        return self.lifted is None
+
+    def highest(self, scheduled: float) -> float:
+        """The highest rate under a cap, where the schedule says `scheduled`."""
+        return self.value if self.scheduled is None else self.value * min(1.0, scheduled / self.scheduled)
+
+
+def limited(limits: Sequence[Limit], updates: int, scheduled: float, rewarm: int) -> float:
+    """The rate of the update after `updates` applied ones, where the schedule says `scheduled`.
+
+    After a cut the rate warms up from a tenth of the cut rate over `rewarm` updates; a cap needs no warm-up, as the
+    good state was trained at that rate.
+    """
+    rate = scheduled
+    newest = max((limit.updates for limit in limits if limit.holds and limit.kind == "cut"), default=None)
+    for limit in limits:
+        full = rate * limit.value if limit.kind == "cut" else min(rate, limit.highest(scheduled))
+        if limit.holds:
+            rate = full
+        elif rewarm > (since := max(0, updates - limit.lifted_updates)):
+            rate = full + (rate - full) * since / rewarm
+    if newest is not None and rewarm > (since := max(0, updates - newest)):
+        rate *= 0.1 + 0.9 * since / rewarm
+    return rate
+
+
+def follow(limits: Sequence[Limit], clock: int, scheduled: float) -> None:
+    """The coming update is scheduled at this rate. Where that is a jump, caps stay where they are, and go down from
+    there."""
+    for limit in limits:
+        if limit.kind != "cap" or limit.scheduled is None or scheduled <= 0:
+            continue
+        before = limit.latest or limit.scheduled
+        if not 1 / JUMP <= scheduled / before <= JUMP:
+            limit.value, limit.scheduled, limit.jumped = limit.highest(before), scheduled, clock
+        limit.latest = scheduled
+
+
+def spent(limits: Sequence[Limit], config: PolicyConfig) -> bool:
+    """Whether no limit may be imposed any more."""
+    return sum(limit.times for limit in limits) >= config.cuts
+
+
+def rest(limits: Sequence[Limit], limit: Limit, config: PolicyConfig) -> int | None:
+    """Steps of new ground that a limit lasts at least; None = for good."""
+    return None if spent(limits, config) or not config.cut_rest else config.cut_rest * 2 ** (limit.times - 1)
+
+
+def outgrown(limits: Sequence[Limit], step: int, scheduled: float, settled: int) -> list[Limit]:
+    """Caps that the schedule has come back below, beyond the step that they were imposed at, and `settled` steps beyond
+    its jump: until then a rewind may lead to before it."""
+    return [
+        limit
+        for limit in limits
+        if limit.kind == "cap"
+        and limit.holds
+        and step > limit.clock
+        and step >= (limit.jumped or 0) + settled * (limit.jumped is not None)
+        and scheduled <= limit.highest(scheduled)
+    ]
+
+
+def rested(limits: Sequence[Limit], clock: int, config: PolicyConfig) -> Limit | None:
+    """The newest limit that holds, if its rest is over. Those below it have to wait for it."""
+    held = [limit for limit in limits if limit.holds]
+    if not held:
+        return None
+    last = held[-1]
+    steps = rest(limits, last, config)
+    return last if steps is not None and clock - last.clock >= steps else None
+
+
+def lifted_lately(limits: Sequence[Limit], clock: int, within: int) -> Limit | None:
+    """The newest limit that was lifted at most `within` steps of new ground ago."""
+    lately = [limit for limit in limits if limit.lifted is not None and clock - limit.lifted <= within]
+    return max(lately, key=lambda limit: limit.lifted or 0, default=None)
+
+
+def settled(limits: Sequence[Limit], clock: int, window: int) -> list[Limit]:
+    """The limits that still count: one whose lifting has held for `window` steps of new ground is forgotten."""
+    return [limit for limit in limits if limit.lifted is None or clock - limit.lifted < window]
+
+
+def moved_back(limits: Sequence[Limit], updates: int) -> None:
+    """The run goes on from `updates` applied ones: what begins or ends later does so there."""
+    for limit in limits:
+        limit.updates = min(limit.updates, updates)
+        limit.lifted_updates = min(limit.lifted_updates, updates)
+
+
+def words(limit: Limit) -> str:
+    """What a limit does, as a part of a sentence."""
+    if limit.kind == "cap":
+        return f"the learning rate stays at or below {limit.value:.3g}, and goes down with the schedule"
+    return f"the learning rate is multiplied by {limit.value:g}"

@@ -1,0 +1,153 @@
+"""Where a bad region ends: by few probes, geometrically farther and farther, and by bisection.
+
+Pure: `grow` is given a function that tells how many samples of a batch are bad. A region may be thin (4 bad samples of
+16 in every step), so a spot that is looked at is as many neighbouring batches as tell inside from outside with the
+error rate `RISK`, both ways. After `CLEAN` clean spots in a row, each twice as far as the one before, the region is
+over; then the end is bisected. A region of n batches takes some 2 log2(n) + `CLEAN` spots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+RISK = 0.01  # that a spot inside passes for one outside, or the other way round
+STRAY = 0.005  # share of harmless samples that look bad
+SOLID = 0.85  # share of bad samples that is asked of no region: single ones look ordinary where all are bad
+CLEAN = 3  # spots in a row
+LARGEST = 16  # batches of a spot at most: what is thinner is no region
+FARTHEST = 1 << 16  # batches
+
+
+@dataclass(frozen=True)
+class Region:
+    """Positions [first, end); how: a sentence that tells how both ends were found. measured: samples that were measured
+    for it; steps: what that took, in steps of time. found: whether it was seen to end ahead. probes: positions that
+    were looked at, with how many were measured there and how many of them were bad, ascending."""
+
+    first: int
+    end: int
+    how: str
+    measured: int = 0
+    steps: float = 0.0
+    found: bool = True
+    probes: tuple[tuple[int, int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Side:
+    """reach: batches that belong to the region on this side. counts: bad samples of each batch that was looked at.
+    found: whether it was seen to end; endless: it goes on as far as anybody looks."""
+
+    reach: int
+    counts: dict[int, int]
+    found: bool
+    endless: bool
+    clean: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Spot:
+    """batches: neighbours that are looked at together; least: bad samples among them, from which on it is inside."""
+
+    batches: int
+    least: int
+
+
+def spot(size: int, share: float, stray: float = STRAY) -> Spot:
+    """For batches of `size` samples, `share` of which are bad inside the region; stray: of harmless ones."""
+    share = min(share, SOLID)
+    for batches in range(1, LARGEST + 1):
+        n = batches * size
+        least = next(k for k in range(1, n + 2) if 1 - below(k, n, stray) <= RISK)
+        if below(least, n, share) <= RISK:
+            # In the middle between both, where there is room.
+            while below(least + 1, n, share) <= RISK / 10:
+                least += 1
+            return Spot(batches, least)
+    return Spot(LARGEST, 1)
+
+
+def below(k: int, n: int, p: float) -> float:
+    """The chance of fewer than k of n, each with chance p."""
+    if p >= 1:
+        return float(k > n)
+    return sum(
+        math.exp(
+            math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1)
+            + (i * math.log(p) if i else 0.0) + (n - i) * math.log1p(-p)
+        )
+        for i in range(min(k, n + 1))
+    )  # fmt: skip
+
+
+def grow(
+    probe: Callable[[int], int | None], size: int, share: float, budget: int, farthest: int = FARTHEST
+) -> Side:
+    """How far a region goes on from batch 0, the one next to what is known of it, to one side.
+
+    probe: bad samples of a batch, None where there is none any more. budget: batches that may be looked at; farthest:
+    the last of them.
+    """
+    look, counts, over = spot(size, share), dict[int, int](), False
+
+    def inside(at: int) -> bool | None:
+        """None where the data or the budget ends."""
+        nonlocal over
+        found = 0
+        for batch in range(at, at + look.batches):
+            if batch not in counts:
+                if len(counts) >= budget:
+                    return None
+                told = probe(batch)
+                if told is None:
+                    over = True
+                    return None  # what cannot be seen whole is no clean spot
+                counts[batch] = told
+            found += counts[batch]
+            if found >= look.least:
+                return True
+        return False
+
+    last, first_clean, clean, at = -1, None, list[int](), 0
+    ended = endless = False
+    while True:
+        there = inside(at)
+        if there is None:
+            ended = over  # nothing is left on this side
+            break
+        if there:
+            last, first_clean, clean = at, None, []
+        else:
+            first_clean = at if first_clean is None else first_clean
+            clean.append(at)
+            if len(clean) >= CLEAN:
+                ended = True
+                break
+        at = 2 * at + look.batches
+        if at > farthest:
+            endless = last >= farthest // 4  # a clean spot or two beyond that are luck
+            ended = not endless
+            break
+    hi = first_clean
+    while hi is not None and hi - last > 1:
+        middle = (last + hi) // 2
+        there = inside(middle)
+        if there is None:
+            break
+        last, hi = (middle, hi) if there else (last, middle)
+    # The first clean spot may hold the region's last few.
+    most = last if hi is None else hi
+    reach = max(
+        (batch + 1 for batch, bad in counts.items() if bad and batch < most + look.batches), default=0
+    )
+    return Side(max(reach, last + 1), counts, ended, endless, tuple(clean))
+
+
+def spread(first: int, end: int, count: int) -> list[int]:
+    """`count` of the numbers in [first, end), evenly spread, the coarsest first; all of them where they are as many."""
+    numbers = range(first, end)
+    bits = max(1, (len(numbers) - 1).bit_length())
+    turned = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
+    return [numbers[i] for i in turned if i < len(numbers)][:count]

@@ -1,0 +1,458 @@
+"""Are single samples worse than their corpus's own? A running test of the per-sample losses of every step.
+
+A step's mean hides one bad sample of sixteen, and the detector is right to let it pass. Over many steps it is a
+trickle: samples far above their corpus come more often than they did. Two tests run on the same scores:
+
+    trickle   the rate of samples in the tail of their corpus has risen
+    batch     all samples of a step lie in the upper part of their corpora together, step after step
+
+A score is the loss against the latest samples of the same corpus, in robust sigma: a falling loss, a corpus that drifts
+and a changed mix leave it where it was. How often a corpus has scores in each part of its tail is counted, with slow
+forgetting; a corpus of which little is known is not judged. Each step multiplies an e-value: how much more probable its
+scores are if a share of the samples is bad, against the predictive distribution of the counts (Dirichlet-multinomial,
+so that a young history counts as little as it is worth). A cumulative sum of its logarithm (Page 1954) reaches log A
+once in A healthy steps or more rarely, as the e-detector that bounds it does: Shin, Ramdas and Rinaldo, "E-detectors: a
+nonparametric framework for sequential change detection", New England Journal of Statistics in Data Science 2024.
+
+An alarm convicts nobody: it says which steps to examine. Samples are shuffled within a corpus, so a trickle that was
+there from the first step on is part of what the corpus is, and is not told by this.
+Pure: the same numbers on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr
+
+from megastable.stability import groups
+from megastable.stability.attribution import Suspect
+from megastable.stability.likeness import Tokens
+from megastable.stability.settings import SampleConfig
+from megastable.stability.signals import Verdict
+
+Floats = npt.NDArray[np.float64]
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+# Samples of a corpus that its level is the median of, and that its scatter is taken of (and that must be known before a
+# sample is scored): eight and sixteen steps of sixteen. Of larger batches, so many batches: all samples of one share
+# the error of both.
+LATEST, LATEST_BATCHES = 128, 2
+SCATTER, SCATTER_BATCHES = 256, 4
+EDGES = np.array([3.0, 4.0, 6.0, 9.0, 14.0])  # sigma: the parts of the tail; below is the bulk
+# Before anything is counted: what Student t of 3 degrees has in each part, worth so many samples.
+PRIOR_WEIGHT = 200.0
+PRIOR = PRIOR_WEIGHT * np.array([0.0214, 0.0076, 0.0076, 0.0023, 0.00074, 0.00026])
+PRIOR[0] = PRIOR_WEIGHT - PRIOR[1:].sum()
+# Where bad samples are taken to lie: near, in between, or far out. Those of one kind hardly differ.
+BAD = np.array(
+    [
+        [0.0, 0.35, 0.35, 0.2, 0.07, 0.03],
+        [0.0, 0.05, 0.15, 0.35, 0.3, 0.15],
+        [0.0, 0.02, 0.05, 0.13, 0.3, 0.5],
+    ]
+)
+SHARES = np.array([1 / 256, 1 / 64, 1 / 16, 1 / 4])  # of the samples that are bad, if any are
+SUMS = BAD.shape[0] * SHARES.size
+MEMORY = 8192.0  # samples of a corpus, after which its counts are half forgotten
+# The newest samples are not counted yet, lest a rate that has risen is soon taken for usual: so many, but no more than
+# this share of what is counted, as a short history needs them.
+NEWEST, NEWEST_SHARE = 1024, 0.1
+REMEMBERED = 512  # samples in the tails that are remembered one by one, since the onset of what adds up
+ORDINARY = 1.0  # sigma: the median of a step lies within a third of it, of a state that is spoilt far above
+LIFTED = 0.5  # sigma: a median of sixteen lies within it but for one time in twenty
+CLIP = 3.0  # sigma at which a sample ends in the mean of its batch
+STEPS, FEWEST = 128, 24  # batches that one is compared with: the latest, and before which nothing is said
+UNPROVEN = (
+    8  # batches of right before it that are none of them, as it may be the last of several that are bad
+)
+WORST = 0.04  # of these batches are passed over when the highest is sought: one may have been bad itself
+TAIL = 6.0  # beyond it, chances fall with this power: means of clipped scores have short tails
+REMAINS = 0.5  # of the threshold, by which a suspect is still above its corpus after it was trained on
+BET = 0.3  # e-value of a p-value: BET * p ** (BET - 1), Vovk and Wang, "E-values", Annals of Statistics 2021
+
+
+class Kind(StrEnum):
+    TRICKLE = "trickle"
+    BATCH = "batch"
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """kind; onset: the step since which it adds up; reason: a sentence with the numbers."""
+
+    kind: Kind
+    onset: int
+    reason: str
+
+
+class Scored(NamedTuple):
+    """Of a step. z: fp64 [n], robust sigma above the latest of its corpus, nan where too few are known. p: how often
+    all samples of a batch lie as high for their corpora as these, nan where that is not known."""
+
+    z: Floats
+    p: float
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether most samples are as always: then the state is not to blame for the others."""
+        known = self.z[~np.isnan(self.z)]
+        return bool(known.size and float(np.median(known)) < ORDINARY)
+
+
+# Replaced and never changed, so that copies may share it; a list wherever it is written down.
+Latest = Annotated[
+    Floats,
+    PlainValidator(lambda given: np.array(given, np.float64), json_schema_input_type=list[float]),
+    PlainSerializer(lambda kept: kept.tolist(), return_type=list[float]),
+]
+
+
+class _State(BaseModel):
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants", arbitrary_types_allowed=True)
+
+
+class Far(_State):
+    """A sample in the tail of its corpus: the step that met it, its position, its loss (nats) and the part of the
+    tail."""
+
+    step: int
+    position: int
+    loss: float
+    part: int
+
+
+class CorpusState(_State):
+    """Of a corpus. losses: the latest, nats; counts: scores in each part, bulk first, forgotten slowly; newest: those
+    of the latest steps, oldest first, that are not counted yet, with their step in front."""
+
+    losses: Latest = np.empty(0)
+    counts: list[float] = [0.0] * (EDGES.size + 1)
+    newest: list[tuple[int, ...]] = []
+    _size: int = PrivateAttr(0)  # scores in `newest`, which are too many to add up at every step
+
+    def model_post_init(self, _: object) -> None:
+        self._size = sum(sum(row[1:]) for row in self.newest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CorpusState) and self.model_dump() == other.model_dump()
+
+    def count(self, step: int, parts: Int64s) -> None:
+        """Add the scores of a step to those that wait, and count who has waited long enough."""
+        self.newest = [*self.newest, (step, *parts.tolist())]
+        self._size += int(parts.sum())
+        counts = np.array(self.counts)
+        while self.newest and self._size > min(NEWEST, NEWEST_SHARE * counts.sum()):
+            row = np.array(self.newest.pop(0)[1:])
+            counts = counts * 0.5 ** (row.sum() / MEMORY) + row
+            self._size -= int(row.sum())
+        self.counts = counts.tolist()
+
+    def take_out(self, step: int, part: int) -> None:
+        """A score of `step` in this part of the tail, if it waits still."""
+        for at, row in enumerate(self.newest):
+            if row[0] == step and row[part + 1] > 0:
+                left = (*row[: part + 1], row[part + 1] - 1, *row[part + 2 :])
+                self.newest = [*self.newest[:at], left, *self.newest[at + 1 :]]
+                self._size -= 1
+
+
+class SumState(_State):
+    """log e-value, and the step at which it last left zero."""
+
+    height: float = 0.0
+    onset: int = 0
+
+
+class SampleState(_State):
+    """All that the test remembers, from which it goes on bit for bit. corpora: by name. means: of the latest batches.
+    far: samples in the tails, by corpus, of which it is not settled whether they are usual. trickle: for each row of
+    `BAD` and of `SHARES`."""
+
+    corpora: dict[str, CorpusState] = {}
+    means: list[float] = []
+    far: dict[str, list[Far]] = {}
+    trickle: Annotated[list[SumState], Field(min_length=SUMS, max_length=SUMS)] = [
+        SumState() for _ in range(SUMS)
+    ]
+    batch: SumState = SumState()
+
+
+class Waiting(_State):
+    """A case that waits for a good moment to be examined. first, last: its steps. positions, losses: refused, or
+    in the tails since the onset of a trickle. proven: whether the very weights that a batch was refused
+    on are good, as the next one showed (None: that was no better, and neither was trained on). located: where the first
+    number that is not finite arose, a sentence."""
+
+    kind: Literal["trickle", "batch", "discard", "easy"]
+    first: int
+    last: int
+    verdict: Verdict
+    reason: str
+    positions: list[int] = []
+    losses: list[float] = []
+    proven: bool | None = None
+    located: str = ""
+
+
+class WatchState(_State):
+    """What checkpoints and rewind points keep of sample_watch.py. easy: the same test of the losses' negatives. quiet:
+    steps on the trend, with nothing open. looked: batches that were looked ahead.
+    """
+
+    test: SampleState = SampleState()
+    easy: SampleState = SampleState()
+    waiting: list[Waiting] = []
+    quiet: int = 0
+    looked: int = 0
+
+
+class SampleTest:
+    """One `observe` per step, in order."""
+
+    def __init__(self, config: SampleConfig, state: SampleState | None = None) -> None:
+        self.config = config
+        self._state = _copied(SampleState() if state is None else state)
+
+    @property
+    def state(self) -> SampleState:
+        """A copy: later observations do not change it."""
+        return _copied(self._state)
+
+    def observe(
+        self,
+        step: int,
+        positions: Int64s,
+        losses: Floats,
+        corpora: Int64s,
+        names: Sequence[str],
+        applied: bool = True,
+    ) -> tuple[Scored, Alarm | None]:
+        """Judge the samples of a step: positions, losses (nats) and corpora (`names[corpora]`), each [n].
+
+        applied: whether the update was; a refused batch is evidence, but no measure of what is usual.
+        """
+        z, judged = np.full(losses.shape, np.nan), np.zeros(losses.size, bool)
+        scatter, tail = max(SCATTER, SCATTER_BATCHES * losses.size), np.zeros(SUMS)
+        members = {names[index]: corpora == index for index in np.unique(corpora).tolist()}
+        for name, mine in members.items():
+            known = self._state.corpora.setdefault(name, CorpusState())
+            if len(known.losses) >= scatter:
+                z[mine] = _scores(losses[mine], known.losses, max(LATEST, LATEST_BATCHES * losses.size))
+                judged |= mine & (sum(known.counts) >= self.config.known)
+            if applied:
+                finite = losses[mine & np.isfinite(losses)]
+                known.losses = np.concatenate([known.losses, finite])[-scatter:]
+        # What lifts all of them together is told by the other test.
+        scored = ~np.isnan(z)
+        lifted = max(0.0, float(np.median(z[scored])) - LIFTED) if scored.any() else 0.0
+        for name, mine in members.items():
+            mine = mine & scored
+            if not mine.any():
+                continue
+            known, part = self._state.corpora[name], np.searchsorted(EDGES, z[mine] - lifted, side="right")
+            parts = np.bincount(part, minlength=EDGES.size + 1)
+            if judged[mine].any():
+                tail += _evidence(parts, np.array(known.counts))
+            if part.any():
+                self._remember(step, name, positions[mine], losses[mine], part)
+            if applied:
+                known.count(step, parts)
+        p = self._rank(z[scored], applied)
+        self._settle(step)  # after an alarm, what led to it is still there
+        return Scored(z, p), self._add(step, tail, p)
+
+    def convict(self, positions: Iterable[int]) -> None:
+        """Samples that are bad are no measure of what is usual, as far as they were not counted yet."""
+        convicted = set(positions)
+        for name, far in self._state.far.items():
+            known = self._state.corpora[name]
+            for one in (one for one in far if one.position in convicted):
+                known.take_out(one.step, one.part)
+            self._state.far[name] = [one for one in far if one.position not in convicted]
+
+    def far(self, first: int) -> list[Far]:
+        """Samples in the tails that were met since the step `first`, oldest first."""
+        every = (one for far in self._state.far.values() for one in far if one.step >= first)
+        return sorted(every, key=lambda one: (one.step, one.position))
+
+    def _remember(self, step: int, name: str, positions: Int64s, losses: Floats, part: Int64s) -> None:
+        for at in np.flatnonzero(part):
+            one = Far(step=step, position=int(positions[at]), loss=float(losses[at]), part=int(part[at]))
+            self._state.far[name] = [*self._state.far.get(name, []), one][-REMEMBERED:]
+
+    def _settle(self, step: int) -> None:
+        """Forget samples of before what adds up, and that are counted."""
+        onset = min((by.onset for by in self._state.trickle if by.height > 0), default=step)
+        for name, far in self._state.far.items():
+            newest = self._state.corpora[name].newest
+            since = min(onset, newest[0][0] if newest else step)
+            if far and far[0].step < since:
+                self._state.far[name] = [one for one in far if one.step >= since]
+
+    def _rank(self, z: Floats, applied: bool) -> float:
+        """How often a batch's mean clipped score is as high as this one's."""
+        if not z.size:
+            return math.nan
+        mean = float(np.clip(z, -CLIP, CLIP).mean())
+        means = np.array(self._state.means[:-UNPROVEN])
+        if applied:
+            self._state.means = [*self._state.means, mean][-STEPS - UNPROVEN :]
+        if means.size < FEWEST:
+            return math.nan
+        middle = float(np.median(means))
+        scale = max(CLIP / 100, 1.4826 * float(np.median(np.abs(means - middle))))
+        passed = int(WORST * means.size)
+        worst = max(2.0, (float(np.sort(means)[-1 - passed]) - middle) / scale)
+        now = (mean - middle) / scale
+        share = (1 + int((means >= mean).sum())) / (means.size + 1)
+        return share if now <= worst else (1 + passed) / (means.size + 1) * (worst / now) ** TAIL
+
+    def _add(self, step: int, tail: Floats, p: float) -> Alarm | None:
+        s = self._state
+        limit = math.log(1e4 / self.config.false_alarms)
+        heights = [_raise(by, term, step) for by, term in zip(s.trickle, tail.tolist(), strict=True)]
+        bet = 0.0 if math.isnan(p) else math.log(BET) + (BET - 1) * math.log(p)
+        together = _raise(s.batch, bet, step)
+        highest = int(np.argmax(heights))
+        if heights[highest] >= limit + math.log(SUMS):
+            share, onset = float(SHARES[highest % SHARES.size]), s.trickle[highest].onset
+            since = step - onset + 1
+            s.trickle = [SumState() for _ in heights]
+            reason = (
+                f"since step {onset}, for {since} steps, samples far above their corpus come more often than "
+                f"before: about {share:.1%} of all"
+            )
+            return Alarm(Kind.TRICKLE, onset, reason)  # if the other is due as well, it is at the next step
+        if together >= limit:
+            onset, s.batch = s.batch.onset, SumState()
+            reason = f"since step {onset} all samples together lie above what is usual for their corpora"
+            return Alarm(Kind.BATCH, onset, reason)
+        return None
+
+
+def _copied(state: SampleState) -> SampleState:
+    """Lists of numbers are replaced and never changed, so that they need no copy: this is done every step."""
+    return SampleState(
+        corpora={name: known.model_copy() for name, known in state.corpora.items()},
+        means=state.means,
+        far=dict(state.far),
+        trickle=[by.model_copy() for by in state.trickle],
+        batch=state.batch.model_copy(),
+    )
+
+
+def _scores(losses: Floats, known: Floats, count: int) -> Floats:
+    """Robust sigma above the latest of the corpus; what is not finite is as far out as can be."""
+    centre = _median(known[-count:])
+    scale = max(groups.SCALE_FLOOR, 1.4826 * _median(np.abs(known - centre)))
+    return np.asarray(np.nan_to_num((losses - centre) / scale, nan=1e6, posinf=1e6, neginf=1e6))
+
+
+def _median(finite: Floats) -> float:
+    """np.median takes several times as long to find out what it was given."""
+    half = finite.size // 2
+    ordered = np.partition(finite, (half - 1, half))
+    return float(ordered[half] if finite.size % 2 else (ordered[half - 1] + ordered[half]) / 2)
+
+
+def _evidence(parts: Int64s, counts: Floats) -> Floats:
+    """log e-value of a step for each row of `BAD` and of `SHARES`, fp64 [rows * shares]: scores in each part of the
+    tail now, against `counts` of before."""
+    total = np.log1p(-SHARES) * parts[0] + np.zeros((BAD.shape[0], 1))
+    weight, size = PRIOR + counts, PRIOR_WEIGHT + counts.sum()
+    for part in np.flatnonzero(parts[1:]) + 1:
+        # Each sample is predicted from those before it, also those of its own step.
+        usual = (weight[part] + np.arange(parts[part])) / (size + np.arange(parts[part]))
+        ratio = BAD[:, part, None, None] / usual - 1
+        total += np.log1p(SHARES[:, None] * ratio).sum(axis=2)
+    return total.ravel()
+
+
+def _raise(by: SumState, term: float, step: int) -> float:
+    if by.height <= 0.0:
+        by.height, by.onset = 0.0, step
+    by.height += term
+    return by.height
+
+
+# Who is guilty, once an alarm was raised
+
+
+class Seen(NamedTuple):
+    """Samples: positions, losses (nats) and corpora, each [n]."""
+
+    positions: Int64s
+    losses: Floats
+    corpora: Int64s
+
+    def of(self, chosen: Int64s) -> Seen:
+        return Seen(self.positions[chosen], self.losses[chosen], self.corpora[chosen])
+
+    def with_(self, other: Seen) -> Seen:
+        return Seen(
+            np.append(self.positions, other.positions),
+            np.append(self.losses, other.losses),
+            np.append(self.corpora, other.corpora),
+        )
+
+
+def suspects(met: Seen, usual: Seen, threshold: float) -> Int64s:
+    """Which of the samples since the onset are more, and farther out, than harmless ones account for: indexes, the
+    worst first. All that were met are judged together, so that none is chosen for having been chosen.
+
+    met: losses before their samples were trained on; so of `usual`, harmless ones of before, oldest first. As it is
+    known that there are more than usual, none must be as far out by itself (groups.MOST).
+    """
+    z, p = groups.compare(met.losses, met.corpora, usual.losses, usual.corpora)
+    bad = np.flatnonzero(groups.guilty_by_loss(z, p, groups.MOST * threshold))
+    return np.asarray(bad[np.argsort(-z[bad], kind="stable")])
+
+
+def still_bad(again: Seen, usual: Seen, threshold: float) -> Int64s:
+    """Which of the suspects are bad on the present state, too: indexes. Those that the model has learnt from once are a
+    little better than they were."""
+    z, _ = groups.compare(again.losses, again.corpora, usual.losses, usual.corpora)
+    return np.flatnonzero(z > REMAINS * threshold)
+
+
+def numbers(guilty: Seen, usual: Seen) -> list[Suspect]:
+    """For the record, the worst first."""
+    z, _ = groups.compare(guilty.losses, guilty.corpora, usual.losses, usual.corpora)
+    columns = guilty.positions.tolist(), guilty.losses.tolist(), z.tolist()
+    return sorted((Suspect(*row) for row in zip(*columns, strict=True)), key=lambda s: -s.z)
+
+
+# Text that repeats itself is soon learnt by heart: its loss falls far below its corpus's, the rest is forgotten
+
+FEW_TOKENS = 0.01  # share of harmless samples that have as few different tokens as one that repeats itself
+# The bar is a quantile of some hundred samples: as many harmless ones may be below it, at most.
+FEW_AT_MOST = 0.03
+HALF = (
+    0.5  # of the usual number of different tokens; and of the samples of a region, so many must be far below
+)
+
+
+def repetitive(tokens: Tokens, harmless: Tokens) -> Bools:
+    """Which samples, tokens [n, L], have far fewer different tokens than harmless ones [m, L]: bool [n]."""
+    own, usual = different(tokens), different(harmless)
+    return np.asarray(own <= min(HALF * float(np.median(usual)), float(np.quantile(usual, FEW_TOKENS))))
+
+
+def different(tokens: Tokens) -> Int64s:
+    """How many different tokens each sample [n, L] has: int64 [n]."""
+    ordered = np.sort(tokens, axis=1)
+    return 1 + np.count_nonzero(np.diff(ordered, axis=1), axis=1)
+
+
+def easy(met: Seen, usual: Seen, threshold: float) -> bool:
+    """Whether at least half of the samples are farther below their corpora than harmless ones account for."""
+    below = suspects(met._replace(losses=-met.losses), usual._replace(losses=-usual.losses), threshold)
+    return below.size >= HALF * met.positions.size

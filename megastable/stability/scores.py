@@ -1,0 +1,197 @@
+"""How bad samples look, by three kinds of evidence in one number: a score that is calibrated on harmless samples.
+
+- z of the loss among harmless samples of the corpus (groups.py);
+- what the words of a sample leave unexplained of it: rare words make a sample hard, and harmless;
+- how like its tokens are those of the accused (likeness.py).
+
+Each in robust deviations of harmless samples of its corpus, cut at `LOW` and `HIGH`, and added: no single one decides.
+Half of the harmless samples is learnt from, the other half calibrates. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.stability.groups import CROWD, ENOUGH, accused, crowd, group_test, nearer, robust
+from megastable.stability.likeness import Resemblance, Tokens, Words
+from megastable.stability.region import STRAY
+
+Floats = npt.NDArray[np.float64]
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+LOW, HIGH = -2.0, 6.0  # robust deviations
+EDGES = (0.005, 0.995)  # quantiles of what harmless words are like, beyond which the line is not believed
+
+
+class Samples(NamedTuple):
+    """tokens: [n, L + 1]; z: of their losses, fp64 [n]; corpora: int64 [n]."""
+
+    tokens: Tokens
+    z: Floats
+    corpora: Int64s
+
+    def of(self, chosen: Bools | Int64s | slice) -> Samples:
+        return Samples(self.tokens[chosen], self.z[chosen], self.corpora[chosen])
+
+
+class Usual:
+    """What harmless samples of one corpus are like."""
+
+    def __init__(self, harmless: Samples) -> None:
+        self.learnt, self.kept = harmless.of(slice(0, None, 2)), harmless.of(slice(1, None, 2))
+        tokens, z = self.learnt.tokens, self.learnt.z
+        self.words = Words.of(tokens)
+        hard = self.words.surprisal(tokens)
+        self._edges = np.quantile(hard, EDGES)
+        hard = np.clip(hard, *self._edges)
+        inner = np.abs(z) < HIGH  # one wild sample must not bend the line
+        spread = float(hard[inner].var()) if inner.any() else 0.0
+        self._slope = float(np.cov(hard[inner], z[inner], bias=True)[0, 1]) / spread if spread > 1e-9 else 0.0
+        self._middle, self._scale = robust(z - self._slope * hard)
+        # Of a badness, where z is off by one: it is in it twice.
+        self.amplified = 1 + 1 / self._scale
+        self.badness = self.of(self.kept)
+
+    def of(self, samples: Samples) -> Floats:
+        """How bad samples are by themselves: fp64 [n]."""
+        hard = np.clip(self.words.surprisal(samples.tokens), *self._edges)
+        unexplained = (samples.z - self._slope * hard - self._middle) / self._scale
+        return np.asarray(np.clip(samples.z, LOW, HIGH) + np.clip(unexplained, LOW, HIGH))
+
+
+class Scale:
+    """Of the corpora of which enough is known. harmless: oldest first."""
+
+    def __init__(self, harmless: Samples) -> None:
+        corpora, counts = np.unique(harmless.corpora, return_counts=True)
+        enough = corpora[counts >= 2 * ENOUGH].tolist()
+        self.usual = {c: Usual(harmless.of(harmless.corpora == c)) for c in enough}
+
+    def judges(self, corpora: Int64s) -> Bools:
+        """Which of n samples can be judged."""
+        return np.isin(corpora, list(self.usual))
+
+    def badness(self, samples: Samples) -> Floats:
+        """Of samples by themselves, fp64 [n]; 0 of a corpus of which too little is known."""
+        found = np.zeros(samples.z.shape)
+        for corpus, usual in self.usual.items():
+            members = samples.corpora == corpus
+            found[members] = usual.of(samples.of(members))
+        return found
+
+    def harmless(self, corpora: Int64s) -> Floats:
+        """The badness of the harmless samples of these corpora that calibrate."""
+        mine = [usual.badness for c, usual in self.usual.items() if (corpora == c).any()]
+        return np.concatenate([np.empty(0), *mine])
+
+    def amplified(self, corpora: Int64s) -> float:
+        """How much the badness of these corpora is off where z is off by one, at most."""
+        return max((usual.amplified for c, usual in self.usual.items() if (corpora == c).any()), default=0.0)
+
+
+class Score:
+    """Badness and likeness to the `accused` samples together; without `losses`, likeness alone, and not cut. harmless:
+    of those that calibrate, fp64 [m]; alike: of these likeness alone, nats per token."""
+
+    def __init__(self, scale: Scale, accused: Samples, losses: bool = True) -> None:
+        self._scale, self._resemblance = scale, dict[int, tuple[Resemblance, float, float]]()
+        self._weight, self._high = (1.0, HIGH) if losses else (0.0, np.inf)
+        harmless, alike = [np.empty(0)], [np.empty(0)]
+        for corpus in np.unique(accused.corpora).tolist():
+            if (usual := scale.usual.get(corpus)) is None:
+                continue
+            resemblance = Resemblance.to(accused.tokens, usual.learnt.tokens)
+            likeness = resemblance.of(usual.kept.tokens)
+            middle, width = robust(likeness)
+            self._resemblance[corpus] = resemblance, middle, width
+            alike.append(likeness)
+            harmless.append(self._together(usual.badness, (likeness - middle) / width))
+        self.harmless, self.alike = np.concatenate(harmless), np.concatenate(alike)
+
+    def of(self, samples: Samples, among: Bools | None = None) -> tuple[Floats, Floats]:
+        """Scores and likeness of samples, fp64 [n] each; -inf of other corpora than those of the accused. among: which
+        of the samples are of the accused themselves."""
+        scores, alike = np.full(samples.z.shape, -np.inf), np.full(samples.z.shape, -np.inf)
+        badness = self._scale.badness(samples)
+        for corpus, (resemblance, middle, width) in self._resemblance.items():
+            mine = samples.corpora == corpus
+            own = None if among is None else among[mine]
+            alike[mine] = resemblance.of(samples.tokens[mine], own)
+            scores[mine] = self._together(badness[mine], (alike[mine] - middle) / width)
+        return scores, alike
+
+    def _together(self, badness: Floats, likeness: Floats) -> Floats:
+        return np.asarray(self._weight * badness + np.clip(likeness, LOW, self._high))
+
+
+class Judged(NamedTuple):
+    """guilty: bool [n]. p: of the group test. score: that names them, None where nobody is guilty; bar: a score from
+    which on further samples are like them."""
+
+    guilty: Bools
+    p: float
+    score: Score | None
+    bar: float
+
+
+def judge(
+    scale: Scale, suspects: Samples, alone: Bools, error: float, significance: float, innocent: float
+) -> Judged:
+    """Who of a window is guilty. alone: those that are by their loss alone, bool [n]. error: standard error of z that
+    all share. significance: of the group test; innocent: share of the named that may be.
+
+    The first accused are the worst; those that this names are the accused of a second look.
+    """
+    known = scale.judges(suspects.corpora)
+    badness, harmless = scale.badness(suspects), scale.harmless(suspects.corpora)
+    p = group_test(badness[known], harmless, error * scale.amplified(suspects.corpora))
+    guilty = alone
+    if p <= significance:
+        first = np.zeros(alone.shape, dtype=bool)
+        first[known] = accused(badness[known], harmless)
+        guilty = guilty | _named(Score(scale, suspects.of(first)), suspects, first, innocent)
+    if not guilty.any():
+        return Judged(guilty, p, None, np.inf)
+    score, among = Score(scale, suspects.of(guilty)), guilty
+    if p <= significance:
+        guilty = alone | _named(score, suspects, among, innocent)
+    return _judged(guilty, p, score, suspects, among)
+
+
+def judge_alike(scale: Scale, suspects: Samples, accused: Bools, innocent: float) -> Judged:
+    """Who of a window is guilty where its gradient accuses some of them, bool [n], and not their losses.
+
+    They need not be hard to be bad: one sentence over and over is easy, and its gradients add up. So only their being
+    like each other, and unlike harmless samples, tells who is meant; of fewer than `CROWD` that is not believed.
+    """
+    guilty = accused & scale.judges(suspects.corpora)
+    score, among = Score(scale, suspects.of(guilty), losses=False), guilty
+    for _ in range(2):
+        if not guilty.any():
+            break
+        score, among = Score(scale, suspects.of(guilty), losses=False), guilty
+        guilty = _named(score, suspects, among, innocent)
+    if guilty.sum() < CROWD:
+        guilty = np.zeros(accused.shape, dtype=bool)
+    found = _judged(guilty, 1.0, score, suspects, among)
+    if not guilty.any():
+        return found
+    # The least of few that are much alike is no measure of the rest of their region, and harmless ones lie far below.
+    return found._replace(bar=(found.bar + float(np.quantile(score.harmless, 1 - STRAY))) / 2)
+
+
+def _judged(guilty: Bools, p: float, score: Score, suspects: Samples, among: Bools) -> Judged:
+    if not guilty.any():
+        return Judged(guilty, p, None, np.inf)
+    scores = score.of(suspects, among)[0][guilty]
+    usual = float(np.quantile(score.harmless, 1 - STRAY)) if score.harmless.size else np.inf
+    return Judged(guilty, p, score, max(usual, float(scores.min())))
+
+
+def _named(score: Score, suspects: Samples, among: Bools, innocent: float) -> Bools:
+    scores, _ = score.of(suspects, among)
+    return nearer(scores, crowd(scores, score.harmless, innocent), score.harmless)

@@ -1,0 +1,286 @@
+"""Checkpoints whose checksums are right and whose content is wrong: convicted before a step is done on them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastable import errors
+from megastable.checkpoint import markers, store
+from megastable.checkpoint.catalogue import entries
+from megastable.checkpoint.tool.accepting import accept
+from megastable.checkpoint.vitals import paired
+from megastable.config import RunConfig
+from megastable.drills.poison import Kind, poison
+from tests.conftest import tiny, write_corpus
+from tests.distributed import run_ranks
+from tests.test_failures import batch, events, train
+from tests.test_resume import identical
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "zero1-dp2": (2, {}),
+    "tp2": (2, {"parallel": {"tensor": 2}}),
+    "pp2": (2, {"parallel": {"pipeline": 2}}),
+    "zero3-dp2": (2, {"parallel": {"zero": 3}}),
+}
+
+
+def at(corpus: Path, run: Path, layout: str, steps: int, **parts: Any) -> RunConfig:
+    checkpoint = {"interval": 5, "keep": 9} | parts.pop("checkpoint", {})
+    return tiny(corpus, run, train=batch(steps=steps), checkpoint=checkpoint, **LAYOUTS[layout][1], **parts)
+
+
+def rejected(run: Path) -> dict[str, str]:
+    return {e["name"]: e["problem"] for e in events(run, "checkpoint_rejected")}
+
+
+CASES = [
+    ("weight", "zero1-dp2", "zero1-dp2"),
+    ("weight", "pp2", "one"),
+    ("second_moments", "zero1-dp2", "tp2"),
+    ("second_moments", "tp2", "tp2"),
+    ("block", "pp2", "pp2"),
+    ("block", "tp2", "zero3-dp2"),
+]
+
+
+@pytest.mark.parametrize(("kind", "before", "after"), CASES)
+def test_the_one_before_is_taken_in_the_same_start(
+    kind: Kind, before: str, after: str, corpus: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert run_ranks(LAYOUTS[before][0], train, at(corpus, run, before, 15))[0] == (0, "")
+    assert poison(run / "checkpoints", kind).name == "step-15"
+    assert not store.problems(run / "checkpoints/step-15")  # every checksum is right
+    assert run_ranks(LAYOUTS[after][0], train, at(corpus, run, after, 20))[0] == (0, "")
+    assert list(rejected(run)) == ["step-15"] and "its content is not" in rejected(run)["step-15"]
+    assert [e["step"] for e in events(run, "resumed")] == [10]
+    aside = run / "checkpoints/rejected-step-15"
+    assert markers.convicted(aside) is not None and markers.healthy(aside) is None
+    (closed,) = [e["summary"] for e in events(run, "incident") if e["what"] == "closed"]
+    assert (closed["cause"], closed["verdict"], closed["steps_lost"]) == ("storage", "damaged_checkpoint", 5)
+    assert not (run / "skips.jsonl").exists() and not events(run, "handover", "discarded")
+    if before == after:
+        straight = tmp_path / "straight"
+        run_ranks(LAYOUTS[before][0], train, at(corpus, straight, before, 20))
+        world = LAYOUTS[before][0]
+        assert identical(*(r / "checkpoints/step-20" for r in (run, straight))) == 3 * world
+
+
+def test_three_in_a_row_and_a_person_who_accepts_one(corpus: Path, tmp_path: Path) -> None:
+    """All that are bad are passed over in one start; where all are bad the run says so, and a person may accept one."""
+    run, folder = tmp_path / "run", tmp_path / "run/checkpoints"
+    assert run_ranks(2, train, at(corpus, run, "zero1-dp2", 20)) == [(0, "")] * 2
+    for step, kind in ((20, "weight"), (15, "second_moments"), (10, "block")):
+        poison(folder, kind, step=step)  # type: ignore[arg-type]
+    assert run_ranks(2, train, at(corpus, run, "zero1-dp2", 25)) == [(0, "")] * 2
+    assert sorted(rejected(run)) == ["step-10", "step-15", "step-20"]
+    assert [e["step"] for e in events(run, "resumed")] == [5]
+    aside = {path.name for path in folder.glob("rejected-*")}
+    assert aside == {"rejected-step-10", "rejected-step-15", "rejected-step-20"}
+    # Whoever starts it again has nothing to do with them.
+    assert run_ranks(2, train, at(corpus, run, "zero1-dp2", 30)) == [(0, "")] * 2
+    assert [e["step"] for e in events(run, "resumed")] == [5, 25] and len(rejected(run)) == 3
+
+    for path in store.newest_first(folder):
+        poison(folder, "block", step=store.step_of(path))
+    left = [path.name for path in store.newest_first(folder)]
+    for _ in range(2):  # the second start knows it from the markers
+        for code, message in run_ranks(2, train, at(corpus, run, "zero1-dp2", 35)):
+            assert code == errors.BAD_INPUT and f"none of its {len(left)} checkpoints can be used" in message
+            assert f"accept {folder / 'step-30'}" in message
+    assert [path.name for path in store.newest_first(folder)] == left
+    assert "is accepted" in accept(folder / "step-30", "a block was scaled on purpose")
+    assert run_ranks(2, train, at(corpus, run, "zero1-dp2", 35)) == [(0, "")] * 2
+    assert [e["step"] for e in events(run, "resumed")][-1] == 30
+    assert any("accepted by a person" in e["text"] for e in events(run, "warning"))
+
+
+def test_one_that_was_put_aside_is_accepted_under_its_own_name(corpus: Path, tmp_path: Path) -> None:
+    run, folder = tmp_path / "run", tmp_path / "run/checkpoints"
+    run_ranks(1, train, at(corpus, run, "one", 10))
+    (folder / "step-10").rename(folder / "rejected-step-10")
+    markers.convict(folder / "rejected-step-10", "its content is wrong")
+    assert "its content is wrong" in accept(folder / "rejected-step-10", "")
+    assert (folder / store.LATEST).read_text() == "step-10"
+    ruling = markers.accepted(folder / "step-10")
+    assert ruling is not None and markers.convicted(folder / "step-10") is None
+    (folder / "suspect-step-10").mkdir()
+    with pytest.raises(errors.CheckpointError):
+        accept(folder / "suspect-step-10", "")
+    file = next((folder / "step-5").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(errors.CheckpointError, match="damaged bytes"):
+        accept(folder / "step-5", "")
+
+
+def test_a_state_that_computes_something_else_is_passed_over_and_named(corpus: Path, tmp_path: Path) -> None:
+    """Signs that are turned leave every size as it was: the probe samples tell."""
+    run, folder = tmp_path / "run", tmp_path / "run/checkpoints"
+    run_ranks(1, train, at(corpus, run, "one", 15))
+    run_ranks(1, turned, folder)
+    assert run_ranks(1, train, at(corpus, run, "one", 20)) == [(0, "")]
+    assert "probe samples" in rejected(run)["step-15"]
+    assert [e["step"] for e in events(run, "resumed")] == [10]
+    assert markers.convicted(folder / "rejected-step-15") is not None
+
+
+def turned(folder: Path) -> None:
+    """All weights of the newest checkpoint with the other sign, every checksum mended."""
+    import numpy as np
+
+    from megastable.drills import poison as module
+
+    module._EDITS["block"] = np.negative
+    module.poison(folder, "block")
+
+
+def test_where_what_computes_is_wrong_no_checkpoint_is_convicted(corpus: Path, tmp_path: Path) -> None:
+    """Everywhere alike, or less the less a state has learnt: then the oldest may even stay within what rounding does.
+    A person who knows why takes the newest, or an older one; what is passed over then is not convicted, either."""
+    run, folder = tmp_path / "run", tmp_path / "run/checkpoints"
+    run_ranks(1, train, at(corpus, run, "one", 10))
+    for factor, told in ((8.0, "none of its 2 checkpoints"), (2.0, "step-5 does not prove")):
+        ((code, message),) = run_ranks(1, train_elsewhere, at(corpus, run, "one", 15), factor)
+        assert code == errors.BAD_INPUT and "kernels, versions and hardware" in message and told in message
+        assert f"accept {folder / 'step-10'}" in message
+        assert [path.name for path in store.newest_first(folder)] == ["step-10", "step-5"]
+        assert all(markers.convicted(path) is None for path in store.newest_first(folder))
+    older = tmp_path / "older"
+    shutil.copytree(run, older)
+    accept(older / "checkpoints/step-5", "")
+    assert run_ranks(1, train_elsewhere, at(corpus, older, "one", 6), 8.0) == [(0, "")]
+    assert [e["step"] for e in events(older, "resumed")] == [5]
+    assert markers.convicted(older / "checkpoints/rejected-step-10") is None
+    accept(folder / "step-10", "")
+    assert run_ranks(1, train_elsewhere, at(corpus, run, "one", 11), 8.0) == [(0, "")]
+    assert [e["step"] for e in events(run, "resumed")] == [10]
+
+
+def test_what_rounding_may_do_is_nobodys_fault(corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_ranks(1, train, at(corpus, run, "one", 10))
+    assert run_ranks(1, train_elsewhere, at(corpus, run, "one", 11), 1.1) == [(0, "")]
+    (resumed,) = events(run, "resumed")
+    assert resumed["step"] == 10 and 0.001 < resumed["changes"]["losses"] < 0.05 and not rejected(run)
+
+
+def train_elsewhere(config: RunConfig, factor: float) -> tuple[int, str]:
+    """Where every product comes out larger by `factor`, as a wrong kernel would have it."""
+    import torch
+    from torch.nn import functional
+
+    real = functional.linear
+
+    def linear(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        return real(x, *args) * factor
+
+    functional.linear = linear  # type: ignore[assignment]
+    return train(config)
+
+
+def test_one_that_remembers_no_losses_convicts_nobody(corpus: Path, tmp_path: Path) -> None:
+    """Of an older version, or of when there were no probes: it would look right on any machine."""
+    run, folder = tmp_path / "run", tmp_path / "run/checkpoints"
+    run_ranks(1, train, at(corpus, run, "one", 10, checkpoint={"vitals": {"probes": 0}}))
+    run_ranks(1, train, at(corpus, run, "one", 15))
+    run_ranks(1, turned, folder)
+    ((code, message),) = run_ranks(1, train, at(corpus, run, "one", 20))
+    assert code == errors.BAD_INPUT and "step-10 does not prove" in message and "no losses" in message
+    assert [path.name for path in store.newest_first(folder)] == ["step-15", "step-10", "step-5"]
+    assert markers.convicted(folder / "step-15") is None
+
+
+CHANGES: dict[str, dict[str, Any]] = {  # layouts: see CASES
+    "precision": {"precision": {"kind": "fp32"}},
+    "moments": {"optimizer": {"lr": 3e-3, "moments": "bf16", "betas": [0.0, 0.999]}},
+    "kernels": {"kernels": {"attention": "reference", "loss": "reference"}},
+    "documents": {"data": {"keep_documents_apart": True}},
+    "corpus": {"data": {"accept_changed_manifest": True}},
+}
+
+
+def test_what_may_change_at_a_resume_convicts_nobody(tmp_path: Path) -> None:
+    """What rounds otherwise moves losses by less than a tenth of the bound; what changes the samples (other tokens at
+    their positions, documents that see each other) leaves nothing to compare."""
+    corpus = tmp_path / "corpus"
+    write_corpus(corpus, seed=1)
+    run_ranks(1, train, at(corpus, tmp_path / "run", "one", 10))
+    for name, parts in CHANGES.items():
+        run = tmp_path / f"run-{name}"
+        shutil.copytree(tmp_path / "run", run)
+        if name == "corpus":
+            shutil.rmtree(corpus)
+            write_corpus(corpus, seed=2)
+        parts = parts | {"data": {"corpora": [{"path": corpus}]} | parts.get("data", {})}
+        assert run_ranks(1, train, at(corpus, run, "one", 11, **parts)) == [(0, "")], name
+        (resumed,) = events(run, "resumed")
+        assert resumed["step"] == 10 and not rejected(run), name
+        assert resumed["changes"]["losses"] < 0.005, name
+        now, before = (store.read_state(run / f"checkpoints/step-{step}").vitals for step in (11, 10))
+        assert now is not None and before is not None
+        assert len(paired(before, now)) == (0 if name in ("documents", "corpus") else 32), name
+
+
+def test_a_state_that_is_bad_when_it_is_saved_never_counts_as_healthy(corpus: Path, tmp_path: Path) -> None:
+    """It holds what it was saved with, so it is not convicted either. It is finite, so nothing else finds it."""
+    run, folder = tmp_path / "run", tmp_path / "run/checkpoints"
+    parts: dict[str, Any] = {"stability": {"enabled": False}, "checkpoint": {"healthy_after": 0}}
+    run_ranks(1, train_ill, at(corpus, run, "one", 15, **parts), 15)
+    assert [markers.healthy(folder / f"step-{s}") is not None for s in (5, 10, 15)] == [True, True, False]
+    vitals = store.read_state(folder / "step-15").vitals
+    assert vitals is not None and "above the checkpoint before" in vitals.doubt
+    (warning,) = events(run, "warning")
+    assert warning["step"] == 15 and "will not count as healthy" in warning["text"]
+    assert run_ranks(1, train, at(corpus, run, "one", 16, **parts)) == [(0, "")]
+    assert [e["step"] for e in events(run, "resumed")] == [15] and not rejected(run)
+    assert markers.healthy(folder / "step-15") is None
+    [entry] = [e for e in entries(run) if e.step == 15]
+    assert entry.state == "fresh" and "will not count as healthy" in entry.problem
+
+
+def train_ill(config: RunConfig, step: int) -> tuple[int, str]:
+    """Weights of 1e4 in the head of the state that is saved after `step`. (Before a norm they would change nothing.)"""
+    from megastable.checkpointing import Checkpoints
+
+    real = Checkpoints.save
+
+    def save(self: Checkpoints, state: Any, wait: bool = False) -> bool:
+        if state.step == step:
+            state_of = self.engine.flat_state()
+            (head,) = (f for f in state_of.fragments if f.name == "head.weight")
+            piece = state_of.piece(head, "weight")
+            assert piece is not None
+            piece[::100] = 1e4
+            self.engine.refresh_weights()
+        return real(self, state, wait)
+
+    Checkpoints.save = save  # type: ignore[method-assign]
+    return train(config)
+
+
+@pytest.mark.parametrize("probes", [32, 0])
+def test_a_save_costs_one_forward_pass_over_the_probes(probes: int, corpus: Path, tmp_path: Path) -> None:
+    config = at(corpus, tmp_path / "run", "one", 10, checkpoint={"vitals": {"probes": probes}})
+    ((done, samples),) = run_ranks(1, counted, config)
+    assert done == (0, "") and samples == [probes] * (2 if probes else 0)
+    vitals = store.read_state(tmp_path / "run/checkpoints/step-10").vitals
+    assert vitals is not None and len(vitals.losses) == len(vitals.samples) == probes
+    assert len(vitals.sizes["weight"]) == len(vitals.sizes["exp_avg_sq"]) > 10
+
+
+def counted(config: RunConfig) -> tuple[tuple[int, str], list[int]]:
+    from megastable.engine import Engine
+
+    real, samples = Engine.evaluate, list[int]()
+
+    def evaluate(self: Engine, micro_batches: Any) -> Any:
+        samples.append(sum(len(m.positions) for m in micro_batches))
+        return real(self, micro_batches)
+
+    Engine.evaluate = evaluate  # type: ignore[method-assign]
+    return train(config), samples

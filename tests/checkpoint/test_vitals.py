@@ -1,0 +1,209 @@
+"""What a checkpoint remembers of its state, and when a state is another one: tables of numbers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.checkpoint.settings import VitalsConfig
+from megastable.checkpoint.vitals import (
+    RATIO,
+    Size,
+    Vitals,
+    contradiction,
+    doubt,
+    fallen_behind,
+    judge,
+    moved,
+    paired,
+    ratio,
+    resized,
+    unclear,
+)
+
+C = VitalsConfig()
+
+
+def sizes(
+    norm: float = 3.0, largest: float = 0.5, m: float = 1e-3, v: float = 1e-5
+) -> dict[str, dict[str, Size]]:
+    return {
+        "weight": {"w": Size(norm=norm, largest=largest)},
+        "exp_avg": {"w": Size(norm=2 * m, largest=m)},
+        "exp_avg_sq": {"w": Size(norm=2 * v, largest=v)},
+    }
+
+
+def vitals(losses: list[float], **sized: float) -> Vitals:
+    names = [f"{i:016x}" for i in range(len(losses))]
+    return Vitals(losses=losses, samples=names, sizes=sizes(**sized), precision="bf16")
+
+
+LOSSES = [3.0 + 0.01 * i for i in range(32)]
+
+
+def test_the_same_state_is_the_same() -> None:
+    assert not judge(vitals(LOSSES), vitals(LOSSES), False, C).problem
+
+
+@pytest.mark.parametrize(
+    "change", [{"norm": 3.003}, {"largest": 1e4}, {"v": 2e-5}, {"m": 0.0}, {"norm": math.nan}]
+)
+def test_another_size_convicts_the_content(change: dict[str, float]) -> None:
+    found = judge(vitals(LOSSES), vitals(LOSSES, **change), False, C)
+    assert found.content and "of w" in found.problem
+
+
+def test_rounding_to_bf16_moments_is_no_change_and_more_is() -> None:
+    assert not resized(sizes(), sizes(v=1e-5 * (1 + 2**-9)), True, C.size_change)
+    assert resized(sizes(), sizes(v=1e-5 * (1 + 2**-9)), False, C.size_change)
+    assert resized(sizes(), sizes(v=1.02e-5), True, C.size_change)
+    assert resized(sizes(), sizes(largest=0.5 * (1 + 2**-9)), True, C.size_change)  # weights are fp32
+
+
+def test_of_several_the_worst_is_named() -> None:
+    kept, now = sizes(), sizes(norm=3.01)
+    kept["weight"]["other"] = Size(norm=1.0, largest=1.0)
+    now["weight"]["other"] = Size(norm=2.0, largest=1.0)
+    assert "weights of other have a norm of 2" in resized(kept, now, False, C.size_change)
+
+
+def test_an_older_checkpoint_is_judged_by_its_moments_alone() -> None:
+    assert not judge(None, vitals(LOSSES, norm=1e9), False, C).problem
+    assert judge(None, vitals(LOSSES, v=0.0), False, C).content
+
+
+@given(
+    st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=60),
+    st.sampled_from([(0.9, 0.95), (0.9, 0.999), (0.8, 0.99), (0.95, 0.98), (0.0, 0.999), (0.9, 0.9999)]),
+)
+def test_moments_that_adam_made_never_contradict_each_other(
+    gradients: list[float], betas: tuple[float, float]
+) -> None:
+    """The bound is Cauchy's and Schwarz's: it holds for every sequence of gradients, also after zeros."""
+    one, two = betas
+    m = v = 0.0
+    for g in gradients:
+        m, v = one * m + (1 - one) * g, two * v + (1 - two) * g * g
+    found = {
+        "exp_avg": {"w": Size(norm=abs(m), largest=abs(m))}, "exp_avg_sq": {"w": Size(norm=v, largest=v)},
+    }  # fmt: skip
+    assert not contradiction(found, ratio(betas))
+
+
+def test_of_several_betas_those_that_allow_most_count() -> None:
+    """One gradient after none for long, without a first moment's memory: the square of it over 0.001 of it."""
+    burst = sizes(m=0.1, v=0.1**2 * 0.001)
+    assert contradiction(burst) and contradiction(burst, ratio((0.9, 0.999), (0.9, 0.95)))
+    assert not contradiction(burst, ratio((0.9, 0.95), (0.0, 0.999)))
+    assert ratio((0.9, 0.95)) == RATIO
+    assert ratio((0.9, 0.8)) == math.inf  # no bound where the first moment remembers longer
+    assert not contradiction(sizes(v=0.0), math.inf)
+
+
+def test_the_bound_is_twice_the_largest_of_usual_betas() -> None:
+    def bound(one: float, two: float) -> float:
+        return (1 - one) ** 2 / (1 - two) / (1 - one**2 / two)
+
+    assert bound(0.9, 0.999) * 2 == pytest.approx(RATIO, rel=0.01)
+    assert bound(0.9, 0.95) < RATIO / 70
+
+
+def test_zeroed_second_moments_contradict_the_first() -> None:
+    assert "contradict" in contradiction(sizes(v=0.0))
+    assert not contradiction(sizes(m=0.0, v=0.0))
+    assert not contradiction({"weight": sizes()["weight"]})
+
+
+def test_half_of_the_probes_decide() -> None:
+    few = [loss + (1.0 if i < 15 else 0.0) for i, loss in enumerate(LOSSES)]
+    many = [loss + (1.0 if i < 17 else 0.0) for i, loss in enumerate(LOSSES)]
+    assert not moved(vitals(LOSSES), vitals(few), C) and moved(vitals(LOSSES), vitals(many), C)
+    assert moved(vitals(LOSSES), vitals([math.nan] * 32), C)
+    lower = [loss - 0.1 for loss in LOSSES]  # another state, for better or worse
+    assert moved(vitals(LOSSES), vitals(lower), C)
+
+
+def test_fp32_is_compared_more_closely() -> None:
+    near = [loss + 0.02 for loss in LOSSES]
+    kept, now = vitals(LOSSES), vitals(near)
+    assert not moved(kept, now, C)
+    exact, again = (v.model_copy(update={"precision": "fp32"}) for v in (kept, now))
+    assert moved(exact, again, C) and not moved(exact, now, C)
+
+
+def test_what_is_too_small_for_fp32_squares_is_not_compared() -> None:
+    """Second moments of a tensor that gets no more gradients shrink until each kernel rounds them to another norm."""
+    assert not resized(sizes(v=3e-23), sizes(v=0.0), False, C.size_change)
+    assert resized(sizes(v=1e-15), sizes(v=0.0), False, C.size_change)
+    assert resized(sizes(v=3e-23), sizes(v=math.nan), False, C.size_change)
+
+
+def test_only_who_hardly_moved_is_a_witness() -> None:
+    kept = vitals(LOSSES)
+    near, far = vitals([x + 0.004 for x in LOSSES]), vitals([x + 0.02 for x in LOSSES])
+    assert not unclear(kept, kept, C) and not unclear(kept, near, C)
+    assert "moved by more than 0.02" in unclear(kept, far, C) and not moved(kept, far, C)
+    exact, again = (v.model_copy(update={"precision": "fp32"}) for v in (kept, near))
+    assert unclear(exact, again, C) and not moved(exact, again, C)
+    assert unclear(kept, vitals([math.nan] * 32), C)
+    others = kept.model_copy(update={"samples": [f"x{i}" for i in range(32)]})
+    for silent in (None, Vitals(), others):
+        assert "no losses" in unclear(silent, kept, C)
+
+
+def test_only_the_same_samples_are_compared() -> None:
+    kept, now = vitals(LOSSES), vitals([9.0] * 32)
+    others = now.model_copy(update={"samples": [f"x{i}" for i in range(32)]})
+    assert moved(kept, now, C) and not moved(kept, others, C) and paired(kept, others) == []
+    fewer = now.model_copy(update={"samples": now.samples[:4], "losses": now.losses[:4]})
+    assert len(paired(kept, fewer)) == 4 and moved(kept, fewer, C)
+
+
+def test_a_state_far_above_the_last_one_and_its_own_losses_is_doubted() -> None:
+    recent = [3.1] * 20
+    before = vitals(LOSSES)
+    worse = vitals([loss + 2 for loss in LOSSES])
+    assert not doubt(before, None, recent, C) and not doubt(before, before, recent, C)
+    assert "above the checkpoint before" in doubt(worse, before, recent, C)
+    assert doubt(worse, None, recent, C)
+    assert not doubt(worse, before, [5.1] * 20, C)  # the data got harder, or an excursion is under way
+    assert not doubt(worse, worse, recent, C)  # odd samples by themselves, no change
+    assert doubt(vitals([math.nan] * 32), before, recent, C)
+    assert not doubt(Vitals(), before, recent, C) and not doubt(worse, before, [math.nan], C)
+
+
+def test_a_state_is_compared_with_what_it_was_trained_on() -> None:
+    recent = list(3.0 + 0.05 * np.sin(np.arange(20)))
+    assert not fallen_behind(np.full(128, 2.9), recent, 16, C)
+    assert fallen_behind(np.full(128, 9.0), recent, 16, C)
+    assert fallen_behind(np.full(128, math.nan), recent, 16, C)
+    some = np.full(128, 2.9)
+    some[:40] = 12.0  # three steps of eight
+    assert not fallen_behind(some, recent, 16, C)
+    assert not fallen_behind(np.empty(0), recent, 16, C) and not fallen_behind(some, [], 16, C)
+    falling = [6.0 - 0.2 * i for i in range(20)]  # its median is far above its end, and its scatter is none
+    assert fallen_behind(np.full(128, 8.0), falling, 16, C) and not fallen_behind(
+        np.full(128, 2.2), falling, 16, C
+    )
+    swinging = [2.0, 4.0] * 10
+    assert not fallen_behind(np.full(128, 5.0), swinging, 16, C)  # what scatters so much proves little
+
+
+def test_what_is_remembered_survives_json() -> None:
+    kept = vitals([*LOSSES[:3], math.nan], norm=math.inf)
+    again = Vitals.model_validate_json(kept.model_dump_json())
+    assert again.sizes == kept.sizes and math.isnan(again.losses[3]) and again.samples == kept.samples
+
+
+def test_norms_in_fp32_chunks_are_right_to_a_millionth() -> None:
+    from megastable.flatstate import CACHED
+
+    x = torch.randn(4 * CACHED + 17, generator=torch.Generator().manual_seed(1)) * 0.02
+    squares = sum(float(torch.linalg.vector_norm(part).double().square()) for part in x.split(CACHED))
+    assert math.sqrt(squares) == pytest.approx(float(torch.linalg.vector_norm(x.double())), rel=2e-6)

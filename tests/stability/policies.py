@@ -1,0 +1,41 @@
+"""Findings for a policy, and incidents as a run would meet them."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from megastable.stability.actions import Action, Cause
+from megastable.stability.odds import Examined
+from megastable.stability.policy import Policy
+from megastable.stability.settings import PolicyConfig
+from megastable.stability.signals import Finding, Verdict
+
+CONFIG = PolicyConfig()
+VERDICTS = st.sampled_from(list(Verdict))
+SURE = {Cause.DATA: 3.0, Cause.STATE: 2.0, Cause.LEARNING_RATE: 2.0}  # of a test with power
+
+
+def seen(step: int, verdict: Verdict = Verdict.HEALTHY, severity: float = 2.0, **more: object) -> Finding:
+    healthy = verdict is Verdict.HEALTHY
+    fields = {"onset": step, "reason": f"{verdict} at {step}", "on_trend": healthy} | more
+    return Finding(step=step, verdict=verdict, severity=0.0 if healthy else severity, **fields)  # type: ignore[arg-type]
+
+
+def run(policy: Policy, findings: list[Finding], oldest: int | None = 0) -> list[Action]:
+    return [policy.decide(finding, oldest).action for finding in findings]
+
+
+def trip(
+    policy: Policy,
+    step: int,
+    cause: Cause,
+    corpus: str = "a",
+    may_swap: bool = False,
+    found: Examined | None = None,
+) -> Action:
+    """A spike, and the remedy for its cause as it was found out; by default by a test with power."""
+    decision = policy.decide(seen(step, Verdict.SPIKE), 0)
+    if decision.action is not Action.REWIND:
+        return decision.action
+    found = found or Examined(odds=SURE.get(cause, 0.0))
+    return policy.remedy(cause, step, corpus, may_swap, found).action

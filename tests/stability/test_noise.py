@@ -1,0 +1,69 @@
+"""What is done about healthy runs: nothing, whatever their noise. `tools/bench.py noise` has the long ones."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.bench.noise import KINDS, autoregressive, count
+from megastable.stability.scatter import LENGTH, Scatter
+from megastable.stability.settings import StabilityConfig
+
+CONFIG = StabilityConfig()
+STEPS = 4000
+
+
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize(
+    "kind", ["ar-0.5", "ar-0.7", "levels-20", "levels-200", "heteroscedastic", "bursts", "changes"]
+)
+def test_next_to_nothing_is_done_in_a_healthy_run(kind: str, norms: bool) -> None:
+    found = count(kind, STEPS, [1], CONFIG, norms)
+    assert found.irreversible == 0
+    assert found.rewinds <= 1 and found.discards <= 2
+
+
+def test_noise_that_grows_wider_is_no_spike_where_no_norm_tells() -> None:
+    """Before the scatter of late was asked, there were 4 rewinds in these 20,000 steps."""
+    found = count("bursts", 10_000, [1, 2], CONFIG, norms=False)
+    assert found.rewinds == 0
+
+
+def test_a_lower_rate_of_false_alarms_lets_more_pass() -> None:
+    """What is let pass at all was an alarm of the loss alone."""
+    alarms = []
+    for rate in (100.0, 1.0, 0.01):
+        config = StabilityConfig.model_validate({"detector": {"false_alarms": rate}})
+        found = count("ar-0.6", STEPS, [1], config)
+        alarms.append(found.rewinds + found.watched)
+    assert alarms[0] >= alarms[1] >= alarms[2] and alarms[0] > alarms[2]
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.4, 0.7])
+def test_the_long_run_variance_is_measured(rho: float) -> None:
+    """Of an autoregression, up to the lags that an average reaches."""
+    kept = 1.0 - 2.0 / (LENGTH + 1)
+    expected = (1 + kept * rho) / (1 - kept * rho)
+    scatter = Scatter()
+    for value in autoregressive(rho)(20_000, np.random.default_rng(0)):
+        scatter.add(float(value), 10_000)
+    assert scatter.factor(1.0, 100.0) == pytest.approx(math.sqrt(expected), rel=0.1)
+
+
+@given(st.lists(st.floats(allow_nan=False), max_size=60))
+def test_a_factor_is_one_at_least_and_no_residual_breaks_it(residuals: list[float]) -> None:
+    scatter = Scatter()
+    for value in residuals:
+        scatter.add(value, 1000)
+    assert 1.0 <= scatter.factor(2.5, 3.0) <= 3.0
+    assert Scatter.model_validate_json(scatter.model_dump_json()) == scatter
+
+
+def test_every_kind_is_drawn_alike_for_a_seed() -> None:
+    for draw in KINDS.values():
+        one, other = (draw(50, np.random.default_rng(3)) for _ in range(2))
+        assert one.shape == (50,) and np.array_equal(one, other)

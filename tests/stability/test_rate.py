@@ -1,0 +1,208 @@
+"""Cuts and caps of the learning rate: what they do to it, when they are lifted, and that they come back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.stability.actions import Action, Cause
+from megastable.stability.odds import Examined
+from megastable.stability.policy import Policy
+from megastable.stability.policy_state import PolicyState
+from megastable.stability.rate import Limit, follow, limited
+from megastable.stability.settings import PolicyConfig
+from tests.stability.policies import CONFIG, run, seen, trip
+
+REWARM = CONFIG.rewarm_steps
+
+
+def cut(policy: Policy, step: int = 100) -> None:
+    for i in range(3):
+        action = trip(policy, step + i, Cause.STATE)
+    assert action is Action.CUT_LR
+
+
+def capped(policy: Policy, step: int = 100, good: float = 1e-3) -> None:
+    found = Examined(odds=2.0, good_rate=good, rate=10 * good)
+    assert trip(policy, step, Cause.STATE, found=found) is Action.CAP_LR
+
+
+def train(policy: Policy, first: int, end: int, scheduled: float = 1.0) -> list[int]:
+    """Healthy steps [first, end), an update each; those at which a limit was lifted."""
+    lifted = []
+    for step in range(first, end):
+        policy.follow(scheduled)
+        decision = policy.decide(seen(step), 0)
+        if policy.relax(decision.finding, step, scheduled):
+            lifted.append(step)
+    return lifted
+
+
+def test_after_a_cut_the_rate_warms_up_again() -> None:
+    policy = Policy(CONFIG)
+    cut(policy)
+    at = policy.state.limits[0].updates
+    assert policy.rate(at, 1.0) == pytest.approx(0.05)
+    assert policy.rate(at + REWARM // 2, 1.0) == pytest.approx(0.275)
+    assert policy.rate(at + REWARM, 1.0) == 0.5
+
+
+def test_a_cut_counts_from_where_the_run_goes_on() -> None:
+    policy = Policy(CONFIG)
+    cut(policy, 10_000)
+    policy.resumed(9_000, 9_000)
+    assert policy.rate(9_000 + REWARM, 1.0) == 0.5
+
+
+def test_a_cut_is_lifted_after_its_rest_and_the_rate_ramps_back() -> None:
+    policy = Policy(CONFIG)
+    cut(policy)
+    (at,) = train(policy, 95, 102 + 3 * CONFIG.cut_rest)
+    assert at == 102 + CONFIG.cut_rest
+    ramp = [policy.rate(at + i, 1.0) for i in range(REWARM + 1)]
+    assert ramp[0] == 0.5 and ramp[-1] == 1.0 and ramp == sorted(ramp) and len(set(ramp)) == REWARM + 1
+
+
+def test_it_is_not_lifted_while_something_is_watched_or_off_the_trend() -> None:
+    policy = Policy(CONFIG)
+    cut(policy)
+    train(policy, 95, 102 + CONFIG.cut_rest - 1)
+    off = seen(102 + CONFIG.cut_rest, on_trend=False)
+    policy.decide(off, 0)
+    assert policy.relax(off, 0, 1.0) == []
+    trip(policy, 102 + CONFIG.cut_rest + 1, Cause.DATA)
+    assert train(policy, 300, 310) == []
+
+
+def test_what_is_done_again_is_no_rest() -> None:
+    policy = Policy(CONFIG)
+    cut(policy)
+    for _ in range(3):
+        assert train(policy, 50, 102 + CONFIG.cut_rest) == []
+    assert train(policy, 50, 102 + CONFIG.cut_rest + 1) == [102 + CONFIG.cut_rest]
+
+
+def test_a_cut_that_was_right_comes_back_rests_twice_as_long_and_at_last_stays() -> None:
+    policy = Policy(PolicyConfig(cuts=3, cut_rest=40))
+    cut(policy)
+    step, rests, begun = 95, [], 102
+    for _ in range(2):
+        (at,) = train(policy, step, begun + 200)[:1] or (None,)
+        assert at is not None
+        rests.append(at - begun)
+        begun = policy.state.clock + 1
+        assert trip(policy, begun, Cause.STATE) is Action.CUT_LR and policy.rate(10**6, 1.0) == 0.5
+        step = begun - 5
+    assert rests == [40, 80] and len(policy.state.limits) == 1 and policy.state.limits[0].times == 3
+    assert train(policy, step, begun + 2000) == []  # for good
+
+
+def test_a_lifting_that_held_is_forgotten() -> None:
+    """The cut was wrong, or no longer needed: its budget comes back with new ground."""
+    policy = Policy(PolicyConfig(cuts=1, cut_rest=40, budget_window=300))
+    cut(policy)
+    assert train(policy, 95, 500) == []  # the only one of the budget stays for good
+    policy = Policy(PolicyConfig(cuts=2, cut_rest=40, budget_window=300))
+    cut(policy)
+    train(policy, 95, 500)
+    assert policy.state.limits == [] and policy.rate(10**6, 1.0) == 1.0
+
+
+def test_a_cap_ends_when_the_schedule_comes_back_below_it_but_not_before_the_trouble_is_passed() -> None:
+    policy = Policy(CONFIG)
+    capped(policy)
+    assert train(policy, 91, 101, scheduled=9e-4) == []  # done again, at the rate of then
+    assert train(policy, 101, 150, scheduled=1e-2) == []
+    assert policy.rate(150, 1e-2) == 1e-3
+    assert train(policy, 150, 200, scheduled=8e-4) == [149 + CONFIG.verify_steps] and not policy.state.limits
+
+
+def under_a_cap(policy: Policy, rates: list[float]) -> list[float]:
+    """What becomes of the scheduled rates of consecutive updates."""
+    found = []
+    for rate in rates:
+        policy.follow(rate)
+        found.append(policy.rate(len(found), rate))
+    return found
+
+
+def test_a_capped_rate_goes_down_with_the_schedule_but_for_its_jumps() -> None:
+    """As it would have without the mistake: ten times too high from 100 on, and right again from 140 on."""
+    clean = [1e-3 * 0.99**i for i in range(90)]
+    wrong = [r * (10 if 10 <= i < 50 else 1) for i, r in enumerate(clean)]
+    policy = Policy(CONFIG)
+    capped(policy)
+    assert under_a_cap(policy, wrong) == pytest.approx(
+        [r / (0.99 if 10 <= i < 50 else 1) for i, r in enumerate(clean)]
+    )
+
+
+def test_a_capped_rate_stays_where_it_is_when_the_schedule_jumps_again_or_rises() -> None:
+    policy = Policy(CONFIG)
+    capped(policy)
+    assert under_a_cap(policy, [1e-2, 5e-3, 2e-2, 3e-2, 1.5e-2]) == pytest.approx(
+        [1e-3, 5e-4, 5e-4, 5e-4, 3.75e-4]
+    )
+
+
+def test_a_rewind_to_before_the_schedule_came_back_finds_the_cap_still_there() -> None:
+    policy = Policy(CONFIG)
+    capped(policy)
+    train(policy, 91, 150, scheduled=1e-2)
+    assert train(policy, 150, 160, scheduled=8e-4) == []
+    assert under_a_cap(policy, [1e-2]) == [1e-3]
+
+
+def test_a_cap_of_before_it_followed_the_schedule_stays_where_it_is() -> None:
+    old = {"kind": "cap", "value": 1e-3, "updates": 5, "clock": 5}
+    policy = Policy(CONFIG, PolicyState.model_validate({"limits": [old]}))
+    assert under_a_cap(policy, [1e-2, 5e-3, 1e-4]) == [1e-3, 1e-3, 1e-4]
+
+
+def test_a_cap_under_a_schedule_that_stays_high_is_lifted_like_a_cut() -> None:
+    policy = Policy(CONFIG)
+    capped(policy)
+    (at,) = train(policy, 91, 101 + CONFIG.cut_rest, scheduled=1e-2)
+    assert policy.rate(at, 1e-2) == 1e-3 and policy.rate(at + REWARM, 1e-2) == 1e-2
+    assert trip(policy, at + 10, Cause.STATE) is Action.CAP_LR and policy.rate(at, 1e-2) == 1e-3
+
+
+def test_restarts_remember_limits() -> None:
+    policy = Policy(CONFIG)
+    cut(policy)
+    (at,) = train(policy, 95, 102 + CONFIG.cut_rest + 10)
+    again = Policy(CONFIG, PolicyState.model_validate_json(policy.state.model_dump_json()))
+    again.resumed(at + 10, at + 10)
+    assert [again.rate(u, 0.3) for u in range(at, at + 60)] == [
+        policy.rate(u, 0.3) for u in range(at, at + 60)
+    ]
+
+
+LIMITS = st.builds(
+    Limit,
+    kind=st.sampled_from(["cut", "cap"]),
+    value=st.floats(0.01, 0.9),
+    updates=st.integers(0, 200),
+    clock=st.integers(0, 200),
+    scheduled=st.none() | st.floats(0.001, 1.0),
+    lifted=st.none() | st.integers(0, 300),
+    lifted_updates=st.integers(0, 300),
+)
+
+
+@given(st.lists(LIMITS, max_size=4), st.integers(0, 400), st.floats(1e-6, 1.0))
+def test_limits_only_lower_the_rate_and_end(limits: list[Limit], updates: int, scheduled: float) -> None:
+    for before in (1.0, 0.0, 1e-3, 3e-3, scheduled):
+        follow(limits, updates, before)
+    found = limited(limits, updates, scheduled, REWARM)
+    assert 0 < found <= scheduled * (1 + 1e-12)
+    for limit in limits:
+        limit.lifted = limit.lifted or 0
+    assert limited(limits, 300 + REWARM, scheduled, REWARM) == scheduled
+
+
+def test_nothing_limits_a_run_without_incidents() -> None:
+    policy = Policy(CONFIG)
+    run(policy, [seen(s) for s in range(100)])
+    assert policy.rate(100, 3e-4) == 3e-4 and policy.relax(seen(100), 100, 3e-4) == []

@@ -1,0 +1,24 @@
+"""Rewind points: what is kept of where the run stands."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from megastable.checkpoint.vitals import Vitals
+from megastable.points import Kept, Points
+from megastable.stability.detector_state import DetectorState
+from megastable.stability.samples import WatchState
+from tests.checkpoint.states import state_of
+
+
+def test_what_only_checkpoints_need_is_not_copied() -> None:
+    kept = list[Kept]()
+    ring = SimpleNamespace(steps=[], take=lambda step, extra, counters: kept.append(extra))
+    points: Any = SimpleNamespace(ring=ring)
+    state = state_of(recent_losses=[3.0], stability={"samples": [1.0]}, vitals=Vitals(losses=[2.5]))
+    Points.take(points, state, DetectorState(), WatchState())
+    state.recent_losses.append(4.0)
+    (point,) = kept
+    assert point.state.recent_losses == [3.0] and point.state.stability == {}
+    assert point.state.vitals is state.vitals and state.stability == {"samples": [1.0]}

@@ -1,0 +1,141 @@
+"""The cases of single samples alone: on a corpus and losses that are made up, without a model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from megastable import evidence
+from megastable.data.skips import Skips
+from megastable.evidence import Known, Laboratory, Trained
+from megastable.sample_watch import CASES, MOST, SampleWatch
+from megastable.stability.actions import Cause
+from megastable.stability.attribution import Conclusion
+from megastable.stability.samples import Waiting
+from megastable.stability.settings import StabilityConfig
+from megastable.stability.signals import Verdict
+
+Int64s = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+KEPT = Skips.of([])
+
+
+class Texts:
+    """Stands for the laboratory: a loss of 3 and any of 1000 tokens, but for samples that repeat themselves.
+
+    read: how many samples' tokens were asked for."""
+
+    def __init__(self, batch: int, repeated: set[int]) -> None:
+        self.batch, self.repeated, self.read = batch, np.array(sorted(repeated)), 0
+        self.loader = SimpleNamespace(go_to=lambda *_: None)
+
+    def corpora(self, positions: Int64s) -> Int64s:
+        return np.zeros(positions.size, np.int64)
+
+    def losses(self, positions: Int64s) -> Floats:
+        spread = 0.3 * np.random.default_rng(1).standard_normal(positions.size)
+        return np.where(np.isin(positions, self.repeated), 0.1, 3 + spread)
+
+    def tokens(self, positions: Int64s) -> Int64s:
+        self.read += positions.size
+        text = np.random.default_rng(2).integers(1000, size=(positions.size, 64))
+        return np.where(np.isin(positions, self.repeated)[:, None], 7, text)
+
+    def usual(self, *_: Any) -> Known:
+        positions = np.arange(-1000, 0)
+        return Known(positions, self.losses(positions), self.corpora(positions))
+
+    def examined(self, made: Made, steps: int) -> set[int]:
+        """Who is convicted where all of so many steps were easy, and the alarm came right then."""
+        trained = [
+            Trained(step, at, self.losses(at), True) for step, at in enumerate(self._batches(steps), 1)
+        ]
+        state: Any = SimpleNamespace(cursor=steps * self.batch, step=steps)
+        stand_in: Any = self
+        made.watch._examine(case(1, kind="easy", last=steps), state, trained, stand_in)
+        return {position for found in made.convicted for position in found.guilty}
+
+    def _batches(self, steps: int) -> Int64s:
+        return np.arange(steps * self.batch).reshape(steps, -1)
+
+
+class Made:
+    """A watch, what it wrote and said, and whom it convicted."""
+
+    def __init__(self) -> None:
+        self.events, self.convicted = list[dict[str, Any]](), list[Conclusion]()
+        order = SimpleNamespace(corpora=[SimpleNamespace(name="code")])
+        casebook = SimpleNamespace(
+            source=SimpleNamespace(order=order), skip=lambda found, *_: self.convicted.append(found)
+        )
+        made: Any = casebook
+        self.watch = SampleWatch(
+            StabilityConfig(), made, lambda event, **fields: self.events.append({"event": event, **fields}),
+            lambda text: None, lambda phase: None, lambda: KEPT,  # type: ignore[arg-type, return-value]
+        )  # fmt: skip
+
+
+def case(step: int, **changes: Any) -> Waiting:
+    given = {"kind": "discard", "first": step, "last": step, "verdict": Verdict.SPIKE, "reason": "high"}
+    return Waiting.model_validate({**given, **changes})
+
+
+def test_both_tests_are_told_who_is_convicted() -> None:
+    made, told = Made(), list[list[int]]()
+    for test in (made.watch._test, made.watch._easy):
+        test.convict = told.append  # type: ignore[method-assign, assignment]
+    laboratory: Any = SimpleNamespace(
+        examine=lambda *_: Conclusion(Cause.DATA, [3], [], "bad"),
+        loader=SimpleNamespace(go_to=lambda *_: None),
+    )
+    state: Any = SimpleNamespace(cursor=99, step=9)
+    found = made.watch._examine(case(5, positions=[3, 4], losses=[9.0, 3.0]), state, [], laboratory)
+    assert found and told == [[3], [3]]
+
+
+def test_no_more_of_an_easy_region_is_read_than_is_needed() -> None:
+    steps = 40
+    texts, made = Texts(1024, set(range(42 * 1024))), Made()
+    guilty = texts.examined(made, steps)
+    assert set(range(steps * 1024 - MOST, 42 * 1024)) == guilty and texts.read < MOST + 8 * 1024
+
+
+def test_tokens_are_read_by_batches_and_no_more_kept_than_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evidence, "agree", lambda work: work())
+    sizes = list[int]()
+
+    def samples(positions: Int64s) -> Int64s:
+        sizes.append(positions.size)
+        return positions[:, None] + np.arange(2049)
+
+    source = SimpleNamespace(samples=samples, order=SimpleNamespace(sequence_length=2048))
+    laboratory: Any = SimpleNamespace(loader=SimpleNamespace(source=source), batch=16)
+    tokens = Laboratory.tokens(laboratory, np.arange(40))
+    assert sizes == [16, 16, 8] and tokens.dtype == np.int32
+    assert np.array_equal(tokens, np.arange(40)[:, None] + np.arange(1025))
+
+
+@pytest.mark.parametrize(("batch", "bad"), [(16, 8), (1024, 2)])
+def test_harmless_samples_of_few_tokens_do_not_carry_an_easy_region_on(batch: int, bad: int) -> None:
+    """Tables and lists are half a hundredth of what is read: four steps and `bad` batches ahead repeat themselves."""
+    end = (4 + bad) * batch
+    tables = end + np.flatnonzero(np.random.default_rng(0).random(40 * batch) < 0.005)
+    texts, made = Texts(batch, {*range(end), *tables.tolist()}), Made()
+    assert texts.examined(made, 4) == set(range(end))
+    assert bad + 3 <= made.watch.state.looked <= bad + 6
+
+
+def test_a_case_that_has_no_room_to_wait_is_written_down() -> None:
+    made = Made()
+    for step in range(1, CASES + 2):
+        made.watch._wait(case(step, positions=[step]))
+    (event,) = made.events
+    assert [waiting.first for waiting in made.watch.state.waiting] == list(range(2, CASES + 2))
+    assert (event["event"], event["first"], event["step"]) == ("samples_dropped", 1, CASES + 1)
+    assert event["positions"] == [1] and event["reason"]
