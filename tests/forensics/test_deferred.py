@@ -93,7 +93,7 @@ def test_every_step_that_read_a_document(run: tuple[Path, list[list[tuple[int, S
             assert "".join(map(chr, part)) in "".join(map(chr, sample)), row
             met[row["state"]] += row["position"] in again
         both = (
-            {r["position"] for r in sheet.rows[1:] if r["state"] == "undone"},
+            {r["position"] for r in sheet.rows[1:] if r["state"] in ("undone", "refused")},
             {r["position"] for r in sheet.rows[1:] if r["state"] == "trained"},
         )
         assert both[0] - both[1], "it was read where something else stands by now"
@@ -131,7 +131,8 @@ def test_the_sheet_and_the_post_mortem_of_the_incident_show_what_was_put_off(
     case = Case(Run(root), 1).gather()
     texts = Run(root).library(0.0)
     put_off = put_off[:SHOWN]
-    assert [s.position for s in case.samples] == put_off and not case.problems
+    assert [s.position for s in case.samples] == put_off
+    assert all("tokenizer.model cannot be read" in told for told in case.problems), "this corpus has none"
     for sample in case.samples:
         ends = [i for i, t in enumerate(before[sample.position]) if t == texts.source.eod]
         parts = np.split(np.array(before[sample.position]), [i + 1 for i in ends])
