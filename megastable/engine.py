@@ -62,9 +62,10 @@ from megastable.model.kernels import DTYPES, Kernels, choose
 from megastable.model.loss import LossFunction
 from megastable.optim.adamw import AdamW, decay_groups
 from megastable.optim.fused import FusedAdamW
-from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear, linear_of_parameter
+from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.mappings import sum_and_scatter
 from megastable.parallel.pipeline import partition
+from megastable.parallel.products import linear_of_parameter
 from megastable.parallel.sharding import placement_of, shape_of
 from megastable.parallel.tied import TiedGradient
 from megastable.parallel.topology import ContextParallel, TensorParallel, Topology

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -30,6 +29,7 @@ from megastable.fp8.scaling import (
     magnitude,
     scale_of,
 )
+from megastable.parallel import products
 
 INPUT, WEIGHT, GRADIENT = range(len(SLOTS))
 
@@ -125,7 +125,7 @@ class Product:
         name: str,
         quantize: Quantizer,
         on: Callable[[], bool],
-        plain: Callable[[Tensor, Tensor], Tensor] = F.linear,
+        plain: Callable[[Tensor, Tensor], Tensor] = products.linear,
     ) -> None:
         self.name, self.quantize, self._on, self.plain = name, quantize, on, plain
         self.observe: Callable[[int, Tensor, Quantized], None] | None = None
@@ -178,9 +178,11 @@ def multiply(
     left, right = (q.decoded(dtype) if whole else q.dequantized(dtype) for q in (a, b))
     left, right = left.t() if transpose_a else left, right.t() if transpose_b else right
     if not whole:
-        return left @ right
+        return products.mm(left, right)
     if left.device.type == "cpu":
         factor = float(a.inverse) * float(b.inverse)
+        if products.is_cast(left):
+            return (left.float() @ right.float()).mul_(factor).to(dtype)
         return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=factor)
     if dtype is torch.float32:
         return (left @ right).mul_(a.inverse * b.inverse)

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megastable.parallel import products
+
 ROWS = 256  # queries of a block
 DOCUMENT_ROWS = 64  # the same where documents end: every block sees the document of its first query, too
 ELEMENTS = 2**20  # scores of a block, if one head has not more; in fp32 4 MiB
@@ -38,7 +40,7 @@ def supported(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `blocked_attention` is for this: on CPUs, fp32, and bf16 where oneDNN has products of it."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return False
-    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 or products.NATIVE
 
 
 @dataclass(frozen=True)

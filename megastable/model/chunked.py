@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megastable.model import sizes
+from megastable.parallel import products
 from megastable.parallel.topology import TensorParallel
 
 # What lies between the products goes over a chunk in blocks of this many logits, so that it stays in a CPU's cache.
@@ -87,11 +88,11 @@ class _Chunked(torch.autograd.Function):
         buffer = buffer[:, :rows]
         for start in range(0, tokens, size):
             part = slice(start, start + size)
-            logits = torch.mm(flat[part], real.t(), out=buffer[: flat[part].shape[0]])
+            logits = products.mm(flat[part], real.t(), out=buffer[: flat[part].shape[0]])
             loss[part], lse[part] = _between(logits, local[part], z_loss, tp, compiled, any(grads))
             gradient = logits  # in their place now
             if dx is not None:
-                torch.mm(gradient, real, out=dx[part])
+                products.mm(gradient, real, out=dx[part])
             if dw is not None:
                 dw.add(gradient, flat[part])
         square = lse.pow(2)
@@ -148,8 +149,8 @@ class _WeightGradient:
             else:
                 torch.addmm(self.total, transposed, x, out_dtype=torch.float32, out=self.total)
             return
-        if x.dtype == torch.float16:
-            # A sum over thousands of unscaled tokens may leave the range of fp16, whatever the loss scale.
+        # A sum over thousands of unscaled tokens may leave the range of fp16, whatever the loss scale.
+        if x.dtype == torch.float16 or products.is_cast(x):
             transposed, x = transposed.float(), x.float()
         if self.total is None:
             total = torch.mm(transposed, x)

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from megastable.model import sizes
 from megastable.model.chunked import chunked_objective
+from megastable.parallel.products import linear
 from megastable.parallel.topology import TensorParallel
 
 
@@ -74,7 +74,7 @@ Features = tuple[Tensor, Tensor]  # x [s, b, hidden] and the weight that makes l
 
 def project(given: Features) -> Tensor:
     """Logits [s, b, padded vocabulary / tensor]."""
-    return F.linear(*given)
+    return linear(*given)
 
 
 @torch.no_grad()
@@ -82,7 +82,7 @@ def projected(given: Features) -> Iterator[Tensor]:
     """Logits [n, padded vocabulary / tensor] of n tokens at a time, as few as `chunked_objective` has in memory."""
     x, weight = given[0].flatten(0, 1), given[1]
     for part in x.split(sizes.chunk_size(len(x), len(weight), sizes.elements_on(x.device.type))):
-        yield F.linear(part, weight)
+        yield linear(part, weight)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megastable.model import blocked
 from megastable.model.blocked import blocked_attention, blocks, document_starts, kept_size, supported
+from megastable.parallel import products
 
 CPU = torch.device("cpu")
 BF16 = pytest.mark.skipif(not supported(CPU, torch.bfloat16), reason="no exact bf16 products on this machine")
@@ -300,4 +301,4 @@ def test_supported_is_said_of_cpus_only() -> None:
     assert supported(CPU, torch.float32)
     assert not supported(CPU, torch.float16) and not supported(CPU, torch.float64)
     assert not supported(torch.device("cuda"), torch.bfloat16)
-    assert supported(CPU, torch.bfloat16) == bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    assert supported(CPU, torch.bfloat16) == products.NATIVE

@@ -1,0 +1,66 @@
+"""Matrix products in the dtype of their matrices, also on CPUs that have no instructions for bf16.
+
+oneDNN emulates bf16 there and takes ten times as long as in fp32 (measured with torch 2.13 on a CPU with AVX2 only). So
+the matrices are cast, multiplied in fp32 and the result is rounded once: the same precision, as products of bf16 are
+summed up in fp32 anywhere. Only bf16 is saved for the backward pass. On all other devices these are torch's functions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Whether oneDNN has products of bf16 on this host's CPU.
+NATIVE = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def is_cast(x: Tensor) -> bool:
+    """Whether products of x are made in fp32."""
+    return not NATIVE and x.dtype is torch.bfloat16 and x.device.type == "cpu"
+
+
+def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """`torch.mm`: a [n, k], b [k, m] -> [n, m] in their dtype."""
+    if not is_cast(a):
+        return torch.mm(a, b, out=out)
+    product = torch.mm(a.float(), b.float())
+    return product.to(a.dtype) if out is None else out.copy_(product)
+
+
+class _SavesParameter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        if is_cast(x):
+            return F.linear(x.float(), w.float()).to(x.dtype)
+        return F.linear(x, w)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, w = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        if is_cast(rows):
+            rows = rows.float()  # once for both
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = rows.mm(w.to(rows.dtype)).to(x.dtype).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            dw = rows.t().mm(x.reshape(-1, x.shape[-1]).to(rows.dtype)).to(w.dtype)
+        return dx, dw
+
+
+def linear_of_parameter(x: Tensor, w: Tensor) -> Tensor:
+    """`linear`, bit for bit, for weights that ZeRO 3 gathers: w is saved for the backward pass as the Parameter that
+    it is. F.linear saves a view, which keeps the gathered weight in memory from the forward to the backward pass."""
+    y: Tensor = _SavesParameter.apply(x, w)
+    return y
+
+
+def linear(x: Tensor, w: Tensor) -> Tensor:
+    """`F.linear`: x [..., in], w [out, in] -> [..., out] in their dtype."""
+    return linear_of_parameter(x, w) if is_cast(x) else F.linear(x, w)
