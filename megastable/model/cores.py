@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from megastable.model.blocked import blocked_attention
+from megastable.parallel.products import is_cast
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,10 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | BlockMas
         # For the others torch would fall back to the unfused kernel, and its scores [b, q, s, s].
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
     if not on_gpu:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=documents, is_causal=documents is None)
+        dtype = torch.float32 if is_cast(q) else q.dtype  # as other products of a CPU that would emulate bf16
+        core = F.scaled_dot_product_attention
+        out = core(q.to(dtype), k.to(dtype), v.to(dtype), attn_mask=documents, is_causal=documents is None)
+        return out.to(q.dtype)
     with sdpa_kernel(FUSED, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups > 1)
 
