@@ -76,7 +76,7 @@ def _config(source: Path, overrides: list[str]) -> tuple[StabilityConfig, bool]:
 
 def _read(source: Path) -> list[Recorded]:
     if not source.is_dir():
-        return read_trace(source)
+        return read_trace(source, lambda line: typer.echo(line, err=True))
     # As they were first met: a step that was done again after a rewind looks harmless the second time.
     table = records.read(source / "steps", newest=False).to_pylist()
     if not table:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -64,13 +64,14 @@ def simulate(rows: Iterable[Recorded], config: StabilityConfig, fp8: bool = Fals
         yield Judged(row.step, found.verdict, decision.action, decision.reason, found.reset)
 
 
-def read_trace(path: Path) -> list[Recorded]:
+def read_trace(path: Path, say: Callable[[str], None] = lambda _: None) -> list[Recorded]:
     """A CSV file with the columns step, loss and, where known, grad_norm, lr and data, in any order, among others.
 
-    An empty loss is a nan, as many tools write it; an empty grad_norm, lr or data was not recorded. Raises DataError
-    naming the line for anything else.
+    Two things that real logs have are passed over, and said: lines without a loss where later ones have one (it was not
+    logged there; at the end it is a nan, as many tools write it), and steps that were done again after a restart. An
+    empty grad_norm, lr or data was not recorded. Raises DataError naming the line for anything else.
     """
-    rows: list[Recorded] = []
+    lines: list[_Line] = []
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, skipinitialspace=True)
@@ -80,19 +81,60 @@ def read_trace(path: Path) -> list[Recorded]:
                     f"{path}: no column {' and '.join(sorted(missing))}: a trace is step,loss,grad_norm[,lr]"
                 )
             for row in reader:
-                rows.append(_parse(path, reader.line_num, row))
-                if len(rows) > 1 and rows[-1].step <= rows[-2].step:
-                    raise DataError(
-                        f"{path} line {reader.line_num}: step {rows[-1].step} after {rows[-2].step}: sort it"
-                    )
+                lines.append(_parse(path, reader.line_num, row))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
-    if not rows:
+    if not lines:
         raise DataError(f"{path}: no steps in it")
-    return rows
+    logged = _logged(lines)
+    met = _first_met(path, logged)
+    if gaps := len(lines) - len(logged):
+        say(f"{path}: {gaps} lines without a loss are passed over, as later ones have one")
+    if again := len(logged) - len(met):
+        say(f"{path}: {again} lines are passed over, as their steps were done before: a restart")
+    return [line.row for line in met]
 
 
-def _parse(path: Path, line: int, row: dict[str, str | None]) -> Recorded:
+class _Line(NamedTuple):
+    """number: in the file. logged: whether it has a loss; without one it is a nan."""
+
+    number: int
+    row: Recorded
+    logged: bool
+
+
+def _logged(lines: list[_Line]) -> list[_Line]:
+    """Without those that have no loss between others that have one. Where the run ends or starts again with more such
+    lines than were ever between two, it was a nan."""
+    kept: list[_Line] = []
+    gap: list[_Line] = []
+    longest = 0
+    for line in lines:
+        if gap and line.row.step <= gap[-1].row.step:
+            kept, gap = kept + gap * (len(gap) > longest), []
+        gap.append(line)
+        if line.logged:
+            longest = max(longest, len(gap) - 1)
+            kept.append(line)
+            gap = []
+    return kept + gap * (len(gap) > longest)
+
+
+def _first_met(path: Path, lines: list[_Line]) -> list[_Line]:
+    """Without steps that were met before, as a run directory is replayed. Raises DataError where most were."""
+    kept: list[_Line] = []
+    again: list[_Line] = []
+    for line in lines:
+        (again if kept and line.row.step <= kept[-1].row.step else kept).append(line)
+    if len(again) >= len(kept):
+        first = again[0]
+        raise DataError(
+            f"{path} line {first.number}: step {first.row.step} again, and half of all lines are such: sort it"
+        )
+    return kept
+
+
+def _parse(path: Path, line: int, row: dict[str, str | None]) -> _Line:
     def number(name: str) -> float | None:
         text = (row.get(name) or "").strip()
         return float(text) if text else None
@@ -104,8 +146,8 @@ def _parse(path: Path, line: int, row: dict[str, str | None]) -> Recorded:
         if step is None or not step.is_integer() or abs(step) > 2**53:
             raise ValueError(f"the step is {row['step']!r}, no whole number below 2^53")
         data = (row.get("data") or "").strip() or None
-        loss = math.nan if loss is None else loss
-        return Recorded(int(step), loss, number("grad_norm"), number("lr"), data)
+        logged, loss = loss is not None, math.nan if loss is None else loss
+        return _Line(line, Recorded(int(step), loss, number("grad_norm"), number("lr"), data), logged)
     except ValueError as error:
         raise DataError(f"{path} line {line}: {error}: a line is step,loss,grad_norm[,lr]") from None
 

@@ -6,9 +6,10 @@ Plain Python on purpose: sorting 100 floats takes less than one call into numpy.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import repeat
+from operator import sub
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,8 +17,11 @@ _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _NEWEST = 15  # values that the level of late is taken from
 
 
-def median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
+def median(values: Iterable[float]) -> float:
+    return _middle(sorted(values))
+
+
+def _middle(ordered: Sequence[float]) -> float:
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
@@ -51,14 +55,14 @@ def trend(times: Sequence[int], values: Sequence[float], now: int, *, floor: flo
         times, values = times[start:], values[start:]
     third = len(values) // 3
     parts = (slice(0, third), slice(third, -third), slice(-third, None))
-    (x0, x1, x2), (y0, y1, y2) = ([median(series[part]) for part in parts] for series in (times, values))
+    x0, x1, x2 = [_middle(times[part]) for part in parts]
+    y0, y1, y2 = [median(values[part]) for part in parts]
     slopes = [min(0.0, (y2 - y0) / (x2 - x0)), min(0.0, (y2 - y1) / (x2 - x1))]
     slope = max(slopes)
-    level_now = [value - slope * (time - now) for time, value in zip(times, values)]
+    level_now = [value - slope * (time - now) for time, value in zip(times, values)] if slope else values
     level = median(level_now)
-    scale = _MAD_TO_SIGMA * median([abs(value - level) for value in level_now])
-    jumps = [abs(after - before) for before, after in pairwise(values)]
-    noise = _MAD_TO_SIGMA * median(jumps) / math.sqrt(2.0)
+    scale = _MAD_TO_SIGMA * median(map(abs, map(sub, level_now, repeat(level))))
+    noise = _MAD_TO_SIGMA * median(map(abs, map(sub, values[1:], values))) / math.sqrt(2.0)
     low = level + (min(slopes) - slope) * (now - x1)
     return Trend(level, low, max(scale, floor), max(noise, floor), median(values[-_NEWEST:]))
 

@@ -216,6 +216,32 @@ def test_a_loss_that_is_nan_or_empty(text: str, tmp_path: Path) -> None:
     assert [j.action for j in judged([row])] == [Action.DISCARD]
 
 
+@pytest.mark.parametrize(
+    ("lines", "kept", "said"),
+    [
+        ("1,3\n2,\n3,\n4,2", [(1, 3), (4, 2)], ["2 lines without a loss"]),  # logged every third step
+        ("1,3\n2,\n3,", [(1, 3), (2, None), (3, None)], []),  # it ended so
+        ("1,3\n2,nan\n3,2", [(1, 3), (2, None), (3, 2)], []),
+        ("1,3\n2,2\n3,9\n2,2.1\n3,1\n4,1", [(1, 3), (2, 2), (3, 9), (4, 1)], ["2 lines are passed over"]),
+        ("1,3\n2,\n3,\n2,2.1\n3,1\n4,1", [(1, 3), (2, None), (3, None), (4, 1)], ["2 lines are passed"]),
+        ("1,3\n2,\n3,3\n4,4\n3,2\n5,1", [(1, 3), (3, 3), (4, 4), (5, 1)], ["1 lines w", "1 lines are"]),
+    ],
+)
+def test_gaps_and_restarts_of_real_logs(
+    lines: str, kept: list[tuple[int, float | None]], said: list[str], tmp_path: Path
+) -> None:
+    told: list[str] = []
+    rows = read_trace(trace(tmp_path, f"step,loss\n{lines}\n"), told.append)
+    assert [(row.step, None if math.isnan(row.loss) else row.loss) for row in rows] == kept
+    assert len(told) == len(said) and all(part in line for part, line in zip(said, told))
+
+
+def test_a_run_that_is_logged_every_tenth_step_among_others_is_not_acted_on(tmp_path: Path) -> None:
+    run = healthy(300, seed=1)
+    text = "".join(f"{s.step},{s.loss if s.step % 10 == 0 else ''},\n" for s in run)
+    assert acted(judged(read_trace(trace(tmp_path, f"step,loss,grad_norm\n{text}")))) == []
+
+
 HEAD = "step,loss,grad_norm\n1,2.5,0.5\n"
 
 
@@ -238,8 +264,8 @@ HEAD = "step,loss,grad_norm\n1,2.5,0.5\n"
         (HEAD + "1e300,2.5,0.5\n", "line 3: the step is '1e300', no whole number below"),
         (HEAD + "nan,2.5,0.5\n", "line 3: the step is 'nan'"),
         (HEAD + "-inf,2.5,0.5\n", "line 3: the step is '-inf'"),
-        (HEAD + "1,2.5,0.5\n", "line 3: step 1 after 1: sort it"),
-        (HEAD + "5,2.5,0.5\n3,2.5,0.5\n", "line 4: step 3 after 5: sort it"),
+        (HEAD + "1,2.5,0.5\n", "line 3: step 1 again, and half of all lines are such: sort it"),
+        (HEAD + "5,2.5,0.5\n3,2.5,0.5\n2,2.5,0.5\n", "line 4: step 3 again"),
         (HEAD + "2,2.5,0.5,7\n", "line 3: not as many fields"),
         (HEAD + "2,2.\n", "line 3: not as many fields"),  # cut off while it was written
         (HEAD + " \n", "line 3: not as many fields"),
