@@ -31,6 +31,8 @@ BENCH noise --steps 6000 --seeds 4 --kind ar-0.7 --kind levels-20 --json noise.j
 
 BENCH noise stability.detector.false_alarms=0.1
 
+BENCH noise --no-norms --faults 20 --kind bursts
+
 BENCH samples --steps 6000 --delays 3
 
 BENCH checkpoint
@@ -103,10 +105,14 @@ def noise(
     first: Annotated[int, typer.Option("--first-seed", min=0, help="The others follow it")] = 1,
     kinds: Annotated[list[str] | None, typer.Option("--kind", help="Repeatable. Default: all")] = None,
     norms: Annotated[bool, typer.Option(help="Whether gradient norms were recorded")] = True,
+    planted: Annotated[
+        int, typer.Option("--faults", min=0, help="Of each sort, planted into another run of every kind")
+    ] = 0,
     json: Annotated[Path | None, typer.Option(help="All numbers")] = None,
 ) -> None:
-    """False alarms of detector and policy in healthy runs whose noise is not white. About 10 s a kind; no GPU."""
-    from megastable.bench.noise import KINDS, count
+    """False alarms of detector and policy in healthy runs whose noise is not white, and how soon planted faults are
+    acted on. About 10 s a kind; no GPU."""
+    from megastable.bench.noise import FAULTS, KINDS, Delays, count, delays
 
     if foreign := [item for item in overrides or [] if not item.startswith("stability.")]:
         raise ConfigError(f"{foreign[0]}: only stability.KEY=VALUE has an influence here")
@@ -119,17 +125,25 @@ def noise(
     table = Table(
         "noise", "steps", "rewinds", "discards", "irreversible", "alerts", "levels let pass", "resets"
     )
+    late = Table("noise", *FAULTS, title="acted on in time, of those planted (median of the steps it took)")
     found = []
+    seen: list[Delays] = []
     columns = TextColumn("judging"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
         for kind in progress.track(kinds or list(KINDS)):
+            if planted:
+                took = delays(kind, planted, first, config, norms)
+                late.add_row(kind, *(f"{d.in_time} of {d.planted} ({d.median})" for d in took))
+                seen += took
             f = count(kind, steps, range(first, first + seeds), config, norms)
             found.append(f)
             numbers = f.steps, f.rewinds, f.discards, f.irreversible, f.alerts, f.watched, f.resets
             table.add_row(kind, *(f"{number:,}" for number in numbers))
     Console().print(table)
+    if planted:
+        Console().print(late)
     if json is not None:
-        durable.write_output(json, as_json([asdict(f) for f in found], indent=1) + "\n")
+        durable.write_output(json, as_json([asdict(f) for f in [*found, *seen]], indent=1) + "\n")
 
 
 def _alone() -> None:

@@ -2,7 +2,8 @@
 
 Every kind has a power law for its loss, noise of 0.03 nats about it, and gradient norms with a heavy tail. What a kind
 adds is what real losses have: neighbours that hang together, levels that change with the data, tails, a width that
-changes, and a norm that moves with the loss.
+changes, and a norm that moves with the loss. What is done about faults that are planted into them is the other half:
+whoever does nothing raises no false alarm.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import numpy.typing as npt
 
 from megastable.stability.actions import Action
 from megastable.stability.backtest import Recorded, simulate
+from megastable.stability.guard import Guard
 from megastable.stability.settings import StabilityConfig
-from megastable.stability.signals import Verdict
+from megastable.stability.signals import Signals, Verdict
 
 Series = npt.NDArray[np.float64]
 Draw = Callable[[int, np.random.Generator], Series]
@@ -59,13 +61,19 @@ def alternating(count: int, rng: np.random.Generator) -> Series:
     return np.arange(count, dtype=np.float64) % 2.0
 
 
-def changes(steps: int, rng: np.random.Generator) -> Series:
-    """Another corpus that comes and goes, six times in 19,000 steps: 2 to 4 sigma up or down, at random times."""
-    series = rng.standard_normal(steps)
-    times = np.sort(rng.choice(np.arange(2, 96), 12, replace=False)) * 200
-    for i in range(0, 12, 2):
-        series[times[i] : times[i + 1]] += rng.uniform(2.0, 4.0) * rng.choice([-1.0, 1.0])
-    return series
+def changes(rho: float) -> Draw:
+    """Another corpus that comes and goes, six times in 19,200 steps: 2 to 4 sigma up or down, at random times."""
+    noise, period = autoregressive(rho), 19_200
+
+    def draw(steps: int, rng: np.random.Generator) -> Series:
+        series = noise(steps, rng)
+        for begin in range(0, steps, period):
+            times = begin + 200 * np.sort(rng.choice(np.arange(2, 96), 12, replace=False))
+            for i in range(0, 12, 2):
+                series[times[i] : times[i + 1]] += rng.uniform(2.0, 4.0) * rng.choice([-1.0, 1.0])
+        return series
+
+    return draw
 
 
 def swelling(steps: int, rng: np.random.Generator) -> Series:
@@ -88,7 +96,8 @@ KINDS: dict[str, Draw] = {
     "levels-200": levels(200, normal),
     "alternating-20": levels(20, alternating),
     "alternating-200": levels(200, alternating),
-    "changes": changes,
+    "changes": changes(0.0),
+    "changes-ar-0.4": changes(0.4),
     "student-t3": lambda steps, rng: rng.standard_t(3, steps),
     "heteroscedastic": swelling,
     "bursts": bursts,
@@ -151,3 +160,79 @@ def count(
         done["watched"],
         done["reset"],
     )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a fault adds: to the loss, in standard deviations of the healthy noise, and the factor of the norm; and
+    within how many steps it should be acted on."""
+
+    loss: Series
+    norm: Series
+    within: int
+
+
+def spike(height: float) -> Fault:
+    """The norm leads by two steps; the loss is up in three more, stays for ten, and heals in twenty."""
+    loss = np.concatenate([[0.0, 0.0], np.linspace(height / 3, height, 3), np.full(10, height)])
+    loss = np.concatenate([loss, np.linspace(height, 0.0, 20)])
+    return Fault(loss, np.where(loss > height / 2, 3.0, 1.7), within=5 + 2)
+
+
+def climb(slope: float) -> Fault:
+    """Of the loss alone, by so much a step: a divergence."""
+    return Fault(slope * np.arange(120.0), np.ones(120), within=60)
+
+
+FAULTS = {"spike-6": spike(6.0), "spike-10": spike(10.0), "spike-20": spike(20.0), "climb-0.25": climb(0.25)}
+FIRST, APART = 600, 150  # steps: of the first fault in a run, and between two
+
+
+@dataclass(frozen=True)
+class Delays:
+    """Of one fault in the noise of one kind: planted so often, of which acted on in time, and the steps that all took,
+    ascending; what was never acted on is not among them."""
+
+    kind: str
+    fault: str
+    planted: int
+    in_time: int
+    steps: list[int]
+
+    @property
+    def median(self) -> int | None:
+        """Of all that were planted; None where half of them were never acted on."""
+        half = self.planted // 2
+        return self.steps[half] if half < len(self.steps) else None
+
+
+def delays(
+    kind: str, planted: int, seed: int, config: StabilityConfig, norms: bool = True
+) -> list[Delays]:
+    """Every fault is planted so often into one healthy run, which goes on as if it had not been."""
+    longest = max(len(fault.loss) for fault in FAULTS.values())
+    steps = FIRST + APART * (planted - 1) + longest
+    rows = list(healthy(kind, steps, seed, norms))
+    sigma = SIGMA * float(np.std(KINDS[kind](steps, np.random.default_rng(seed))))
+    guard = Guard(config, simulated=True)
+    found: dict[str, list[int]] = {name: [] for name in FAULTS}
+    for at, row in enumerate(rows[: steps - longest + 1]):
+        if at >= FIRST and (at - FIRST) % APART == 0:
+            for name, fault in FAULTS.items():
+                branch = Guard(config, guard.state, simulated=True)
+                delay = _delay(branch, rows[at:], fault, sigma)
+                found[name] += [] if delay is None else [delay]
+        guard.judge(Signals(row.step, row.loss, row.grad_norm), 0)
+    return [
+        Delays(kind, name, planted, sum(delay < FAULTS[name].within for delay in took), sorted(took))
+        for name, took in found.items()
+    ]
+
+
+def _delay(guard: Guard, rows: list[Recorded], fault: Fault, sigma: float) -> int | None:
+    for steps, (row, rise, factor) in enumerate(zip(rows, fault.loss, fault.norm)):
+        norm = None if row.grad_norm is None else row.grad_norm * float(factor)
+        signals = Signals(row.step, row.loss + sigma * float(rise), norm)
+        if guard.judge(signals, 0).action is not Action.APPLY:
+            return steps
+    return None

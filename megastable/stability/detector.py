@@ -42,8 +42,12 @@ _FARTHEST = 1e6  # sigma; residuals end here so that no sum overflows
 _JUMP = 4.0  # sigma from which on a value stands out: not accepted, and remembered if harmless
 _SLOW = 15  # observations; an alarm that took longer to build up is a drift, not a spike
 _ABSURD = 1e6  # nats; no cross-entropy is that large, and sums of such numbers overflow
-_CLIMB = 2.0  # scatters of neighbours between the outer thirds of some steps: so much is a climb
+_CLIMB = 2.5  # scatters of neighbours between the outer thirds of some steps: so much is a climb
+_HALFWAY = 0.2  # of that at least, from either outer third to the middle one: a single step up is another level
 _WIDER = 3.0  # scatters of the latest neighbours: so much is a spike in noise that has grown wider, too
+_DEEPER = 1.5  # deepest falls of late: the same, as noise reaches as far down as up
+_HELD = 3  # observations of a spike that the loss alone tells, of which the newest still lies half as high
+_WIDE = 1.5  # sigma from which on a value lies on a side: a swing has been on one, the other, and the first again
 _PLAIN = 1.4  # long-run variance that white noise about a trend shows, over its variance
 
 
@@ -284,12 +288,15 @@ class Detector:
         if known:
             return False
         if verdict is Verdict.OSCILLATION:
-            return self._swings(line)
+            return self._swings(line, steps)
         rises = sorted(x - max(line.level, line.late) for x in s.loss.raw[-min(steps, _SLOW) :])
         if verdict is Verdict.SPIKE and (norm_line is None or s.seen < s.doubted):
-            # Noise that has grown wider reaches as far up; the median of the jumps is not moved by those of a spike.
-            latest = _scatter(s.loss.raw[-2 * _SLOW :])
-            if median(rises) >= max(_JUMP * line.scale, _WIDER * latest):
+            # Noise that has grown wider reaches as far up, but as far down, too; the median of the jumps is not moved by
+            # those of a spike.
+            latest = s.loss.raw[-2 * _SLOW :]
+            least = max(_JUMP * line.scale, _WIDER * _scatter(latest), _DEEPER * (line.level - min(latest)))
+            held = steps >= _HELD and latest[-1] - line.level >= least / 2
+            if held and median(rises) >= least:
                 return True
         least = max(c.gross, c.gross_sigma * line.scale, s.loss.record * line.scale)
         if len(rises) > 1 and rises[-2] >= least:
@@ -301,9 +308,13 @@ class Detector:
         mixed = self._state.mixed
         return mixed is not None and -2 <= observation - mixed <= _SLOW
 
-    def _swings(self, line: Trend) -> bool:
-        """Whether wide residuals hang together, from one to the next: noise that grew wider does not."""
+    def _swings(self, line: Trend, steps: int) -> bool:
+        """Whether wide residuals hang together, from one to the next, as those of noise that grew wider do not, and
+        have turned twice, as those of another level do not."""
         newest = [x - line.level for x in self._state.loss.raw]
+        sides = [x > 0.0 for x in newest[-steps:] if abs(x) >= _WIDE * line.scale]
+        if sum(before != after for before, after in pairwise(sides)) < 2:
+            return False
         middle = sum(newest) / len(newest)
         square = sum((x - middle) ** 2 for x in newest)
         return abs(sum((a - middle) * (b - middle) for a, b in pairwise(newest))) > square / 2
@@ -319,7 +330,10 @@ class Detector:
         now = median(newest[-third:])
         scatter = median([abs(after - before) for before, after in pairwise(newest)])
         least = _CLIMB * scatter * s.scatter.factor(_PLAIN, c.scatter_most)
-        return now - median(newest[:third]) > max(least, (now - level) / 3)
+        first, middle = median(newest[:third]), median(newest[third : 2 * third])
+        if min(middle - first, now - middle) < _HALFWAY * least:
+            return False
+        return now - first > max(least, (now - level) / 3)
 
     def _renew(self, e: Excursion, step: int) -> None:
         """A further jump on top of an excursion has an onset of its own: what was done about the first one does not

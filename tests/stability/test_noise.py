@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.bench.noise import KINDS, autoregressive, count
+from megastable.bench.noise import FAULTS, KINDS, Delays, autoregressive, count, delays, healthy
+from megastable.stability.actions import Action
+from megastable.stability.backtest import Recorded, simulate
 from megastable.stability.scatter import LENGTH, Scatter
 from megastable.stability.settings import StabilityConfig
+from tests.stability import traces
 
 CONFIG = StabilityConfig()
 STEPS = 4000
@@ -19,7 +24,7 @@ STEPS = 4000
 
 @pytest.mark.parametrize("norms", [True, False])
 @pytest.mark.parametrize(
-    "kind", ["ar-0.5", "ar-0.7", "levels-20", "levels-200", "heteroscedastic", "bursts", "changes"]
+    "kind", ["ar-0.7", "levels-20", "levels-200", "heteroscedastic", "bursts", "changes", "changes-ar-0.4"]
 )
 def test_next_to_nothing_is_done_in_a_healthy_run(kind: str, norms: bool) -> None:
     found = count(kind, STEPS, [1], CONFIG, norms)
@@ -31,6 +36,44 @@ def test_noise_that_grows_wider_is_no_spike_where_no_norm_tells() -> None:
     """Before the scatter of late was asked, there were 4 rewinds in these 20,000 steps."""
     found = count("bursts", 10_000, [1, 2], CONFIG, norms=False)
     assert found.rewinds == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed", "step", "norms"),
+    [
+        ("bursts", 1, 6008, False),  # noise reaches as far down as up
+        ("bursts", 3, 7815, False),
+        ("changes-ar-0.4", 1, 13232, True),  # a level in two steps is no climb
+        ("changes-ar-0.4", 3, 15802, True),  # up once, then down to another level is no swing
+    ],
+)
+def test_noise_that_was_taken_for_a_fault_is_none(kind: str, seed: int, step: int, norms: bool) -> None:
+    """Each was a rewind at that step of 19,200."""
+    around = islice(healthy(kind, 19_200, seed, norms), step - 400, step + 3)
+    assert {judged.action for judged in simulate(around, CONFIG)} == {Action.APPLY}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_hard_batches_where_no_norm_tells_are_no_spike(seed: int) -> None:
+    run = replace(traces.plus(traces.healthy(520, seed), 500, np.full(2, 0.21)), norm=None)
+    rows = [Recorded(s.step, s.loss) for s in run]
+    assert Action.REWIND not in {judged.action for judged in simulate(rows, CONFIG)}
+
+
+@pytest.mark.parametrize("norms", [True, False])
+def test_planted_faults_are_acted_on_in_time(norms: bool) -> None:
+    """What is done about noise is only half: whoever does nothing raises no false alarm."""
+    for kind in ("white", "student-t3"):
+        found = {d.fault: d for d in delays(kind, 6, 1, CONFIG, norms)}
+        assert set(found) == set(FAULTS) and all(d.planted == 6 for d in found.values())
+        assert found["spike-10"].in_time == found["spike-20"].in_time == 6
+        assert found["climb-0.25"].in_time >= 5
+        assert found["spike-6"].in_time >= (6 if norms else 3)
+
+
+def test_a_delay_is_that_of_half_of_all_that_were_planted() -> None:
+    assert Delays("white", "spike", 4, 1, [3]).median is None
+    assert Delays("white", "spike", 4, 2, [3, 5, 9]).median == 9
 
 
 def test_a_lower_rate_of_false_alarms_lets_more_pass() -> None:
