@@ -206,9 +206,7 @@ class Delays:
         return self.steps[half] if half < len(self.steps) else None
 
 
-def delays(
-    kind: str, planted: int, seed: int, config: StabilityConfig, norms: bool = True
-) -> list[Delays]:
+def delays(kind: str, planted: int, seed: int, config: StabilityConfig, norms: bool = True) -> list[Delays]:
     """Every fault is planted so often into one healthy run, which goes on as if it had not been."""
     longest = max(len(fault.loss) for fault in FAULTS.values())
     steps = FIRST + APART * (planted - 1) + longest

@@ -43,11 +43,15 @@ _JUMP = 4.0  # sigma from which on a value stands out: not accepted, and remembe
 _SLOW = 15  # observations; an alarm that took longer to build up is a drift, not a spike
 _ABSURD = 1e6  # nats; no cross-entropy is that large, and sums of such numbers overflow
 _CLIMB = 2.5  # scatters of neighbours between the outer thirds of some steps: so much is a climb
-_HALFWAY = 0.2  # of that at least, from either outer third to the middle one: a single step up is another level
+_HALFWAY = (
+    0.2  # of that at least, from either outer third to the middle one: a single step up is another level
+)
 _WIDER = 3.0  # scatters of the latest neighbours: so much is a spike in noise that has grown wider, too
 _DEEPER = 1.5  # deepest falls of late: the same, as noise reaches as far down as up
 _HELD = 3  # observations of a spike that the loss alone tells, of which the newest still lies half as high
-_WIDE = 1.5  # sigma from which on a value lies on a side: a swing has been on one, the other, and the first again
+_WIDE = (
+    1.5  # sigma from which on a value lies on a side: a swing has been on one, the other, and the first again
+)
 _PLAIN = 1.4  # long-run variance that white noise about a trend shows, over its variance
 
 
@@ -291,8 +295,8 @@ class Detector:
             return self._swings(line, steps)
         rises = sorted(x - max(line.level, line.late) for x in s.loss.raw[-min(steps, _SLOW) :])
         if verdict is Verdict.SPIKE and (norm_line is None or s.seen < s.doubted):
-            # Noise that has grown wider reaches as far up, but as far down, too; the median of the jumps is not moved by
-            # those of a spike.
+            # Noise that has grown wider reaches as far up, but as far down, too; the median of the jumps is not moved
+            # by those of a spike.
             latest = s.loss.raw[-2 * _SLOW :]
             least = max(_JUMP * line.scale, _WIDER * _scatter(latest), _DEEPER * (line.level - min(latest)))
             held = steps >= _HELD and latest[-1] - line.level >= least / 2

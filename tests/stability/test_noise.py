@@ -49,7 +49,7 @@ def test_noise_that_grows_wider_is_no_spike_where_no_norm_tells() -> None:
 )
 def test_noise_that_was_taken_for_a_fault_is_none(kind: str, seed: int, step: int, norms: bool) -> None:
     """Each was a rewind at that step of 19,200."""
-    around = islice(healthy(kind, 19_200, seed, norms), step - 400, step + 3)
+    around = islice(healthy(kind, 19_200, seed, norms), step - 1200, step + 8)
     assert {judged.action for judged in simulate(around, CONFIG)} == {Action.APPLY}
 
 
