@@ -123,14 +123,14 @@ def _logged(lines: list[_Line]) -> list[_Line]:
 def _first_met(path: Path, lines: list[_Line]) -> list[_Line]:
     """Without steps that were met before, as a run directory is replayed. Raises DataError where most were."""
     kept: list[_Line] = []
-    again: list[_Line] = []
+    again: list[str] = []
     for line in lines:
-        (again if kept and line.row.step <= kept[-1].row.step else kept).append(line)
+        if kept and line.row.step <= kept[-1].row.step:
+            again.append(f"line {line.number}: step {line.row.step} after {kept[-1].row.step}")
+        else:
+            kept.append(line)
     if len(again) >= len(kept):
-        first = again[0]
-        raise DataError(
-            f"{path} line {first.number}: step {first.row.step} again, and half of all lines are such: sort it"
-        )
+        raise DataError(f"{path} {again[0]}, and half of all lines go back: sort it")
     return kept
 
 

@@ -264,8 +264,8 @@ HEAD = "step,loss,grad_norm\n1,2.5,0.5\n"
         (HEAD + "1e300,2.5,0.5\n", "line 3: the step is '1e300', no whole number below"),
         (HEAD + "nan,2.5,0.5\n", "line 3: the step is 'nan'"),
         (HEAD + "-inf,2.5,0.5\n", "line 3: the step is '-inf'"),
-        (HEAD + "1,2.5,0.5\n", "line 3: step 1 again, and half of all lines are such: sort it"),
-        (HEAD + "5,2.5,0.5\n3,2.5,0.5\n2,2.5,0.5\n", "line 4: step 3 again"),
+        (HEAD + "1,2.5,0.5\n", "line 3: step 1 after 1, and half of all lines go back: sort it"),
+        (HEAD + "5,2.5,0.5\n3,2.5,0.5\n2,2.5,0.5\n", "line 4: step 3 after 5"),
         (HEAD + "2,2.5,0.5,7\n", "line 3: not as many fields"),
         (HEAD + "2,2.\n", "line 3: not as many fields"),  # cut off while it was written
         (HEAD + " \n", "line 3: not as many fields"),

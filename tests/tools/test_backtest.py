@@ -100,6 +100,14 @@ def test_nothing_happened(backtest: Call, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["calm.csv"]
 
 
+def test_lines_that_are_passed_over_are_said(backtest: Call, tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("step,loss\n1,3\n2,\n3,3\n4,3\n3,2.9\n5,2.8\n")
+    result = backtest(path)
+    assert result.exit_code == 0 and "4 steps" in result.stdout
+    assert "1 lines without a loss" in result.stderr and "a restart" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
