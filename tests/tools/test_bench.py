@@ -126,3 +126,15 @@ def test_the_table_fits_a_terminal() -> None:
     words = " ".join(text.getvalue().split())
     assert "…" not in words and "limit 0.5 % 0.400" in words and "limit 2 % 2.200" in words
     assert "test of single samples 1.500 0.150" in words and "limit 0.5 % 0.600" in words
+
+
+def test_false_alarms_beside_planted_faults(tmp_path: Path) -> None:
+    file = tmp_path / "noise.json"
+    done = bench("noise", "--steps", 200, "--faults", 1, "--kind", "white", "--no-norms", "--json", file)
+    assert done.returncode == 0, done.stderr
+    alarms, *faults = json.loads(file.read_text())
+    assert (alarms["kind"], alarms["steps"], alarms["rewinds"]) == ("white", 200, 0)
+    assert {fault["fault"]: fault["planted"] for fault in faults} == {
+        "spike-6": 1, "spike-10": 1, "spike-20": 1, "climb-0.25": 1
+    }  # fmt: skip
+    assert "rewinds" in done.stdout and "climb-0.25" in done.stdout
