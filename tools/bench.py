@@ -143,7 +143,8 @@ def noise(
     if planted:
         Console().print(late)
     if json is not None:
-        durable.write_output(json, as_json([asdict(f) for f in [*found, *seen]], indent=1) + "\n")
+        numbers_of_all = [*map(asdict, found), *map(asdict, seen)]
+        durable.write_output(json, as_json(numbers_of_all, indent=1) + "\n")
 
 
 def _alone() -> None:
