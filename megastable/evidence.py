@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch.distributed as dist
 
 from megastable.data.loader import Loader, MicroBatch
 from megastable.data.skips import Selection, Skips
 from megastable.engine import Engine
+from megastable.errors import MegastableError
 from megastable.examination import Examination
-from megastable.ranks import agree
+from megastable.ranks import agree, first
 from megastable.stability import attribution, groups
 from megastable.stability.attribution import Conclusion
 from megastable.stability.likeness import READ
@@ -22,6 +24,7 @@ from megastable.stability.settings import AttributionConfig
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+T = TypeVar("T")
 
 RECORDED = (
     2**16
@@ -134,7 +137,28 @@ class Laboratory:
         window; cursor: the position that the state has come to; selection: what is skipped already. adjacent: the
         window lies next to what an incident of shortly before skipped. Raises DataError as `losses` does.
         """
-        return Examination(self, window, history, between, cursor, selection, adjacent).conclude(recurred)
+        return self.led(
+            lambda laboratory: Examination(
+                laboratory, window, history, between, cursor, selection, adjacent
+            ).conclude(recurred)
+        )
+
+    def led(self, work: Callable[[Laboratory], T]) -> T:
+        """Do `work` on rank 0 alone, with a laboratory whose measurements all ranks take part in; its result, or its
+        MegastableError, on every rank.
+
+        Numbers are the same on all ranks, but what is computed of them need not be: processors of two kinds round a
+        logarithm differently, and a rank that measures one sample more than the others would wait for them for ever.
+        """
+        if dist.get_world_size() == 1:
+            return work(self)
+        if dist.get_rank() == 0:
+            return Leading(self).lead(work)
+        # What rank 0 asks for, until it is done.
+        while (asked := first(_nothing)) is not None:
+            measure, positions = asked
+            getattr(self, measure)(positions)
+        return first(_nothing)
 
     def known(
         self, history: Sequence[Trained], corpora: Int64s, cursor: int, selection: Skips | Selection
@@ -211,3 +235,51 @@ class Laboratory:
         )
         usual = attribution.usual_norm(found.whole, found.alone, self.batch, group.size)
         return (group, norm) if norm > attribution.GRADIENT_RATIO * usual else nobody
+
+
+class Leading(Laboratory):
+    """Rank 0's, while it decides alone: whatever it measures, the others are told to measure with it (`led`)."""
+
+    def __init__(self, of: Laboratory) -> None:
+        super().__init__(of.config, of.engine, of.loader, of.batch)
+        self._of = of
+
+    def lead(self, work: Callable[[Laboratory], T]) -> T:
+        """Do it, and tell the others what came of it."""
+
+        def outcome() -> T:
+            if error is not None:
+                raise error
+            return found[0]
+
+        found, error = list[T](), None
+        try:
+            found.append(work(self))
+        except MegastableError as raised:
+            if raised.collective:  # in a measurement: the others have it, too
+                raise
+            error = raised
+        first(_nothing)
+        return first(outcome)
+
+    def led(self, work: Callable[[Laboratory], T]) -> T:
+        return work(self)
+
+    def losses(self, positions: Int64s) -> Floats:
+        self._tell("losses", positions)
+        return self._of.losses(positions)
+
+    def gradient_norm(self, positions: Int64s) -> float:
+        self._tell("gradient_norm", positions)
+        return self._of.gradient_norm(positions)
+
+    def tokens(self, positions: Int64s) -> npt.NDArray[np.int32]:
+        self._tell("tokens", positions)
+        return self._of.tokens(positions)
+
+    def _tell(self, measure: str, positions: Int64s) -> None:
+        first(lambda: (measure, positions))
+
+
+def _nothing() -> Any:
+    return None

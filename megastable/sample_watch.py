@@ -179,22 +179,15 @@ class SampleWatch:
             window = [Trained(case.first, positions, losses, applied=False)]
         else:
             window = [t for t in trained if case.first <= t.step <= case.last]
-        if case.kind == "trickle":
-            met = self._met(case, window, left_out, laboratory)
-            if not met.positions.size:
-                return None
-            found = self._trickle(met, case, history, state, laboratory, left_out)
-        elif case.kind == "easy":
+        if case.kind == "easy":
             window = [t for t in trained if case.first - EARLIER <= t.step <= case.last]
             window = window[-max(2, MOST // laboratory.batch) :]
             history = [t for t in history if t.step < case.first - EARLIER]
-            found = self._by_heart(window, history, state, laboratory, left_out)
-        elif not window or left_out.mask(window[-1].positions).all():
+        found, self._looked = laboratory.led(
+            lambda lab: (self._concluded(case, window, history, state, lab, left_out), self._looked)
+        )
+        if found is None:
             return None
-        else:
-            found = laboratory.examine(window, history, state.cursor, left_out, False)
-            if not found.guilty and case.proven:
-                found = self._refused(window[0], found, history, laboratory, left_out)
         seconds = time.perf_counter() - begin
         if found.cause is not Cause.DATA or not found.guilty:
             event = "discard_examined" if case.kind == "discard" else "samples_examined"
@@ -209,6 +202,28 @@ class SampleWatch:
         for test in (self._test, self._easy):
             test.convict(found.guilty)
         laboratory.loader.go_to(state.cursor, self.selection())
+        return found
+
+    def _concluded(
+        self,
+        case: Waiting,
+        window: Sequence[Trained],
+        history: Sequence[Trained],
+        state: RunState,
+        laboratory: Laboratory,
+        left_out: Selection,
+    ) -> Conclusion | None:
+        """Who is guilty; None where nobody is left to be examined."""
+        if case.kind == "trickle":
+            met = self._met(case, window, left_out, laboratory)
+            return self._trickle(met, case, history, state, laboratory, left_out) if met.positions.size else None
+        if case.kind == "easy":
+            return self._by_heart(window, history, state, laboratory, left_out)
+        if not window or left_out.mask(window[-1].positions).all():
+            return None
+        found = laboratory.examine(window, history, state.cursor, left_out, False)
+        if not found.guilty and case.proven:
+            found = self._refused(window[0], found, history, laboratory, left_out)
         return found
 
     def _met(

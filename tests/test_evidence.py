@@ -87,6 +87,40 @@ def concluded(laboratory: Any) -> list[Conclusion]:
     return [*found, grown]
 
 
+def undecided(laboratory: Any) -> tuple[Conclusion, int, str]:
+    """What all ranks conclude where the last one's numbers are off by a rounding error, and the bound lies in between;
+    how often each measured; and what they are told of an error of rank 0 alone."""
+    import torch.distributed as dist
+
+    from megastable.errors import DataError
+
+    last, count, exact = dist.get_rank() == dist.get_world_size() - 1, 0, laboratory.losses
+
+    def losses(positions: np.ndarray) -> np.ndarray:
+        nonlocal count
+        count += 1
+        exact(positions)
+        return np.full(positions.size, 3.0 + 1e-12 * (last and dist.get_world_size() > 1))
+
+    def work(lab: Any) -> Any:
+        while lab.losses(np.arange(3)).mean() > 3.0 and lab.batch:  # for ever, on the last rank
+            pass
+        return Conclusion(Cause.DATA, [lab.tokens(np.arange(3)).shape[0]], [], repr(lab.losses(np.arange(1))))
+
+    def fail(lab: Any) -> Any:
+        lab.losses(np.arange(3))
+        raise DataError("nothing is left")
+
+    laboratory.losses = losses
+    try:
+        found = laboratory.led(work)
+        with pytest.raises(DataError) as told:
+            laboratory.led(fail)
+    finally:
+        vars(laboratory).pop("losses")
+    return found, count, str(told.value)
+
+
 def spoilt(laboratory: Any) -> tuple[list[int], str, int]:
     """Who is guilty, and in how many steps' time that is found, when one sample's gradient is said to be 100."""
     from megastable.data.skips import Skips
@@ -181,6 +215,7 @@ def measure(configs: list[RunConfig], world: int) -> list[dict[str, Any]]:
                 found["norms"] = [laboratory.gradient_norm(np.array([p])) for p in ALONE]
                 found["concluded"] = concluded(laboratory)
                 found["spoilt"] = spoilt(laboratory)
+                found["undecided"] = undecided(laboratory)
                 found["unknown"] = beyond_fp16(engine, laboratory)
                 found["torn"] = torn(loader, laboratory)
                 found["after"] = state(engine)
@@ -279,6 +314,9 @@ def check_conclusions(found: dict[str, list[dict[str, Any]]]) -> None:
         assert guilty == [117] and "gradient norm of 100" in reason, name
         assert steps == 2 + 2 + 3 + (117 % 2), name  # ordinary ones, batches, halves, and what is left
         for rank in ranks:
+            found, count, told = rank["undecided"]
+            assert (found.guilty, found.reason) == ([3], "array([3.])") and count == 3, name
+            assert told == "nothing is left", name
             assert repr(rank["concluded"]) == repr(ranks[0]["concluded"]), name
             assert rank["torn"] == ["part-0.bin is gone"] * 2, name
             assert rank["unknown"] is None or np.isnan(rank["unknown"]), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,9 @@ class Texts:
         self.read += positions.size
         text = np.random.default_rng(2).integers(1000, size=(positions.size, 64))
         return np.where(np.isin(positions, self.repeated)[:, None], 7, text)
+
+    def led(self, work: Callable[[Any], Any]) -> Any:
+        return work(self)
 
     def usual(self, *_: Any) -> Known:
         positions = np.arange(-1000, 0)
@@ -92,6 +96,7 @@ def test_both_tests_are_told_who_is_convicted() -> None:
         examine=lambda *_: Conclusion(Cause.DATA, [3], [], "bad"),
         loader=SimpleNamespace(go_to=lambda *_: None),
     )
+    laboratory.led = lambda work: work(laboratory)
     state: Any = SimpleNamespace(cursor=99, step=9)
     found = made.watch._examine(case(5, positions=[3, 4], losses=[9.0, 3.0]), state, [], laboratory)
     assert found and told == [[3], [3]]

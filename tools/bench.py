@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -34,6 +35,8 @@ BENCH noise stability.detector.false_alarms=0.1
 BENCH noise --no-norms --faults 20 --kind bursts
 
 BENCH samples --steps 6000 --delays 3
+
+BENCH attribution --text a.txt --text b/ --text a.txt+b/:0.05 --seeds 2
 
 BENCH checkpoint
 
@@ -194,6 +197,65 @@ def samples(
         Console().print("Steps until bad samples are noticed, median of the seeds:", noticed)
     if json is not None:
         durable.write_output(json, as_json(found, indent=1) + "\n")
+
+
+@app.command(epilog=EXAMPLES)
+@user_errors()
+def attribution(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="stability.attribution.KEY=VALUE ...")
+    ] = None,
+    given: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text",
+            help="A file or folder to train on; repeatable. A+B:0.05: two corpora, B with that share of the samples",
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs on every text")] = 1,
+    first: Annotated[int, typer.Option("--first-seed", min=0, help="The others follow it")] = 1,
+    windows: Annotated[int, typer.Option(min=0, help="Healthy ones, on each of two states of a run")] = 24,
+    planted: Annotated[int, typer.Option(min=0, help="Of each kind, on each state")] = 2,
+    json: Annotated[Path | None, typer.Option(help="All numbers")] = None,
+) -> None:
+    """How often attribution convicts innocent samples, and finds bad ones: real small runs. Some 5 min a run."""
+    if foreign := [item for item in overrides or [] if not item.startswith("stability.attribution.")]:
+        raise ConfigError(f"{foreign[0]}: only stability.attribution.KEY=VALUE has an influence here")
+    if not given:
+        raise ConfigError("--text: which text? One that no constant was chosen on")
+    tree: dict[str, Any] = {}
+    for assignment in overrides or []:
+        recipe.override(tree, assignment)
+    settings = recipe.validate(tree, "the overrides").stability.attribution
+    _alone()
+    # Not above, as in `stability`.
+    from megastable import engine
+    from megastable.bench.attribution import PLANTS, STATES, Found, measure, pooled
+
+    found = list[Found]()
+    columns = TextColumn("examining"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    engine.start_distributed(timeout=600, deterministic=False)
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        each = len(STATES) * (windows + planted * len(PLANTS))
+        task = progress.add_task("", total=len(given) * seeds * each)
+        for text in given:
+            for seed in range(first, first + seeds):
+                with tempfile.TemporaryDirectory(prefix="megastable-bench-") as folder:
+                    found += measure(
+                        text, seed, windows, planted, Path(folder), settings, lambda: progress.advance(task)
+                    )
+                if json is not None:
+                    durable.write_output(json, as_json([asdict(f) for f in found], indent=1) + "\n")
+    engine.stop_distributed()
+    table = Table(
+        "text", "kind", "windows", "with innocents convicted", "innocents", "of samples", "share, mean", "bad found"
+    )
+    for f in pooled(found):
+        table.add_row(
+            f.text, f.kind, f"{f.windows}", f"{f.wrong}", f"{f.innocent}", f"{f.samples:,}",
+            f"{sum(f.shares) / len(f.shares):.1%}", f"{f.named} of {f.bad}" if f.bad else "",
+        )  # fmt: skip
+    Console().print(table)
 
 
 @app.command(epilog=EXAMPLES)

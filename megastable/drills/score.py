@@ -240,10 +240,15 @@ def compare(scores: Sequence[Score]) -> list[Score]:
 
 
 def within(s: Score) -> bool:
-    """Whether a run ends as well as the clean one; or was warned of, where that is what is asked for."""
+    """Whether a run ends no worse than the clean one; or was warned of, where that is what is asked for."""
     if s.warned is not None:
         return s.warned
-    return s.excess is not None and abs(s.excess) <= TARGET
+    return s.excess is not None and s.excess <= TARGET
+
+
+def better(s: Score) -> bool:
+    """Whether a run ends better than the clean one, by more than runs that should end alike differ."""
+    return s.excess is not None and s.excess < -TARGET
 
 
 def met(scores: Sequence[Score]) -> bool:

@@ -178,14 +178,14 @@ def _prepare_text(text: Path, corpus: Path) -> None:
         cut = Path(folder, "documents.jsonl")
         with cut.open("w", encoding="utf-8") as file:
             for whole in Corpus(find_files([text]), skip_bad=True):
-                file.writelines(json.dumps({"text": part}) + "\n" for part in _documents(whole))
+                file.writelines(json.dumps({"text": part}) + "\n" for part in documents(whole))
         tokenizer = train_sentencepiece(Corpus([cut]), Path(folder, "tokenizer.model"), VOCABULARY)
         prepare_shards(
             [cut], corpus, tokenizer.file, name=corpus.name, validation=VALIDATION, progress=False
         )  # fmt: skip
 
 
-def _documents(text: str) -> Iterator[str]:
+def documents(text: str) -> Iterator[str]:
     """A text in pieces of `DOCUMENT` characters and the rest of a line: one document would be guilty as a whole."""
     part = ""
     for line in text.splitlines(keepends=True):

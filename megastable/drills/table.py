@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megastable.drills.plan import Policy
-from megastable.drills.score import TARGET, Score, within
+from megastable.drills.score import TARGET, Score, better, within
 
 HEADERS = (
     "policy", "val\nloss", "minus\nclean", "bad\nfound", "clean\nlost", "put\noff", "steps\nlost", "batches\nrefused",
@@ -101,7 +101,9 @@ def outcome(seeds: Sequence[Score]) -> str:
 
 
 def _difference(s: Score) -> str:
-    return "" if s.clean or s.excess is None else f"{s.excess:+.4f}"
+    if s.clean or s.excess is None:
+        return ""
+    return f"{s.excess:+.4f}{' better' if better(s) else ''}"
 
 
 def _warned(s: Score) -> str:
@@ -121,9 +123,11 @@ def verdict(scores: Sequence[Score]) -> str:
     if not ours:
         return "ours was not among the policies: there is no target to meet"
     well, right = sum(map(within, ours)), sum(bool(s.cause_right) for s in ours)
+    gained = sum(within(s) and better(s) for s in ours)
     every = [s for s in scores if s.policy is Policy.OURS]
     alarms, lost = sum(s.false_alarms for s in every), sum(s.fate.lost for s in every)
     return (
-        f"ours: {well} of {len(ours)} within {TARGET} nat of the clean run (or warned of, where that is asked for), "
+        f"ours: {well} of {len(ours)} at most {TARGET} nat worse than the clean run (or warned of, where that is asked "
+        f"for){', ' + str(gained) + ' of them better by more than that' if gained else ''}, "
         f"cause right in {right} of {len(ours)}, {lost} clean samples lost for good, {alarms} false alarms"
     )

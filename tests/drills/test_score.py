@@ -242,7 +242,7 @@ def test_the_targets(tmp_path: Path) -> None:
     better = good.model_copy(update={"excess": -0.03})
     theirs = worse.model_copy(update={"policy": Policy.NOTHING})
     assert met([]) and met([good]) and met([good, theirs])
-    assert not met([worse]) and not met([better]) and not met([wrong])
+    assert not met([worse]) and met([better]) and not met([wrong])
     assert met([*[good] * 11, wrong]) and not met([*[good] * 10, wrong, wrong])
     loser, clean = (
         s.model_copy(update={"fate": Fate(lost=1)})

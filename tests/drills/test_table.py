@@ -10,7 +10,7 @@ from rich.console import Console
 
 from megastable.drills.fate import Fate
 from megastable.drills.plan import Policy
-from megastable.drills.score import Score
+from megastable.drills.score import Score, within
 from megastable.drills.table import HEADERS, WIDTH, outcome, row, table, verdict
 
 GOOD = Score(
@@ -96,6 +96,15 @@ def test_the_table_has_a_title_per_scenario_and_a_row_per_run() -> None:
         assert text.count(f" {policy} ") == (3 if policy is Policy.OURS else 2)
 
 
+def test_a_run_that_ends_better_than_the_clean_one_is_no_miss_and_is_called_better() -> None:
+    """A nan is neither."""
+    scores = [of(scenario="clean"), of(excess=-0.05), of(excess=-0.015), of(excess=math.nan)]
+    assert [within(s) for s in scores[1:]] == [True, True, False]
+    assert "2 of 3 at most 0.02 nat worse" in verdict(scores) and "1 of them better" in verdict(scores)
+    text = shown(scores)
+    assert "-0.0500 better" in text and "-0.0150 better" not in text
+
+
 def test_what_it_comes_to() -> None:
     scores = [
         of(scenario="clean", false_alarms=1),
@@ -104,8 +113,8 @@ def test_what_it_comes_to() -> None:
         of(Policy.NOTHING, excess=9.0),
     ]
     told = (
-        "ours: 1 of 2 within 0.02 nat of the clean run (or warned of, where that is asked for), cause right in 1 of 2, "
-        "0 clean samples lost for good, 1 false alarms"
+        "ours: 1 of 2 at most 0.02 nat worse than the clean run (or warned of, where that is asked for), cause right in "
+        "1 of 2, 0 clean samples lost for good, 1 false alarms"
     )
     assert verdict(scores) == told
     assert "no target" in verdict([of(Policy.NOTHING)])
