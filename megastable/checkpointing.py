@@ -83,6 +83,20 @@ class Checkpoints:
             raise shared(CheckpointError(self._nothing_left(convicted)))
         return found
 
+    def pass_over(self, found: Path, reason: str) -> bool:
+        """Put aside `found` and what is newer, if there is an older good one: `find` finds it."""
+        newer = {p.name: reason for p in first(self._paths) if store.step_of(p) >= store.step_of(found)}
+        older, _ = store.newest_good(self.folder, first(self._convicted) | self._moved | newer)
+        if older is None:
+            return False
+        for name in first(lambda: store.set_aside_newer(self.folder, store.step_of(found) - 1)):
+            self.note("checkpoint_suspect", name=name, reason=reason)
+        self.say(f"passed over {found.name}: {reason}")
+        return True
+
+    def _paths(self) -> list[Path]:
+        return store.newest_first(self.folder)
+
     def _nothing_left(self, convicted: Collection[str]) -> str:
         """Why the run cannot begin."""
         count = len(self.rejected)

@@ -114,8 +114,8 @@ class Laboratory:
         found = np.empty((positions.size, min(source.order.sequence_length, READ) + 1), np.int32)
 
         def read() -> None:
-            for first in range(0, positions.size, self.batch):
-                part = slice(first, first + self.batch)
+            for begin in range(0, positions.size, self.batch):
+                part = slice(begin, begin + self.batch)
                 found[part] = source.samples(positions[part])[:, : found.shape[1]]
 
         agree(read)

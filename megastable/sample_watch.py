@@ -216,7 +216,9 @@ class SampleWatch:
         """Who is guilty; None where nobody is left to be examined."""
         if case.kind == "trickle":
             met = self._met(case, window, left_out, laboratory)
-            return self._trickle(met, case, history, state, laboratory, left_out) if met.positions.size else None
+            return (
+                self._trickle(met, case, history, state, laboratory, left_out) if met.positions.size else None
+            )
         if case.kind == "easy":
             return self._by_heart(window, history, state, laboratory, left_out)
         if not window or left_out.mask(window[-1].positions).all():

@@ -124,7 +124,8 @@ class Trainer:
                     self.say(f"WARNING: {text}")
                 return
             saved = agree(lambda found=found: store.read_state(found))  # type: ignore[misc]
-            agree(lambda found=found, saved=saved: self._check_order(saved, found))  # type: ignore[misc]
+            if not self._follows(saved, found):
+                continue
             self.checkpoints.load(found, saved, self.state.layout)
             if self.checkpoints.proved(found, saved):
                 break
@@ -226,17 +227,48 @@ class Trainer:
         except errors.ConfigError:
             return []
 
+    def _follows(self, saved: store.RunState, found: Path) -> bool:
+        """Whether the checkpoint `found` has read what the order of now has before its position. Collective. Raises
+        CheckpointError where the data changed.
+
+        Samples may have been put off since which it has read: by a process that went back behind it, and died before it
+        was put aside, or found no room for an older one; or a person brought it back. Where there is an older one, that
+        one is taken; else they are not put off after all.
+        """
+        if not saved.cursor:
+            return True
+        known = self.corpora.known_by(saved.order_fingerprint, saved.cursor)
+        if known is None:
+            self._check_order(saved, found)
+            return True
+        later = self.corpora.exchanges[known:]
+        if not later:
+            return True
+        name = self.run.blends.name
+        if self.checkpoints.pass_over(found, f"it has read samples that {name} puts off since then"):
+            return False
+        c, corpora = self.config, self.corpora
+        reason = f"{found.name}, the only one to go on from, has read these samples already"
+        undone = [entry.undone(reason, saved.step) for entry in reversed(later)]
+        first(lambda: append_all(self.run.blends, undone))
+        lines: list[Line] = [*corpora.blends, *corpora.exchanges, *undone]
+        self.corpora = agree(lambda: open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, lines))
+        self.note("exchanges_undone", step=saved.step, lines=len(undone), reason=reason)
+        self.say(f"note: {reason}: {plural(len(undone), 'line')} of {name} that put them off are undone")
+        return True
+
     def _check_order(self, saved: store.RunState, found: Path) -> None:
-        if not saved.cursor or saved.order_fingerprint == self.corpora.fingerprint_until(saved.cursor):
-            return
+        """The order is another one altogether: may it be?"""
         message = (
             f"{found}: the data is not what it was when this checkpoint was written: a manifest, seed or sequence "
             "length of data.corpora changed, so positions mean other samples now"
         )
         if not self.config.data.accept_changed_manifest:
-            raise CheckpointError(
-                f"{message}. Restore the old corpora, or say data.accept_changed_manifest=true to go on "
-                "with the new order"
+            raise shared(
+                CheckpointError(
+                    f"{message}. Restore the old corpora, or say data.accept_changed_manifest=true to go on "
+                    "with the new order"
+                )
             )
         self._anew = True
         self.note("order_changed", old=saved.order_fingerprint, new=self.corpora.order_fingerprint)

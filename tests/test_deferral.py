@@ -3,6 +3,7 @@ ranks, with two corpora, in a second epoch, and when they are made longer."""
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import yaml
 
 from megastable import errors
 from megastable.config import RunConfig
-from megastable.data.blends import exchanges, read_blends
+from megastable.data.blends import ExchangeEntry, exchanges, read_blends
 from megastable.data.corpora import open_corpora
+from megastable.data.skip_ledger import append
 from megastable.forensics.history import History
 from megastable.rundir import RunDirectory
 from tests.conftest import write_corpus
@@ -101,3 +103,46 @@ def test_two_windows_of_one_run(
     assert [i["cause"] for i in found] == ["state"] * len(found) and all(i["deferred"] for i in found)
     assert not (run / "skips.jsonl").exists()
     assert what_was_read(run) == without_trouble(config, batch * 60)
+
+
+def put_off(run: Path) -> None:
+    """Eight samples that step 13 reads, and behind them three more, by another line on top."""
+    for swap in ((100, 400, 8), (104, 420, 3), (350, 440, 4)):
+        append(run / "blends.jsonl", ExchangeEntry(corpus="large", exchange=[swap], reason="state", step=15))
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_a_checkpoint_of_behind_what_was_put_off_since(
+    older: bool, corpora: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """An older one is taken; where there is none, what it has read is not put off."""
+    run, data, world = tmp_path / "run", {"corpora": corpora[:1]}, 2
+    config = recipe(tmp_path, run, train=sizes(30, 8), data=data, checkpoint={"interval": 10})
+    assert run_ranks(1, train, config) == [(0, "")]
+    put_off(run)
+    folder = run / "checkpoints"
+    shutil.rmtree(folder / "step-20")
+    if not older:
+        shutil.rmtree(folder / "step-10")
+    longer = recipe(tmp_path, run, train=sizes(60, 8), data=data)
+    assert run_ranks(world, train, longer) == [(0, "")] * world
+    events = RunDirectory(run).events
+    assert [e["step"] for e in events("resumed")] == [10 if older else 30]
+    assert [e["name"] for e in events("checkpoint_suspect")] == (["step-30"] if older else [])
+    assert [e["lines"] for e in events("exchanges_undone")] == ([] if older else [3])
+    assert (folder / "suspect-step-30").exists() is older and not incidents(run)
+    assert len(read_blends(run / "blends.jsonl")) == (4 if older else 7)
+    assert what_was_read(run) == without_trouble(config, 8 * 60)
+    # And again: nothing is done twice.
+    assert run_ranks(1, train, recipe(tmp_path, run, train=sizes(64, 8), data=data)) == [(0, "")]
+    assert [e["step"] for e in events("resumed")][-1] == 60 and len(list(events("exchanges_undone"))) <= 1
+
+
+def test_an_older_one_that_is_damaged_is_none(corpora: list[dict[str, Any]], tmp_path: Path) -> None:
+    run, data = tmp_path / "run", {"corpora": corpora[:1]}
+    config = recipe(tmp_path, run, train=sizes(20, 8), data=data, checkpoint={"interval": 10})
+    assert run_ranks(1, train, config) == [(0, "")]
+    put_off(run)
+    (run / "checkpoints" / "step-10" / "state.json").unlink()
+    assert run_ranks(1, train, recipe(tmp_path, run, train=sizes(22, 8), data=data)) == [(0, "")]
+    assert [e["step"] for e in RunDirectory(run).events("resumed")] == [20]

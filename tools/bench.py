@@ -202,9 +202,7 @@ def samples(
 @app.command(epilog=EXAMPLES)
 @user_errors()
 def attribution(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="stability.attribution.KEY=VALUE ...")
-    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="stability.attribution.KEY=VALUE ...")] = None,
     given: Annotated[
         list[str] | None,
         typer.Option(
@@ -248,7 +246,14 @@ def attribution(
                     durable.write_output(json, as_json([asdict(f) for f in found], indent=1) + "\n")
     engine.stop_distributed()
     table = Table(
-        "text", "kind", "windows", "with innocents convicted", "innocents", "of samples", "share, mean", "bad found"
+        "text",
+        "kind",
+        "windows",
+        "with innocents convicted",
+        "innocents",
+        "of samples",
+        "share, mean",
+        "bad found",
     )
     for f in pooled(found):
         table.add_row(

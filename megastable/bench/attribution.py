@@ -83,7 +83,7 @@ PLANTS = {
 class Found:
     """Of the windows of one kind on one text: how many there were, in how many an innocent sample was convicted, and
     how many these were; the mean of the shares of innocent ones among the convicted; bad samples, and those of them
-    that were convicted. reasons: of the convictions of innocents."""
+    that were convicted. reasons: of the convictions of innocents, with their log10 odds."""
 
     text: str
     kind: str
@@ -188,13 +188,15 @@ def measure(
     ones, on each state. Raises DataError."""
     model = {**RECIPE["model"], "layers": LAYERS, "vocab_size": VOCABULARY}
     given = {
-        **RECIPE, "model": model, "run": {"seed": seed, "dir": folder / "run"},
+        **RECIPE, "precision": {"kind": "fp32"}, "model": model, "run": {"seed": seed, "dir": folder / "run"},
         "data": {"corpora": prepare(text, folder)},
         "train": {"steps": STATES[-1], "global_batch": BATCH, "micro_batch": BATCH, "eval_interval": 0},
     }  # fmt: skip
     config = RunConfig.model_validate(given)
     torch.manual_seed(seed)
-    engine = Engine(config, deepspeed_config.build(config, 1), Topology(Layout(1, 1, 1), 0, config.run.timeout))
+    engine = Engine(
+        config, deepspeed_config.build(config, 1), Topology(Layout(1, 1, 1), 0, config.run.timeout)
+    )
     corpora = open_corpora(config.data.corpora, config.model.sequence_length, seed)
     source = Planted(corpora.train)
     info = corpora.manifests[0].tokenizer
@@ -279,7 +281,9 @@ class Bench:
         own = self.source.samples(np.arange(positions.size))[:, 1:].ravel()
         passage = self.tokenizer.decode(own[own != self.source.eod].tolist())
         text = texts.make(plant.text, random, passage, PER_TOKEN * positions.size * length)
-        ids = np.resize([i for i in self.tokenizer.encode(text) if i != self.source.eod], positions.size * length)
+        ids = np.resize(
+            [i for i in self.tokenizer.encode(text) if i != self.source.eod], positions.size * length
+        )
         self.source.instead = dict(zip(positions.tolist(), ids.reshape(-1, length), strict=True))
 
     def _examine(self, kind: str, window: Int64s, adjacent: bool = False) -> None:
@@ -288,10 +292,12 @@ class Bench:
             self.laboratory.forget()
         step = self.history[-1].step
         losses = self.laboratory.losses(window.ravel()).reshape(window.shape)
-        steps = [Trained(step + n, *part, False) for n, part in enumerate(zip(window, losses, strict=True), 1)]
+        steps = [
+            Trained(step + n, *part, False) for n, part in enumerate(zip(window, losses, strict=True), 1)
+        ]
         skips = Skips.of([])
         told = self.laboratory.examine(steps, self.history, self.cursor, skips, False, adjacent)
         if self.source.instead:
             self.laboratory.forget()
         found = self.found.setdefault(kind, Found(self.text, kind))
-        found.add(told.convicted, set(self.source.instead), window.size, told.reason)
+        found.add(told.convicted, set(self.source.instead), window.size, f"{told.odds:.1f}: {told.reason}")

@@ -73,6 +73,10 @@ class ExchangeEntry(Entry):
         """For the order."""
         return Exchange(self.corpus, tuple(self.exchange))
 
+    def undone(self, reason: str, step: int) -> ExchangeEntry:
+        """The line that undoes this one, where no later one stands: the same samples change places again."""
+        return ExchangeEntry(corpus=self.corpus, exchange=self.exchange[::-1], reason=reason, step=step)
+
     @field_validator("exchange")
     @classmethod
     def _apart(cls, swaps: list[Swap]) -> list[Swap]:

@@ -52,7 +52,19 @@ class Corpora:
     def fingerprint_until(self, cursor: int) -> str:
         """What the order of the samples before `cursor` depends on: a checkpoint that came to it holds this. A blend
         that begins there or later may still become another one, and so may samples that stand there be exchanged."""
+        return self._fingerprint_until(self.train.order, cursor)
+
+    def known_by(self, fingerprint: str, cursor: int) -> int | None:
+        """How many of `exchanges` a checkpoint knew that came to `cursor` and holds `fingerprint`, the most of which
+        that is true; None where its order was another one."""
         order = self.train.order
+        for count in range(len(self.exchanges), -1, -1):
+            before = order.exchanging([], count)
+            if self._fingerprint_until(before, cursor) == fingerprint:
+                return count
+        return None
+
+    def _fingerprint_until(self, order: Order, cursor: int) -> str:
         later = sum(phase.block * BLOCK >= cursor for phase in order.phases[1:])
         return order.fingerprint(self._all_fingerprints, len(order.phases) - later, cursor)
 

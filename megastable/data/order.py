@@ -143,11 +143,10 @@ class Order:
             if any(e.corpus == corpus.name for e in self.exchanges)
         }
 
-    def exchanging(self, more: Sequence[Exchange]) -> Order:
-        """This order, with more exchanges on top."""
-        return Order(
-            self.corpora, self.sequence_length, self.seed, self.block, self.phases, [*self.exchanges, *more]
-        )
+    def exchanging(self, more: Sequence[Exchange], known: int | None = None) -> Order:
+        """This order, with more exchanges on top; known: of only so many of its own."""
+        exchanges = [*self.exchanges[:known], *more]
+        return Order(self.corpora, self.sequence_length, self.seed, self.block, self.phases, exchanges)
 
     def locate(self, positions: npt.ArrayLike) -> Locations:
         """The samples at `positions`, n integers. Raises DataError outside of [0, 2^62)."""

@@ -113,8 +113,8 @@ def test_what_it_comes_to() -> None:
         of(Policy.NOTHING, excess=9.0),
     ]
     told = (
-        "ours: 1 of 2 at most 0.02 nat worse than the clean run (or warned of, where that is asked for), cause right in "
-        "1 of 2, 0 clean samples lost for good, 1 false alarms"
+        "ours: 1 of 2 at most 0.02 nat worse than the clean run (or warned of, where that is asked for), cause right "
+        "in 1 of 2, 0 clean samples lost for good, 1 false alarms"
     )
     assert verdict(scores) == told
     assert "no target" in verdict([of(Policy.NOTHING)])

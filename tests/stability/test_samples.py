@@ -188,3 +188,16 @@ def test_the_scores_that_wait_are_counted_once() -> None:
         known.count(step, one)
     assert sum(sum(row[1:]) for row in known.newest) == 1024 and sum(known.counts) < 12_000
     assert CorpusState.model_validate_json(known.model_dump_json()) == known != CorpusState()
+
+
+def test_what_is_kept_is_packed_exactly_and_an_older_list_is_read() -> None:
+    losses = np.random.default_rng(0).normal(3.0, 0.5, 1000)
+    losses[:4] = [np.nan, np.inf, -0.0, 5e-324]
+    written = CorpusState(losses=losses).model_dump_json()
+    back = CorpusState.model_validate_json(written).losses
+    assert back.tobytes() == losses.tobytes() and back.flags.writeable
+    assert len(written) < 0.6 * len(repr(losses.tolist()))
+    assert CorpusState.model_validate({"losses": [1.5, 2.5]}).losses.tolist() == [1.5, 2.5]
+    for damaged in ("AAAA", "no base64!"):
+        with pytest.raises(ValidationError):
+            CorpusState.model_validate({"losses": damaged})
