@@ -215,6 +215,7 @@ TOLD: dict[str, Callable[[Event], str]] = {
     "resumed": lambda e: f"resumed from {e.get('checkpoint')}",
     "reshaped": lambda e: "the checkpoint was written by another layout: reshaped",
     "order_changed": lambda e: "the order of the data changed: positions mean other samples from here on",
+    "exchanges_undone": lambda e: f"samples that were put off are not after all{_because(e)}",
     "looked_ahead": lambda e: (
         f"{e.get('samples')} samples to come are skipped, they look corrupt: positions {_positions(e)} ({_kinds(e)})"
     ),
