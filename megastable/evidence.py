@@ -30,6 +30,9 @@ RECORDED = (
     2**16
 )  # samples of the recorded steps that are compared with: more tell nothing more, and take seconds
 SEARCHED = 2**17  # positions before the present one among which samples of a rare corpus are looked for
+CONTROLS = (
+    3  # harmless samples of its own corpus that the gradient of one is compared with, where there are several
+)
 BATCHES = 4  # whose gradients are measured where no loss is bad: what a bad one does shows within a few steps
 
 
@@ -223,18 +226,35 @@ class Laboratory:
         norms = np.array([self.gradient_norm(t.positions) for t in batches])
         return Norms(whole, alone, batches, norms, budget - len(batches))
 
-    def by_gradient(self, found: Norms) -> tuple[Int64s, float]:
+    def by_gradient(self, found: Norms, known: Known) -> tuple[Int64s, float]:
         """Which sample or group of the worst batch has an extraordinary gradient, found by halving, and its norm; else
-        nobody."""
+        nobody.
+
+        What is seldom read is not learnt yet, and its gradients are large: a corpus is compared with itself.
+        """
         nobody = np.empty(0, np.int64), math.nan
         worst = int(np.argmax(np.nan_to_num(found.norms, nan=-1.0, posinf=np.inf)))
         if not found.extraordinary[worst]:
             return nobody
+        several = np.unique(known.corpora).size > 1
         group, norm = attribution.narrow(
-            found.batches[worst].positions, float(found.norms[worst]), self.gradient_norm, found.budget
+            found.batches[worst].positions, float(found.norms[worst]), self.gradient_norm,
+            found.budget - several * CONTROLS,
+        )  # fmt: skip
+        least = attribution.GRADIENT_RATIO * attribution.usual_norm(
+            found.whole, found.alone, self.batch, group.size
         )
-        usual = attribution.usual_norm(found.whole, found.alone, self.batch, group.size)
-        return (group, norm) if norm > attribution.GRADIENT_RATIO * usual else nobody
+        if not norm > least:
+            return nobody
+        for corpus in np.unique(self.corpora(group)).tolist() if several else ():
+            own = known.positions[known.corpora == corpus]
+            if own.size < groups.ENOUGH:
+                return nobody
+            alone = float(np.median([self.gradient_norm(p[None]) for p in own[-CONTROLS:]]))
+            usual = attribution.usual_norm(found.whole, alone, self.batch, group.size)
+            if not norm > attribution.GRADIENT_RATIO * usual:
+                return nobody
+        return group, norm
 
 
 class Leading(Laboratory):

@@ -185,7 +185,7 @@ class Examination:
         return judged._replace(guilty=everyone)
 
     def _by_gradient(self, z: Floats, gradients: Norms) -> tuple[Int64s, dict[int, float]]:
-        guilty, norm = self.lab.by_gradient(gradients)
+        guilty, norm = self.lab.by_gradient(gradients, self.known)
         norms = {int(guilty[0]): norm} if guilty.size == 1 else {}
         if guilty.size:
             # What its gradient proves of one, its loss says of its like.

@@ -16,13 +16,14 @@ from megastable.data.loader import documents_of
 from megastable.data.order import Corpus, Order
 from megastable.data.skip_ledger import Ledger, sample_entries
 from megastable.data.skips import Selection
-from megastable.evidence import Trained, harmless
+from megastable.evidence import Known, Laboratory, Norms, Trained, harmless
 from megastable.model.gpt import GPT
 from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
+from megastable.stability.settings import AttributionConfig
 from tests import reference
 from tests.conftest import VOCABULARY, tiny
 from tests.distributed import run_ranks
@@ -362,3 +363,36 @@ def test_what_was_convicted_since_is_no_measure_of_harmless_samples() -> None:
     positions, losses = harmless(steps, selection)
     assert positions.tolist() == [p for p in range(16) if p not in (3, 9)]
     assert losses.tolist() == [p / 10 for p in positions.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("norm", "others", "known", "guilty"),
+    [
+        (12.0, 1.0, 60, True),
+        (12.0, 6.0, 60, False),  # as its corpus is, which is seldom read
+        (30.0, 6.0, 60, True),
+        (30.0, 6.0, 40, False),  # of which too little is known
+    ],
+)
+def test_a_gradient_is_compared_with_those_of_its_own_corpus(
+    norm: float, others: float, known: int, guilty: bool
+) -> None:
+    """Sample 1003 is of the corpus 1, like every harmless one from 900 on; the others' gradients are 1."""
+    laboratory: Any = Laboratory(AttributionConfig(), None, None, 16)  # type: ignore[arg-type]
+    laboratory.corpora = lambda positions: ((positions >= 900) & (positions < 1000) | (positions == 1003)) * 1
+    asked = list[int]()
+
+    def gradient_norm(positions: np.ndarray) -> float:
+        asked.append(positions.size)
+        alone = np.where(
+            positions == 1003, norm, np.where((positions >= 900) & (positions < 1000), others, 1.0)
+        )
+        return float(np.sqrt(np.mean(alone**2) / positions.size))
+
+    laboratory.gradient_norm = gradient_norm
+    positions = np.concatenate([np.arange(500), 900 + np.arange(known)])
+    harmless = Known(positions, np.full(positions.size, 3.0), laboratory.corpora(positions))
+    batch = Trained(1, np.arange(1000, 1016), np.full(16, 3.0), False)
+    norms = np.array([gradient_norm(batch.positions)])
+    found, _ = laboratory.by_gradient(Norms(0.25, 1.0, [batch], norms, 12), harmless)
+    assert found.tolist() == ([1003] if guilty else []) and len(asked) <= 1 + 12

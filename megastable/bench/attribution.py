@@ -239,8 +239,9 @@ class Bench:
     ) -> None:
         self.text, self.laboratory, self.source, self.tokenizer = text, laboratory, source, tokenizer
         self.history, self.cursor, self.found = list(history), cursor, found
-        # What comes after is read for the second time.
-        self.end = min(sum(source.order.sequences), 1 << 20)
+        # What comes after is read for the second time, of one corpus at least.
+        order = source.order
+        self.end = min(int(order.positions_at(i, np.array([n]))[0]) for i, n in enumerate(order.sequences))
         self.random = np.random.default_rng((seed, cursor))
         laboratory.forget()
 
