@@ -17,7 +17,7 @@ import numpy.typing as npt
 from megastable.data.skips import Selection, Skips
 from megastable.stability import attribution, groups, region, scores
 from megastable.stability.attribution import Conclusion, Suspect
-from megastable.stability.likeness import separation
+from megastable.stability.likeness import ENOUGH_ALIKE, separation
 from megastable.stability.region import Region, Side
 from megastable.stability.scores import Judged, Samples, Scale, Score
 
@@ -36,7 +36,6 @@ THINNEST, FEW = (
     0.125,
     3,
 )  # share of bad samples below which no region is looked for; fewer of them are individuals
-SOLID = 0.75  # share of bad samples from which on a region is taken to be bad throughout
 UNLIKE = 0.01  # share of measured samples that likeness may take for the other kind
 
 
@@ -228,6 +227,7 @@ class Growth:
     def __init__(self, examination: Examination, judged: Judged, guilty: Int64s) -> None:
         assert judged.score is not None
         self.of, self.score, self.bar = examination, judged.score, judged.bar
+        self.accused = judged.guilty
         e, self.size = examination, examination.size
         self.looked: dict[int, Batch] = {}
         self.measured: dict[int, tuple[float, float]] = {}
@@ -310,20 +310,26 @@ class Growth:
         return float(np.nanmedian(np.concatenate([self.looked[n].z for n in sorted(self.looked)[-4:]])))
 
     def named(self, guilty: Int64s) -> tuple[Int64s, Int64s, Region]:
-        """All that are guilty, those inferred, and the region."""
-        e, reach = self.of, self.ahead.reach
-        for number in region.spread(0, reach, reach):
-            if e.forwards - self.begin >= self.budget:
-                break
-            if number not in self.looked:
-                self._measure(number, self._batch(number))
-        inside = [self.looked[n] for n in sorted(self.looked) if n < reach]
+        """All that are guilty, those inferred, and the region.
+
+        Where likeness tells the kinds apart it decides, of measured samples, too: their losses overlap those of
+        harmless ones. So only as many are measured as that takes; where it does not, as many as the budget allows.
+        """
+        e, reach, cut = self.of, self.ahead.reach, None
         before = [b for n, b in self.looked_behind.items() if n < self.back.reach]
-        bad = [b.positions[b.scores >= self.bar] for b in (*inside, *before)]
+        for enough in (ENOUGH_ALIKE, math.inf):
+            if cut is None:
+                self._look_inside(reach, enough)
+                inside = [*(self.looked[n] for n in sorted(self.looked) if n < reach), *before]
+                cut = self._cut(inside)
+        if cut is None:
+            bad, inferred = [b.positions[b.scores >= self.bar] for b in inside], np.empty(0, np.int64)
+        else:
+            bad = [b.positions[b.alike >= cut] for b in (self._window(), *inside)]
+            inferred = self._infer(cut, [n for n in range(reach) if n not in self.looked])
         named = np.unique(np.concatenate([guilty, *bad]))
-        inferred = self._infer(inside, [n for n in range(reach) if n not in self.looked])
         every = np.concatenate([named, inferred])
-        for batch in (*inside, *before):
+        for batch in inside:
             for p, loss, z in zip(
                 batch.positions.tolist(), batch.losses.tolist(), batch.z.tolist(), strict=True
             ):
@@ -336,20 +342,33 @@ class Growth:
         )  # fmt: skip
         return named, inferred, found
 
-    def _infer(self, inside: list[Batch], numbers: list[int]) -> Int64s:
-        """Who is guilty of the batches that were not measured: the like of those that were, where likeness tells."""
-        if not numbers or not inside:
-            return np.empty(0, np.int64)
-        alike, bad = (
-            np.concatenate(x) for x in zip(*((b.alike, b.scores >= self.bar) for b in inside), strict=True)
+    def _look_inside(self, reach: int, enough: float) -> None:
+        """Measure batches inside, evenly spread, until `enough` bad samples are known, or the budget is spent."""
+        for number in region.spread(0, reach, reach):
+            bad = sum(int((self.looked[n].scores >= self.bar).sum()) for n in self.looked if n < reach)
+            if bad >= enough or self.of.forwards - self.begin >= self.budget:
+                break
+            if number not in self.looked:
+                self._measure(number, self._batch(number))
+
+    def _window(self) -> Batch:
+        """The suspects that led here."""
+        e = self.of
+        z = e._z(e.positions, e.losses)
+        return Batch(
+            e.positions, z, e.losses, *self.score.of(e._samples(e.positions, z), self.accused)
         )
-        alike, bad = alike[np.isfinite(alike)], bad[np.isfinite(alike)]
-        # Inside a solid region what looks harmless is often one of the guilty after all: no measure of harmless ones.
-        between = alike[~bad] if bad.mean() < SOLID else np.empty(0)
-        cut = separation(alike[bad], np.concatenate([self.score.alike, between]), UNLIKE)
-        if cut is None:
-            return np.empty(0, np.int64)
-        positions = np.concatenate([self._batch(number) for number in numbers])
+
+    def _cut(self, inside: list[Batch]) -> float | None:
+        """The likeness from which on a sample of the region is guilty, where likeness tells."""
+        nothing = np.empty(0)
+        every = np.concatenate([nothing, *(b.alike for b in inside)])
+        bad = np.concatenate([nothing, *(b.alike[b.scores >= self.bar] for b in inside)])
+        return separation(bad, self.score.alike, every[np.isfinite(every)], UNLIKE)
+
+    def _infer(self, cut: float, numbers: list[int]) -> Int64s:
+        """Who is guilty of the batches ahead that were not measured: the like of those that were."""
+        positions = np.concatenate([np.empty(0, np.int64), *(self._batch(number) for number in numbers)])
         _, alike = self.score.of(self.of._samples(positions, np.zeros(positions.size)))
         return positions[alike >= cut]
 

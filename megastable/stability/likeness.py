@@ -27,7 +27,7 @@ Tokens = npt.NDArray[np.signedinteger[Any]]
 BUCKETS = 1 << 16  # of single tokens, and as many of pairs
 READ = 1024  # tokens of a sample that are looked at: what a sample is like shows in its beginning
 HALF = 0.5  # what a token or pair that never occurred counts
-ENOUGH_ALIKE = 8  # measured samples of each kind that a cut is chosen on, and as many that it is tried on
+ENOUGH_ALIKE = 100  # measured samples of each kind, half of which a cut is chosen on, and half it is tried on
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -106,15 +106,19 @@ def _counts(tokens: Tokens) -> Floats:
     return found
 
 
-def separation(guilty: Floats, harmless: Floats, error: float) -> float | None:
-    """The likeness from which on a sample that was not measured counts as guilty; None where likeness does not tell.
+def separation(guilty: Floats, harmless: Floats, every: Floats, error: float) -> float | None:
+    """The likeness from which on a sample of a region counts as guilty; None where likeness does not tell.
 
-    guilty, harmless: of measured samples. Chosen on one half of them, half-way between the quantiles that leave the
-    share `error` of each on the wrong side, and kept if no more than that of the other half is on the wrong side.
+    guilty, harmless: of measured samples; every: of all that were measured inside the region, of either kind: nobody
+    knows for certain which. Chosen on one half of them, half-way between the quantiles that leave the share `error` of
+    each on the wrong side, and kept if no more than that of the other half is on the wrong side, and no more of the
+    region near the cut, in the middle half of the way: where many are neither like the guilty nor like harmless ones,
+    likeness is no judge.
     """
-    if min(guilty.size, harmless.size) < 2 * ENOUGH_ALIKE:
+    if min(guilty.size, harmless.size) < ENOUGH_ALIKE:
         return None
     low, high = np.quantile(harmless[::2], 1 - error), np.quantile(guilty[::2], error)
     cut = float(low + high) / 2
     wrong = max((guilty[1::2] < cut).mean(), (harmless[1::2] >= cut).mean())
-    return cut if low < high and wrong <= error else None
+    unclear = (np.abs(every - cut) < (high - low) / 4).mean()
+    return cut if low < high and max(wrong, unclear) <= error else None

@@ -49,7 +49,8 @@ class Side:
 
 @dataclass(frozen=True)
 class Spot:
-    """batches: neighbours that are looked at together; least: bad samples among them, from which on it is inside."""
+    """batches: neighbours that are looked at together; least: bad samples among them, from which on it is inside:
+    half-way between the fewest and the most that keep to `RISK`, as neither share is known exactly."""
 
     batches: int
     least: int
@@ -60,12 +61,10 @@ def spot(size: int, share: float, stray: float = STRAY) -> Spot:
     share = min(share, SOLID)
     for batches in range(1, LARGEST + 1):
         n = batches * size
-        least = next(k for k in range(1, n + 2) if 1 - below(k, n, stray) <= RISK)
-        if below(least, n, share) <= RISK:
-            # In the middle between both, where there is room.
-            while below(least + 1, n, share) <= RISK / 10:
-                least += 1
-            return Spot(batches, least)
+        lowest = next(k for k in range(1, n + 2) if 1 - below(k, n, stray) <= RISK)
+        highest = next((k for k in range(n, 0, -1) if below(k, n, share) <= RISK), 0)
+        if lowest <= highest:
+            return Spot(batches, (lowest + highest) // 2)
     return Spot(LARGEST, 1)
 
 
@@ -142,7 +141,7 @@ def grow(
     reach = max(
         (batch + 1 for batch, bad in counts.items() if bad and batch < most + look.batches), default=0
     )
-    return Side(max(reach, last + 1), counts, ended, endless, tuple(clean))
+    return Side(reach, counts, ended, endless, tuple(clean))
 
 
 def spread(first: int, end: int, count: int) -> list[int]:
