@@ -31,12 +31,10 @@ Bools = npt.NDArray[np.bool_]
 SHOWN = 2  # guilty samples whose own gradients are measured, as evidence
 CALIBRATING = 1024  # harmless samples of a corpus whose tokens are read
 REACH = 1 << 20  # positions ahead that are looked at, at most: what is bad all the way is the state
-FORWARD = 3  # forward passes that take the time of a step
 THINNEST, FEW = (
     0.125,
     3,
 )  # share of bad samples below which no region is looked for; fewer of them are individuals
-UNLIKE = 0.01  # share of measured samples that likeness may take for the other kind
 
 
 class Batch(NamedTuple):
@@ -231,7 +229,7 @@ class Growth:
         e, self.size = examination, examination.size
         self.looked: dict[int, Batch] = {}
         self.measured: dict[int, tuple[float, float]] = {}
-        self.budget = FORWARD * e.config.region
+        self.budget = region.FORWARD * e.config.region
         self.begin = e.forwards
         self.corpora = np.unique(e.lab.corpora(guilty))
         self._cursor = int(max(t.positions.max() for t in e.steps)) + 1
@@ -334,7 +332,7 @@ class Growth:
                 batch.positions.tolist(), batch.losses.tolist(), batch.z.tolist(), strict=True
             ):
                 self.measured[p] = loss, z
-        steps = (e.forwards - self.begin) / FORWARD
+        steps = (e.forwards - self.begin) / region.FORWARD
         count = (e.forwards - self.begin) * self.size
         found = Region(
             int(every.min()), int(every.max()) + 1, self._how(every, inferred), count, round(steps, 1),
@@ -355,16 +353,14 @@ class Growth:
         """The suspects that led here."""
         e = self.of
         z = e._z(e.positions, e.losses)
-        return Batch(
-            e.positions, z, e.losses, *self.score.of(e._samples(e.positions, z), self.accused)
-        )
+        return Batch(e.positions, z, e.losses, *self.score.of(e._samples(e.positions, z), self.accused))
 
     def _cut(self, inside: list[Batch]) -> float | None:
         """The likeness from which on a sample of the region is guilty, where likeness tells."""
         nothing = np.empty(0)
         every = np.concatenate([nothing, *(b.alike for b in inside)])
         bad = np.concatenate([nothing, *(b.alike[b.scores >= self.bar] for b in inside)])
-        return separation(bad, self.score.alike, every[np.isfinite(every)], UNLIKE)
+        return separation(bad, self.score.alike, every[np.isfinite(every)])
 
     def _infer(self, cut: float, numbers: list[int]) -> Int64s:
         """Who is guilty of the batches ahead that were not measured: the like of those that were."""
@@ -380,17 +376,8 @@ class Growth:
 
     def _how(self, every: Int64s, inferred: Int64s) -> str:
         """How both ends were found, in a sentence."""
-        clean = ", ".join(str(n + 1) for n in self.ahead.clean)
-        if self.ahead.reach == 0:
-            front = f"nothing is bad beyond the window: the batches {clean} ahead of it are clean"
-        elif self.ahead.found:
-            front = (
-                f"it goes on for {self.ahead.reach} batches beyond the window and ends at position {int(every.max())}, "
-                f"found by doubling the distance until {len(self.ahead.clean)} spots in a row were clean (from the "
-                f"batches {clean} ahead on), and by bisection"
-            )
-        else:
-            front = f"its end was not found within {self.of.config.region} steps of time (stability.attribution.region)"
+        budget = f"{self.of.config.region} steps of time (stability.attribution.region)"
+        front = region.end_in_words(self.ahead, int(every.max()), budget)
         if self.back.reach == 0:
             rear = "nobody before the window is like them"
         else:
@@ -398,9 +385,4 @@ class Growth:
                 f"it begins {self.back.reach} steps before the window, at position {int(every.min())}, by recorded "
                 f"losses{'' if self.back.found else ' (the record goes no further back)'}"
             )
-        rest = (
-            f"; {inferred.size} samples inside were not measured and are like those that were"
-            if inferred.size
-            else ""
-        )
-        return f"{front}; {rear}{rest}"
+        return f"{front}; {rear}{region.inferred_in_words(inferred.size)}"

@@ -14,13 +14,14 @@ from typing import Literal
 
 import numpy as np
 
+from megastable.by_heart import ByHeart
 from megastable.casebook import Casebook
 from megastable.checkpoint.store import RunState
 from megastable.data.loader import Step
 from megastable.data.skips import Selection
 from megastable.engine import Measured
 from megastable.evidence import Laboratory, Trained, harmless
-from megastable.stability import groups, region, samples
+from megastable.stability import samples
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.attribution import Conclusion
 from megastable.stability.samples import Alarm, Kind, SampleTest, Seen, Waiting, WatchState
@@ -32,7 +33,6 @@ CASES = (
 )
 
 EARLIER = 2  # steps before the onset of an easy region that are looked at: its first batch is a mixed one
-REFERENCE = 256  # harmless samples whose tokens are read
 MOST = (
     1 << 14
 )  # of the latest samples since the onset of an easy region, so many are read, and two steps at least
@@ -200,7 +200,7 @@ class SampleWatch:
             return None
         self.casebook.skip(found, case.first, window, case.verdict, case.reason, state, seconds)
         for test in (self._test, self._easy):
-            test.convict(found.guilty)
+            test.convict(found.convicted)
         laboratory.loader.go_to(state.cursor, self.selection())
         return found
 
@@ -331,63 +331,15 @@ class SampleWatch:
         laboratory: Laboratory,
         left_out: Selection,
     ) -> Conclusion:
-        """Who of `window` repeats itself, where that is what made it easy; and who is ahead, until no more come than
-        usual.
-
-        Tables and lists have few different tokens, too. Samples are named where far more of the batch, or of so many
-        neighbours as tell it, are below the bar than of harmless ones: by mistake in one of 100 such spots at most, in
-        one of 10,000 from 32 samples on. Other spots are no part of the region, and it is over after some in a row.
-        """
-        nobody = Conclusion(Cause.STATE, [], [], "the samples are easy, but do not repeat themselves")
+        """Who of `window` repeats itself, where that is what made it easy; and who is ahead, until no more come."""
         positions, losses = harmless(window, left_out)
         met = Seen(positions, losses, laboratory.corpora(positions))
-        if not positions.size:
-            return nobody
-        usual = self._usual(met, history, laboratory, left_out)
-        if usual.positions.size < groups.ENOUGH:
-            return nobody
-        newest = usual.positions[-REFERENCE:]
-        tokens, middle = laboratory.tokens(newest), float(np.median(usual.losses[-REFERENCE:]))
-
-        look = region.spot(laboratory.batch, samples.HALF, samples.FEW_AT_MOST)
-        together = look.batches * laboratory.batch
-
-        def guilty(seen: Seen) -> Seen:
-            bad = samples.repetitive(laboratory.tokens(seen.positions), tokens) & (seen.losses < middle)
-            return seen.of(np.flatnonzero(bad if bad.sum() >= look.least else np.zeros_like(bad)))
-
-        everyone = met.of(np.empty(0, np.int64))
-        for part in np.split(
-            np.arange(positions.size), range(positions.size % together, positions.size, together)
-        ):
-            everyone = everyone.with_(guilty(met.of(part)))
-        latest = met.of(
-            np.flatnonzero(np.isin(positions, np.concatenate([t.positions for t in window[-2:]])))
-        )
-        if everyone.positions.size < samples.HALF * latest.positions.size or not samples.easy(
-            latest, usual, self.config.attribution.threshold
-        ):
-            return nobody
-        cursor, clean, count = state.cursor, 0, 0
-        for _ in range(self._may_look(state.step) // look.batches):
-            self._looked += look.batches
-            more, cursor = left_out.next_kept(cursor, together)
-            bad = guilty(Seen(more, laboratory.losses(more), laboratory.corpora(more)))
-            everyone, count = everyone.with_(bad), count + bad.positions.size
-            clean = 0 if bad.positions.size else clean + 1
-            if clean >= region.CLEAN:
-                break
-        few, many = (
-            int(np.median(samples.different(t)))
-            for t in (laboratory.tokens(everyone.positions[-REFERENCE:]), tokens)
-        )
-        reason = (
-            f"{everyone.positions.size - count} of {positions.size} samples of the {len(window)} steps since step "
-            f"{window[0].step} repeat themselves and are soon learnt by heart, and {count} of those that come next: "
-            f"the median has {few} different tokens, {many} are usual"
-        )
-        shown = samples.numbers(everyone, usual)[::-1]
-        return Conclusion(Cause.DATA, sorted(everyone.positions.tolist()), shown, reason)
+        usual = self._usual(met, history, laboratory, left_out) if positions.size else met
+        budget, threshold = self._may_look(state.step), self.config.attribution.threshold
+        search = ByHeart(laboratory, window, met, usual, state.cursor, left_out, budget, threshold)
+        found = search.conclude()
+        self._looked += search.looked
+        return found
 
     def _may_look(self, step: int) -> int:
         """Batches ahead."""

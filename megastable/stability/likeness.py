@@ -28,6 +28,7 @@ BUCKETS = 1 << 16  # of single tokens, and as many of pairs
 READ = 1024  # tokens of a sample that are looked at: what a sample is like shows in its beginning
 HALF = 0.5  # what a token or pair that never occurred counts
 ENOUGH_ALIKE = 100  # measured samples of each kind, half of which a cut is chosen on, and half it is tried on
+UNLIKE = 0.01  # share of measured samples that likeness may take for the other kind
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -106,7 +107,7 @@ def _counts(tokens: Tokens) -> Floats:
     return found
 
 
-def separation(guilty: Floats, harmless: Floats, every: Floats, error: float) -> float | None:
+def separation(guilty: Floats, harmless: Floats, every: Floats, error: float = UNLIKE) -> float | None:
     """The likeness from which on a sample of a region counts as guilty; None where likeness does not tell.
 
     guilty, harmless: of measured samples; every: of all that were measured inside the region, of either kind: nobody

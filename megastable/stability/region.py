@@ -18,6 +18,7 @@ SOLID = 0.85  # share of bad samples that is asked of no region: single ones loo
 CLEAN = 3  # spots in a row
 LARGEST = 16  # batches of a spot at most: what is thinner is no region
 FARTHEST = 1 << 16  # batches
+FORWARD = 3  # forward passes that take the time of a step
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,15 @@ def below(k: int, n: int, p: float) -> float:
 
 
 def grow(
-    probe: Callable[[int], int | None], size: int, share: float, budget: int, farthest: int = FARTHEST
-) -> Side:
+    probe: Callable[[int], int | None], size: int, share: float, budget: int, farthest: int = FARTHEST,
+    stray: float = STRAY,
+) -> Side:  # fmt: skip
     """How far a region goes on from batch 0, the one next to what is known of it, to one side.
 
     probe: bad samples of a batch, None where there is none any more. budget: batches that may be looked at; farthest:
-    the last of them.
+    the last of them. share, stray: as `spot` has them.
     """
-    look, counts, over = spot(size, share), dict[int, int](), False
+    look, counts, over = spot(size, share, stray), dict[int, int](), False
 
     def inside(at: int) -> bool | None:
         """None where the data or the budget ends."""
@@ -142,6 +144,27 @@ def grow(
         (batch + 1 for batch, bad in counts.items() if bad and batch < most + look.batches), default=0
     )
     return Side(reach, counts, ended, endless, tuple(clean))
+
+
+def end_in_words(side: Side, last: int, budget: str) -> str:
+    """How the end ahead was found. last: the position of the last guilty sample; budget: of the search."""
+    clean = ", ".join(str(n + 1) for n in side.clean)
+    if side.endless:
+        return "it goes on for as far as anybody looks"
+    if side.reach == 0:
+        return f"nothing is bad beyond the window: the batches {clean} ahead of it are clean"
+    if not side.found:
+        return f"its end was not found within {budget}"
+    return (
+        f"it goes on for {side.reach} batches beyond the window and ends at position {last}, found by doubling the "
+        f"distance until {len(side.clean)} spots in a row were clean (from the batches {clean} ahead on), and by "
+        "bisection"
+    )
+
+
+def inferred_in_words(count: int) -> str:
+    """An addition to how a region was found."""
+    return f"; {count} samples inside were not measured and are like those that were" if count else ""
 
 
 def spread(first: int, end: int, count: int) -> list[int]:

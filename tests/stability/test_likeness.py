@@ -47,8 +47,8 @@ def test_the_like_of_the_accused_are_told_from_harmless_samples_and_nobody_resem
 @pytest.mark.parametrize(("apart", "told"), [(6.0, True), (1.0, False)])
 def test_likeness_convicts_only_where_it_tells(apart: float, told: bool) -> None:
     random = np.random.default_rng(0)
-    guilty, harmless = random.normal(apart, 1.0, 200), random.normal(0.0, 1.0, 600)
-    cut = separation(guilty, harmless, 0.01)
+    guilty, harmless = random.normal(apart, 1.0, 400), random.normal(0.0, 1.0, 600)
+    cut = separation(guilty, harmless, guilty)
     assert (cut is not None) is told
     if cut is not None:
         assert (
@@ -56,4 +56,14 @@ def test_likeness_convicts_only_where_it_tells(apart: float, told: bool) -> None
             < 0.02
             > (random.normal(0.0, 1.0, 1000) >= cut).mean()
         )
-    assert separation(guilty[:8], harmless, 0.01) is None
+    assert (separation(guilty[:100], harmless[:100], guilty) is not None) is told
+    assert separation(guilty[:99], harmless, guilty) is separation(guilty, harmless[:99], guilty) is None
+
+
+@pytest.mark.parametrize(("doubtful", "told"), [(0, True), (3, True), (20, False)])
+def test_likeness_is_no_judge_where_many_are_like_neither_kind(doubtful: int, told: bool) -> None:
+    """Of a region, nobody knows for certain who is of which kind: but between them there is a gap, or there is none."""
+    random = np.random.default_rng(0)
+    guilty, harmless = random.normal(8.0, 1.0, 200), random.normal(0.0, 1.0, 200)
+    inside = np.concatenate([guilty, random.normal(0.0, 1.0, 300), np.linspace(3.5, 4.5, doubtful)])
+    assert (separation(guilty, harmless, inside) is not None) is told

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.stability.region import CLEAN, FARTHEST, RISK, STRAY, below, grow, spot, spread
+from megastable.stability.region import CLEAN, FARTHEST, RISK, STRAY, Spot, below, grow, spot, spread
 
 BATCH = 16
 
@@ -83,6 +83,16 @@ def test_a_spot_tells_inside_from_outside_with_the_stated_error(share: float) ->
     random = np.random.default_rng(0)
     inside, outside = random.binomial(n, share, 20_000), random.binomial(n, STRAY, 20_000)
     assert (inside < look.least).mean() <= 1.3 * RISK and (outside >= look.least).mean() <= 1.3 * RISK
+
+
+@pytest.mark.parametrize(
+    ("share", "batches", "least"), [(1.0, 1, 6), (0.5, 1, 2), (0.25, 2, 3), (0.125, 4, 3), (0.01, 16, 1)]
+)
+def test_a_spot_asks_for_half_way_between_the_fewest_and_the_most(
+    share: float, batches: int, least: int
+) -> None:
+    """Of 16, harmless samples bring 2 in less than one of 100 spots; a solid region less than 10."""
+    assert spot(BATCH, share) == Spot(batches, least)
 
 
 def test_what_never_ends_is_told_from_what_is_long() -> None:
