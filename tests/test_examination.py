@@ -1,0 +1,105 @@
+"""A search for the guilty on made-up samples, without a model: a bad region to its ends, at what price."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from megastable.data.skips import Skips
+from megastable.evidence import Known, Trained
+from megastable.examination import Examination
+from megastable.stability.actions import Cause
+from megastable.stability.attribution import Conclusion
+from megastable.stability.settings import AttributionConfig
+
+Int64s = npt.NDArray[np.int64]
+
+BATCH, LENGTH, WORDS = 16, 64, 400
+STEPS = 70  # of harmless samples before the window
+FIRST = STEPS * BATCH
+
+
+class Laboratory:
+    """Stands for the real one. bad: the region's positions; alike: whether their tokens are others than those of
+    harmless samples; out: how far their losses lie above them, in deviations."""
+
+    def __init__(self, bad: Int64s, alike: bool = True, out: float = 4.0, seed: int = 0) -> None:
+        self.config, self.batch, self.forwards = AttributionConfig(), BATCH, 0
+        random, end = np.random.default_rng(seed), int(bad.max()) + 4096 * BATCH
+        self.bad = np.zeros(end, dtype=bool)
+        self.bad[bad] = True
+        self.alike, self._losses = alike, 3 + 0.3 * (random.standard_normal(end) + out * self.bad)
+
+    def losses(self, positions: Int64s) -> Any:
+        self.forwards += math.ceil(positions.size / BATCH)
+        return self._losses[positions]
+
+    def tokens(self, positions: Int64s) -> Int64s:
+        random = np.random.default_rng(int(positions.sum()))
+        text = random.integers(WORDS, size=(positions.size, LENGTH + 1))
+        other = self.bad[positions] & self.alike
+        return np.where(other[:, None], WORDS + text // 4, text)
+
+    def corpora(self, positions: Int64s) -> Int64s:
+        return np.zeros(positions.shape, np.int64)
+
+    def known(self, history: list[Trained], *_: Any) -> Known:
+        positions = np.concatenate([t.positions for t in history])
+        return Known(positions, self._losses[positions], self.corpora(positions))
+
+    def batch_norms(self, *_: Any) -> None:
+        return None
+
+    def gradient_norm(self, positions: Int64s) -> float:
+        return 1.0
+
+    def concluded(self, steps: int = 2) -> Conclusion:
+        every = np.arange((STEPS + steps) * BATCH).reshape(-1, BATCH)
+        trained = [Trained(n + 1, at, self._losses[at], True) for n, at in enumerate(every)]
+        lab: Any = self
+        examination = Examination(
+            lab, trained[STEPS:], trained[:STEPS], (), FIRST, Skips.of([]), adjacent=False
+        )
+        self.forwards = 0
+        return examination.conclude(False)
+
+
+def judged(laboratory: Laboratory, found: Conclusion) -> tuple[int, int]:
+    """Bad samples that were not convicted, and innocent ones that were."""
+    convicted = np.zeros_like(laboratory.bad)
+    convicted[found.convicted] = True
+    return int((laboratory.bad & ~convicted).sum()), int((convicted & ~laboratory.bad).sum())
+
+
+@pytest.mark.parametrize("count", [480, 5000])
+def test_all_of_a_long_region_are_named_though_their_losses_overlap_those_of_harmless_samples(
+    count: int,
+) -> None:
+    laboratory = Laboratory(FIRST + 4 + np.arange(count))
+    found = laboratory.concluded()
+    assert found.cause is Cause.DATA and judged(laboratory, found) == (0, 0)
+    assert found.region is not None and found.region.found
+    assert (found.region.first, found.region.end) == (FIRST + 4, FIRST + 4 + count)
+    assert found.region.steps <= 12 and laboratory.forwards <= 36  # 40 where likeness tells nothing
+    assert f"{len(found.inferred)} samples inside were not measured" in found.region.how
+
+
+def test_no_innocent_sample_inside_a_thin_region_is_named() -> None:
+    """6 of 16, over 100 batches."""
+    places = np.random.default_rng(3)
+    bad = [FIRST + n * BATCH + places.permutation(BATCH)[:6] for n in range(100)]
+    laboratory = Laboratory(np.concatenate(bad))
+    assert judged(laboratory, laboratory.concluded()) == (0, 0)
+
+
+def test_where_likeness_does_not_tell_nobody_is_named_without_being_measured() -> None:
+    laboratory = Laboratory(FIRST + 4 + np.arange(5000), alike=False, out=8.0)
+    found = laboratory.concluded()
+    assert found.cause is Cause.DATA and found.inferred == []
+    assert found.region is not None and 39 <= found.region.steps <= 41
+    missed, innocent = judged(laboratory, found)
+    assert innocent == 0 and missed <= 5000 - 100 * BATCH
