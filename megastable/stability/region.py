@@ -151,10 +151,10 @@ def end_in_words(side: Side, last: int, budget: str) -> str:
     clean = ", ".join(str(n + 1) for n in side.clean)
     if side.endless:
         return "it goes on for as far as anybody looks"
-    if side.reach == 0:
-        return f"nothing is bad beyond the window: the batches {clean} ahead of it are clean"
     if not side.found:
         return f"its end was not found within {budget}"
+    if side.reach == 0:
+        return f"nothing is bad beyond the window: the batches {clean} ahead of it are clean"
     return (
         f"it goes on for {side.reach} batches beyond the window and ends at position {last}, found by doubling the "
         f"distance until {len(side.clean)} spots in a row were clean (from the batches {clean} ahead on), and by "

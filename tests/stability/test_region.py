@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.stability.region import CLEAN, FARTHEST, RISK, STRAY, Spot, below, grow, spot, spread
+from megastable.stability.region import (
+    CLEAN,
+    FARTHEST,
+    RISK,
+    STRAY,
+    Spot,
+    below,
+    end_in_words,
+    grow,
+    spot,
+    spread,
+)
 
 BATCH = 16
 
@@ -141,6 +152,20 @@ def test_where_the_record_ends_the_region_is_what_there_is_of_it(batches: int, l
     side = grow(probe, BATCH, 1.0, budget=1000)
     assert side.reach <= min(batches, limit) and not side.endless
     assert all(batch < limit for batch in asked)
+
+
+def test_how_an_end_was_found_is_told_as_it_was() -> None:
+    clean = grow(region(0)[0], BATCH, 1.0, budget=120)
+    assert end_in_words(clean, 9, "x").startswith(
+        "nothing is bad beyond the window: the batches 1, 2, 4 ahead"
+    )
+    ended = end_in_words(grow(region(5000)[0], BATCH, 1.0, budget=120), 5009, "x")
+    assert "for 313 batches beyond the window and ends at position 5009" in ended
+    for budget in (0, 4):
+        assert end_in_words(grow(region(5000)[0], BATCH, 1.0, budget), 9, "4 batches").endswith(
+            "within 4 batches"
+        )
+    assert "as far as anybody looks" in end_in_words(grow(region(10**9)[0], BATCH, 1.0, 120), 9, "x")
 
 
 @given(st.integers(0, 50), st.integers(0, 200), st.integers(0, 300))
