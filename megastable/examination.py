@@ -252,7 +252,7 @@ class Growth:
         if positions.size < self.size:
             return None
         self._measure(number, positions)
-        return int((self.looked[number].scores >= self.bar).sum())
+        return int(self._bad(self.looked[number]).sum())
 
     def _batch(self, number: int) -> Int64s:
         wanted = (number + 1) * self.size
@@ -281,7 +281,7 @@ class Growth:
             z = np.where(same, self.of.known_z[at] if order.size else z, z)
         found = self.score.of(self.of._samples(step.positions, z))
         self.looked_behind[number] = Batch(step.positions, z, step.losses, *found)
-        return int((found[0] >= self.bar).sum())
+        return int(self._bad(self.looked_behind[number]).sum())
 
     def _clean(self) -> list[Batch]:
         return [batch for number, batch in self.looked.items() if number in self.ahead.clean]
@@ -320,12 +320,11 @@ class Growth:
                 self._look_inside(reach, enough)
                 inside = [*(self.looked[n] for n in sorted(self.looked) if n < reach), *before]
                 cut = self._cut(inside)
-        if cut is None:
-            bad, inferred = [b.positions[b.scores >= self.bar] for b in inside], np.empty(0, np.int64)
-        else:
-            bad = [b.positions[b.alike >= cut] for b in (self._window(), *inside)]
+        judged, inferred = inside, np.empty(0, np.int64)
+        if cut is not None:
+            judged = [self._window(), *inside]
             inferred = self._infer(cut, [n for n in range(reach) if n not in self.looked])
-        named = np.unique(np.concatenate([guilty, *bad]))
+        named = np.unique(np.concatenate([guilty, *(b.positions[self._bad(b, cut)] for b in judged)]))
         every = np.concatenate([named, inferred])
         for batch in inside:
             for p, loss, z in zip(
@@ -336,14 +335,17 @@ class Growth:
         count = (e.forwards - self.begin) * self.size
         found = Region(
             int(every.min()), int(every.max()) + 1, self._how(every, inferred), count, round(steps, 1),
-            self.ahead.found, self._probes(),
+            self.ahead.found, self._probes(cut),
         )  # fmt: skip
         return named, inferred, found
+
+    def _bad(self, batch: Batch, cut: float | None = None) -> Bools:
+        return np.asarray(batch.scores >= self.bar if cut is None else batch.alike >= cut)
 
     def _look_inside(self, reach: int, enough: float) -> None:
         """Measure batches inside, evenly spread, until `enough` bad samples are known, or the budget is spent."""
         for number in region.spread(0, reach, reach):
-            bad = sum(int((self.looked[n].scores >= self.bar).sum()) for n in self.looked if n < reach)
+            bad = sum(int(self._bad(b).sum()) for n, b in self.looked.items() if n < reach)
             if bad >= enough or self.of.forwards - self.begin >= self.budget:
                 break
             if number not in self.looked:
@@ -359,7 +361,7 @@ class Growth:
         """The likeness from which on a sample of the region is guilty, where likeness tells."""
         nothing = np.empty(0)
         every = np.concatenate([nothing, *(b.alike for b in inside)])
-        bad = np.concatenate([nothing, *(b.alike[b.scores >= self.bar] for b in inside)])
+        bad = np.concatenate([nothing, *(b.alike[self._bad(b)] for b in inside)])
         return separation(bad, self.score.alike, every[np.isfinite(every)])
 
     def _infer(self, cut: float, numbers: list[int]) -> Int64s:
@@ -368,10 +370,10 @@ class Growth:
         _, alike = self.score.of(self.of._samples(positions, np.zeros(positions.size)))
         return positions[alike >= cut]
 
-    def _probes(self) -> tuple[tuple[int, int, int], ...]:
+    def _probes(self, cut: float | None) -> tuple[tuple[int, int, int], ...]:
         """Ahead and behind: where was looked, at how many samples, and how many of them were bad."""
         every = [*self.looked.values(), *self.looked_behind.values()]
-        told = ((int(b.positions[0]), b.positions.size, int((b.scores >= self.bar).sum())) for b in every)
+        told = ((int(b.positions[0]), b.positions.size, int(self._bad(b, cut).sum())) for b in every)
         return tuple(sorted(told))
 
     def _how(self, every: Int64s, inferred: Int64s) -> str:

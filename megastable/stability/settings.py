@@ -191,8 +191,8 @@ class AttributionConfig(Part):
     costs a step. window: steps since the onset whose samples are suspects; later ones follow from the first. reference:
     harmless samples measured, of before the rewind point, of a corpus with few recorded. behind: steps before the
     rewind point that are no measure of harmless tails, as the region may have begun there. region: steps of time that
-    it may take to find where a bad region ends and who is guilty inside; a forward pass of a batch is a third of a
-    step. What is not measured by then is inferred by likeness.
+    it may take at most to find where a bad region ends and who is guilty inside; a forward pass of a batch is a third
+    of a step. Where likeness tells, a hundred bad samples are measured, and the rest is inferred.
     """
 
     threshold: PositiveFloat = 6.0
