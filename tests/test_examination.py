@@ -103,3 +103,10 @@ def test_where_likeness_does_not_tell_nobody_is_named_without_being_measured() -
     assert found.region is not None and 39 <= found.region.steps <= 41
     missed, innocent = judged(laboratory, found)
     assert innocent == 0 and missed <= 5000 - 100 * BATCH
+
+
+def test_the_like_of_the_guilty_are_named_in_the_window_too() -> None:
+    """Three of its samples have ordinary losses: by them nobody would name these."""
+    laboratory = Laboratory(FIRST + 4 + np.arange(480))
+    laboratory._losses[[FIRST + 6, FIRST + 17, FIRST + 40]] = 2.9
+    assert judged(laboratory, laboratory.concluded()) == (0, 0)
