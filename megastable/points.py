@@ -101,7 +101,8 @@ class Points:
         return [t for t in self.trained if t.step >= onset]
 
     def forget_after(self, step: int) -> None:
-        """The samples of the steps that are undone."""
+        """The points and the samples of the steps that are undone."""
+        self.ring.forget_from(step + 1)
         while self.trained and self.trained[-1].step > step:
             self.trained.pop()
 

@@ -227,8 +227,17 @@ class Recovery:
         if after is state and self.acts and self.decision is not None:
             if self.decision.action is Action.DISCARD and self.replays.finite_again != state.step:
                 self.samples.refused(batch, measured, state.step, self.decision, self._located)
-            clear = self.casebook.incident is None and not self.guard.policy.state.watching
+            incident = self.casebook.incident
+            clear = incident is None and not self.guard.policy.state.watching
             assert self.points.laboratory is not None
+            # What comes while another cause is being dealt with, or is not known, is its consequence.
+            alone = clear or (incident is not None and incident.cause is Cause.DATA)
+            case = self.samples.lifted(self.guard.policy, self.points.oldest) if alone else None
+            if case is not None:
+                after = self.rewinding.look_back(case, measured, state, loader)
+            if after is not state:
+                self.indicators = {}  # of the state that is undone
+                return after
             quiet = applied and self.calm
             for found in self.samples.act(state, self.points.trained, self.points.laboratory, clear, quiet):
                 self.guard.policy.explained()

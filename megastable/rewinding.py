@@ -23,6 +23,7 @@ from megastable.rates import Rates
 from megastable.replays import UNSTEADY, Replays
 from megastable.rng import set_rng_state
 from megastable.sample_watch import SampleWatch
+from megastable.stability import groups
 from megastable.stability.actions import Action, Cause, Decision, Remedy
 from megastable.stability.attribution import Conclusion
 from megastable.stability.detector import Detector
@@ -30,6 +31,8 @@ from megastable.stability.detector_state import DetectorState
 from megastable.stability.guard import Guard
 from megastable.stability.odds import Examined
 from megastable.stability.policy import BLAMELESS
+from megastable.stability.samples import Waiting
+from megastable.stability.signals import Finding, Verdict
 from megastable.stability.snapshot import Snapshot
 
 
@@ -109,8 +112,35 @@ class Rewinding:
             guilty=tuple(conclusion.convicted),
         )  # fmt: skip
         conclusion, remedy = self._remedy(conclusion, found, saved, left_out)
-        self._write_down(t, conclusion, remedy, window, snapshot, time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        self._write_down(t.decision, t.state, conclusion, remedy, window, snapshot, seconds)
         return self._go_on_from(snapshot, t.state, loader, begin, remedy.reason)
+
+    def look_back(self, case: Waiting, measured: Measured, state: RunState, loader: Loader) -> RunState:
+        """Examine the steps of a case on a proven state of before them. Where a crowd of their samples is guilty there,
+        go on from it without them; else the run stays where it is, as if nobody had looked. Raises SpaceError."""
+        begin, policy = time.perf_counter(), self.guard().policy
+        self.phase("examine samples")
+        window = [t for t in self.points.since(case.first) if t.step <= case.last]
+        left_out = self.selection()
+        present = self.points.ring.aside(state.step)
+        snapshot = self.points.back(case.first, 0, left_out)
+        found = Conclusion(Cause.UNKNOWN, [], [], "no snapshot is good")
+        if snapshot is not None:
+            found = self.points.examine(window, snapshot, left_out, False, False)
+        if snapshot is None or found.cause is not Cause.DATA or len(found.guilty) < groups.CROWD:
+            self.points.restore(present)
+            self.samples.nobody(case, found, state.step, time.perf_counter() - begin)
+            return state
+        snapshot = self.points.before_region(found, snapshot)
+        finding = Finding(state.step, Verdict.SHIFT, 1.0, case.first, case.reason, on_trend=False)
+        decision = policy.convicted(finding, case.reason)
+        self.casebook.open(decision, state, window, measured.grad_norm)
+        saved: RunState = snapshot.extra.state
+        examined = Examined(found.odds, guilty=tuple(found.convicted))
+        found, remedy = self._remedy(found, examined, saved, left_out)
+        self._write_down(decision, state, found, remedy, window, snapshot, time.perf_counter() - begin)
+        return self._go_on_from(snapshot, state, loader, begin, remedy.reason)
 
     def _replayed(self, t: Tripped) -> tuple[bool, str, str]:
         """Whether every run of the step differs; what is proven of the hardware, and of FP8, a sentence each, or ""."""
@@ -145,7 +175,8 @@ class Rewinding:
 
     def _write_down(
         self,
-        t: Tripped,
+        decision: Decision,
+        state: RunState,
         found: Conclusion,
         remedy: Remedy,
         window: Sequence[Trained],
@@ -153,22 +184,21 @@ class Rewinding:
         seconds: float,
     ) -> None:
         """In journal and ledgers. Raises HandoverError and UnstableError where the remedy ends the process."""
-        decision = t.decision
         if remedy.action is Action.HANDOVER:
             decision = replace(decision, reason=remedy.reason)
             given = self.last_resort.weigh(replace(decision, action=remedy.action))
             remedy = replace(remedy, action=given.action, reason=given.reason)
         swap = self._culprit(found) if remedy.action is Action.SWAP_CORPUS else None
-        lost = t.state.step - snapshot.step
+        lost = state.step - snapshot.step
         self.casebook.attribute(found, window, remedy.action, remedy.reason, lost, seconds, swap)
         if remedy.release:
             self.casebook.release(remedy.release, snapshot.extra.state.cursor, remedy.reason)
         if remedy.action in (Action.CUT_LR, Action.CAP_LR):
             limits = [limit.model_dump() for limit in self.guard().policy.state.limits]
-            self.note("rate_cut", step=t.state.step, reason=remedy.reason, limits=limits)
+            self.note("rate_cut", step=state.step, reason=remedy.reason, limits=limits)
         if remedy.action.ends:
             decision = replace(decision, action=remedy.action, reason=remedy.reason)
-            raise self.last_resort.end(decision, t.state, found.cause)
+            raise self.last_resort.end(decision, state, found.cause)
 
     def _unproven(self, t: Tripped, loader: Loader, damage: str, numerics: str) -> RunState:
         """No rewind point is proven good: hand over; where that cannot be, alert, and go on from the newest one that is

@@ -24,6 +24,7 @@ from megastable.evidence import Laboratory, Trained, harmless
 from megastable.stability import samples
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.attribution import Conclusion
+from megastable.stability.policy import Policy
 from megastable.stability.samples import Alarm, Kind, SampleTest, Seen, Waiting, WatchState
 from megastable.stability.settings import StabilityConfig
 from megastable.stability.signals import Verdict
@@ -70,14 +71,16 @@ class SampleWatch:
             waiting=waiting,
             quiet=self._quiet,
             looked=self._looked,
+            rest=self._rest,
         )
 
     def rewind(self, state: WatchState) -> None:
         """What came after `state` has not happened: neither has what was suspected of it."""
         self._test = SampleTest(self.config.samples, state.test)
-        self._easy = SampleTest(self.config.samples, state.easy)
+        # Whoever is far below is skipped without going back: no more of them than of a trickle may be none.
+        self._easy = SampleTest(self.config.samples, state.easy, self.config.samples.false_alarms)
         self._waiting, self._quiet = [case.model_copy() for case in state.waiting], state.quiet
-        self._ordinary, self._looked = False, max(state.looked, self._looked)
+        self._ordinary, self._looked, self._rest = False, max(state.looked, self._looked), state.rest
 
     def observe(self, batch: Step, measured: Measured, applied: bool, step: int) -> None:
         """Judge the samples of a step; what is suspected waits."""
@@ -97,7 +100,7 @@ class SampleWatch:
             # Nothing was trained on since it was refused, so these are the same weights.
             if case.kind == "discard" and case.proven is None and (scored.ordinary or applied):
                 case.proven = scored.ordinary
-        if alarm is not None:
+        if alarm is not None and (alarm.kind is Kind.TRICKLE or step >= self._rest):
             self._suspect(alarm.kind.value, alarm, alarm.reason, step)
         if low is not None and low.kind is Kind.BATCH:
             reason = (
@@ -132,6 +135,28 @@ class SampleWatch:
             Waiting(kind="discard", first=step, last=step, verdict=verdict, reason=reason, positions=positions,
                     losses=losses, located=located)
         )  # fmt: skip
+
+    def lifted(self, policy: Policy, oldest: int | None) -> Waiting | None:
+        """A case of whole batches that waits no longer, as it can be examined on a state of before it. oldest: step of
+        the oldest rewind point."""
+        case = next((case for case in self._waiting if case.kind == "batch"), None)
+        if case is None or not policy.may_look_back(case.first, oldest):
+            return None
+        self._waiting.remove(case)
+        return case
+
+    def nobody(self, case: Waiting, found: Conclusion, step: int, seconds: float) -> None:
+        """Write down that nobody of a case is guilty. If that was whole batches, they are another level of the loss,
+        which takes so long to become usual: they are not examined again and again until then."""
+        if case.kind == "batch":
+            self._rest = step + samples.STEPS // 2
+        event = "discard_examined" if case.kind == "discard" else "samples_examined"
+        reason = "; ".join(filter(None, [found.reason, case.located]))
+        self.note(
+            event, step=step, first=case.first, last=case.last, suspected=case.reason,
+            positions=case.positions, reason=reason, seconds=round(seconds, 3),
+        )  # fmt: skip
+        self.say(f"step {step}: {case.reason}; examined: {reason}: nothing is skipped")
 
     def act(
         self,
@@ -190,13 +215,7 @@ class SampleWatch:
             return None
         seconds = time.perf_counter() - begin
         if found.cause is not Cause.DATA or not found.guilty:
-            event = "discard_examined" if case.kind == "discard" else "samples_examined"
-            reason = "; ".join(filter(None, [found.reason, case.located]))
-            self.note(
-                event, step=state.step, first=case.first, last=case.last, suspected=case.reason,
-                positions=case.positions, reason=reason, seconds=round(seconds, 3),
-            )  # fmt: skip
-            self.say(f"step {state.step}: {case.reason}; examined: {reason}: nothing is skipped")
+            self.nobody(case, found, state.step, seconds)
             return None
         self.casebook.skip(found, case.first, window, case.verdict, case.reason, state, seconds)
         for test in (self._test, self._easy):

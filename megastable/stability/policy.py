@@ -93,6 +93,15 @@ class Policy:
         """A discarded update that turned out to be worse: the state itself is not finite."""
         return self._climb(finding, reason, oldest, damaged=True)
 
+    def may_look_back(self, onset: int, oldest: int | None) -> bool:
+        """Whether steps from `onset` on may be examined on a state of before them, and undone where samples are
+        guilty. oldest: as in `decide`."""
+        return oldest is not None and oldest < onset and not self._spent(Action.REWIND)
+
+    def convicted(self, finding: Finding, reason: str) -> Decision:
+        """Samples of steps that raised no alarm of their own were found guilty: go back to before them."""
+        return self._climb(finding, reason, finding.onset - 1)
+
     @property
     def may_suspect(self) -> bool:
         """Whether a checkpoint may be left without a proof against it: once, until there is new ground, and while there

@@ -4,7 +4,7 @@ A step's mean hides one bad sample of sixteen, and the detector is right to let 
 trickle: samples far above their corpus come more often than they did. Two tests run on the same scores:
 
     trickle   the rate of samples in the tail of their corpus has risen
-    batch     all samples of a step lie in the upper part of their corpora together, step after step
+    batch     the samples of a step lie higher for their corpora together than those of other steps, by a little each
 
 A score is the loss against the latest samples of the same corpus, in robust sigma: a falling loss, a corpus that drifts
 and a changed mix leave it where it was. How often a corpus has scores in each part of its tail is counted, with slow
@@ -13,6 +13,10 @@ scores are if a share of the samples is bad, against the predictive distribution
 so that a young history counts as little as it is worth). A cumulative sum of its logarithm (Page 1954) reaches log A
 once in A healthy steps or more rarely, as the e-detector that bounds it does: Shin, Ramdas and Rinaldo, "E-detectors: a
 nonparametric framework for sequential change detection", New England Journal of Statistics in Data Science 2024.
+
+A batch is one number, the mean of its scores, each cut at `CLIP`: of sixteen it is as good as normal, whatever tails
+the samples have, and where each lies up by one sigma it lies up by four of its own. How far batches scatter is
+measured, so that a level that wanders counts less. Its e-value is the likelihood ratio of normal means.
 
 An alarm convicts nobody: it says which steps to examine. Samples are shuffled within a corpus, so a trickle that was
 there from the first step on is part of what the corpus is, and is not told by this.
@@ -71,13 +75,13 @@ ORDINARY = 1.0  # sigma: the median of a step lies within a third of it, of a st
 LIFTED = 0.5  # sigma: a median of sixteen lies within it but for one time in twenty
 CLIP = 3.0  # sigma at which a sample ends in the mean of its batch
 STEPS, FEWEST = 128, 24  # batches that one is compared with: the latest, and before which nothing is said
+LIFTS = np.array([1.5, 2.5, 4.0])  # sigma of batches: how far up bad ones are taken to lie
+# Of the scatter of batches, as so few tell it; and sigma at which a batch ends: a single one raises nothing.
+WIDER, FARTHEST = 1.15, 4.5
 UNPROVEN = (
     8  # batches of right before it that are none of them, as it may be the last of several that are bad
 )
-WORST = 0.04  # of these batches are passed over when the highest is sought: one may have been bad itself
-TAIL = 6.0  # beyond it, chances fall with this power: means of clipped scores have short tails
 REMAINS = 0.5  # of the threshold, by which a suspect is still above its corpus after it was trained on
-BET = 0.3  # e-value of a p-value: BET * p ** (BET - 1), Vovk and Wang, "E-values", Annals of Statistics 2021
 
 
 class Kind(StrEnum):
@@ -95,11 +99,11 @@ class Alarm:
 
 
 class Scored(NamedTuple):
-    """Of a step. z: fp64 [n], robust sigma above the latest of its corpus, nan where too few are known. p: how often
-    all samples of a batch lie as high for their corpora as these, nan where that is not known."""
+    """Of a step. z: fp64 [n], robust sigma above the latest of its corpus, nan where too few are known. lift: how far
+    the samples lie above those of other batches together, in sigma of batches, nan where that is not known."""
 
     z: Floats
-    p: float
+    lift: float
 
     @property
     def ordinary(self) -> bool:
@@ -187,7 +191,7 @@ class SumState(_State):
 class SampleState(_State):
     """All that the test remembers, from which it goes on bit for bit. corpora: by name. means: of the latest batches.
     far: samples in the tails, by corpus, of which it is not settled whether they are usual. trickle: for each row of
-    `BAD` and of `SHARES`."""
+    `BAD` and of `SHARES`; batch: for each of `LIFTS`."""
 
     corpora: dict[str, CorpusState] = {}
     means: list[float] = []
@@ -195,7 +199,9 @@ class SampleState(_State):
     trickle: Annotated[list[SumState], Field(min_length=SUMS, max_length=SUMS)] = [
         SumState() for _ in range(SUMS)
     ]
-    batch: SumState = SumState()
+    batch: Annotated[list[SumState], Field(min_length=LIFTS.size, max_length=LIFTS.size)] = [
+        SumState() for _ in range(LIFTS.size)
+    ]
 
 
 class Waiting(_State):
@@ -217,7 +223,8 @@ class Waiting(_State):
 
 class WatchState(_State):
     """What checkpoints and rewind points keep of sample_watch.py. easy: the same test of the losses' negatives. quiet:
-    steps on the trend, with nothing open. looked: batches that were looked ahead.
+    steps on the trend, with nothing open. looked: batches that were looked ahead. rest: step until which no more whole
+    batches are suspected.
     """
 
     test: SampleState = SampleState()
@@ -225,13 +232,21 @@ class WatchState(_State):
     waiting: list[Waiting] = []
     quiet: int = 0
     looked: int = 0
+    rest: int = 0
 
 
 class SampleTest:
-    """One `observe` per step, in order."""
+    """One `observe` per step, in order. lifted: false alarms of `batch` per 10,000 healthy steps, at most."""
 
-    def __init__(self, config: SampleConfig, state: SampleState | None = None) -> None:
+    def __init__(
+        self, config: SampleConfig, state: SampleState | None = None, lifted: float | None = None
+    ) -> None:
         self.config = config
+        self._limits = {
+            Kind.TRICKLE: math.log(1e4 / config.false_alarms) + math.log(SUMS),
+            Kind.BATCH: math.log(1e4 / (config.examinations if lifted is None else lifted))
+            + math.log(LIFTS.size),
+        }
         self._state = _copied(SampleState() if state is None else state)
 
     @property
@@ -278,9 +293,9 @@ class SampleTest:
                 self._remember(step, name, positions[mine], losses[mine], part)
             if applied:
                 known.count(step, parts)
-        p = self._rank(z[scored], applied)
+        lift = self._lift(z[scored], applied)
         self._settle(step)  # after an alarm, what led to it is still there
-        return Scored(z, p), self._add(step, tail, p)
+        return Scored(z, lift), self._add(step, tail, lift)
 
     def convict(self, positions: Iterable[int]) -> None:
         """Samples that are bad are no measure of what is usual, as far as they were not counted yet."""
@@ -310,8 +325,8 @@ class SampleTest:
             if far and far[0].step < since:
                 self._state.far[name] = [one for one in far if one.step >= since]
 
-    def _rank(self, z: Floats, applied: bool) -> float:
-        """How often a batch's mean clipped score is as high as this one's."""
+    def _lift(self, z: Floats, applied: bool) -> float:
+        """How far a batch's mean clipped score lies above those of others, in sigma of batches."""
         if not z.size:
             return math.nan
         mean = float(np.clip(z, -CLIP, CLIP).mean())
@@ -320,22 +335,17 @@ class SampleTest:
             self._state.means = [*self._state.means, mean][-STEPS - UNPROVEN :]
         if means.size < FEWEST:
             return math.nan
-        middle = float(np.median(means))
-        scale = max(CLIP / 100, 1.4826 * float(np.median(np.abs(means - middle))))
-        passed = int(WORST * means.size)
-        worst = max(2.0, (float(np.sort(means)[-1 - passed]) - middle) / scale)
-        now = (mean - middle) / scale
-        share = (1 + int((means >= mean).sum())) / (means.size + 1)
-        return share if now <= worst else (1 + passed) / (means.size + 1) * (worst / now) ** TAIL
+        middle = _median(means)
+        scale = max(CLIP / 100, 1.4826 * _median(np.abs(means - middle)))
+        return min(FARTHEST, (mean - middle) / (WIDER * scale))
 
-    def _add(self, step: int, tail: Floats, p: float) -> Alarm | None:
+    def _add(self, step: int, tail: Floats, lift: float) -> Alarm | None:
         s = self._state
-        limit = math.log(1e4 / self.config.false_alarms)
+        bets = np.zeros(LIFTS.size) if math.isnan(lift) else LIFTS * (lift - LIFTS / 2)
         heights = [_raise(by, term, step) for by, term in zip(s.trickle, tail.tolist(), strict=True)]
-        bet = 0.0 if math.isnan(p) else math.log(BET) + (BET - 1) * math.log(p)
-        together = _raise(s.batch, bet, step)
+        together = [_raise(by, term, step) for by, term in zip(s.batch, bets.tolist(), strict=True)]
         highest = int(np.argmax(heights))
-        if heights[highest] >= limit + math.log(SUMS):
+        if heights[highest] >= self._limits[Kind.TRICKLE]:
             share, onset = float(SHARES[highest % SHARES.size]), s.trickle[highest].onset
             since = step - onset + 1
             s.trickle = [SumState() for _ in heights]
@@ -344,8 +354,10 @@ class SampleTest:
                 f"before: about {share:.1%} of all"
             )
             return Alarm(Kind.TRICKLE, onset, reason)  # if the other is due as well, it is at the next step
-        if together >= limit:
-            onset, s.batch = s.batch.onset, SumState()
+        highest = int(np.argmax(together))
+        if together[highest] >= self._limits[Kind.BATCH]:
+            onset = s.batch[highest].onset
+            s.batch = [SumState() for _ in together]
             reason = f"since step {onset} all samples together lie above what is usual for their corpora"
             return Alarm(Kind.BATCH, onset, reason)
         return None
@@ -358,7 +370,7 @@ def _copied(state: SampleState) -> SampleState:
         means=state.means,
         far=dict(state.far),
         trickle=[by.model_copy() for by in state.trickle],
-        batch=state.batch.model_copy(),
+        batch=[by.model_copy() for by in state.batch],
     )
 
 

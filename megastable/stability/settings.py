@@ -215,7 +215,9 @@ class AttributionConfig(Part):
 class SampleConfig(Part):
     """Single samples over time, and refused batches; see samples.py."""
 
-    false_alarms: PositiveFloat = 0.1  # of each of the two tests, per 10,000 healthy steps, at most
+    false_alarms: PositiveFloat = 0.1  # trickles that are none, per 10,000 healthy steps, at most
+    # Groups of batches that are examined for nothing, likewise: it takes some steps of time and convicts nobody.
+    examinations: PositiveFloat = 1.0
     known: PositiveInt = 512  # scored samples of a corpus, before which it is not judged
     quiet_steps: PositiveInt = 4  # on the trend, after which a refused batch is examined
     measured: PositiveInt = 256  # suspects measured again at most, the worst first

@@ -81,12 +81,18 @@ class Ring:
         good = [snapshot for snapshot in self._kept if snapshot.step < onset]
         return good[max(0, len(good) - 1 - older)] if good else None
 
+    def aside(self, step: int) -> Snapshot:
+        """The present state, after `step` steps, beside the points: what is looked at from an older one changes
+        nothing. It needs the memory of one point more for as long as it is kept."""
+        copied = self._host.copy(self._engine.optimizer_state(), {})
+        return Snapshot(step, copied.tensors, self._engine.counters(), None)
+
     def restore(self, snapshot: Snapshot) -> None:
-        """Put the engine back; later points are dropped. The caller brings the low-precision weights up to date."""
+        """Put the engine back. The caller brings the low-precision weights up to date, and drops later points where the
+        run goes on from there."""
         self._host.synchronize()
         self._engine.restore_optimizer_state(snapshot.tensors)
         self._engine.restore_counters(snapshot.counters)
-        self.forget_from(snapshot.step + 1)
 
     def forget_from(self, step: int) -> None:
         """Drop the points of `step` and later ones."""

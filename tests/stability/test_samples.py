@@ -174,7 +174,7 @@ def test_only_what_is_far_below_by_half_is_easy() -> None:
 
 def test_a_trickle_that_is_told_does_not_hide_that_all_are_higher() -> None:
     test = SampleTest(SampleConfig())
-    first = test._add(7, np.full(SUMS, 50.0), 1e-12)
+    first = test._add(7, np.full(SUMS, 50.0), 6.0)
     second = test._add(8, np.zeros(SUMS), float("nan"))
     assert first is not None and first.kind == "trickle"
     assert second is not None and second.kind == "batch" and second.onset == 7
