@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import MagicMock
 
+import pytest
+
 from megastable.rewinding import Rewinding, Tripped
 from megastable.rng import rng_state
 from megastable.stability.actions import Action, Cause
 from megastable.stability.attribution import Conclusion
+from megastable.stability.groups import CROWD
 from megastable.stability.policy import Policy
 from megastable.stability.region import Region
+from megastable.stability.samples import Waiting
 from megastable.stability.settings import PolicyConfig
 from megastable.stability.signals import Verdict
 from tests.stability.policies import seen
@@ -20,12 +24,8 @@ FOUND = Conclusion(
 )
 
 
-def go_back(found: Conclusion, *rates: float) -> tuple[Policy, Conclusion]:
-    """The policy after a spike at step 40, and what is written down. found: by the examination. rates: of the good
-    state, and when it tripped."""
-    policy = Policy(PolicyConfig())
-    decision = policy.decide(seen(40, Verdict.SPIKE), 0)
-    tripped = Tripped(decision, MagicMock(), MagicMock(), MagicMock(step=40, seconds=1.0), MagicMock(), "")
+def shell(policy: Policy) -> Any:
+    """All that it talks to is made up; the present state is that of step 40, the good one that of step 30."""
     fields = ("config", "engine", "source", "points", "replays", "rates", "casebook", "origin", "samples",
               "last_resort", "guard", "selection", "note", "say", "phase")  # fmt: skip
     rewinding: Any = Rewinding(**{name: MagicMock() for name in fields})
@@ -34,14 +34,24 @@ def go_back(found: Conclusion, *rates: float) -> tuple[Policy, Conclusion]:
     rewinding.config.schedule.warmup_steps = 0
     rewinding.selection.return_value.share_without.return_value = 1.0
     rewinding.source.order.locate.return_value.corpus = [0]
+    snapshot = rewinding.points.before_region.return_value
+    snapshot.extra.state.updates = snapshot.step = 30
+    snapshot.extra.random = rng_state()
+    return rewinding
+
+
+def go_back(found: Conclusion, *rates: float) -> tuple[Policy, Conclusion]:
+    """The policy after a spike at step 40, and what is written down. found: by the examination. rates: of the good
+    state, and when it tripped."""
+    policy = Policy(PolicyConfig())
+    decision = policy.decide(seen(40, Verdict.SPIKE), 0)
+    tripped = Tripped(decision, MagicMock(), MagicMock(), MagicMock(step=40, seconds=1.0), MagicMock(), "")
+    rewinding = shell(policy)
     rewinding.replays.compare.return_value = (False, "")
     rewinding.casebook.adjacent.return_value = False
     rewinding.casebook.returned_again.return_value = found
     rewinding.origin.again.return_value = False
     rewinding.rates.before.return_value, rewinding.rates.highest_since.return_value = rates
-    snapshot = rewinding.points.before_region.return_value
-    snapshot.extra.state.updates = snapshot.step = 30
-    snapshot.extra.random = rng_state()
     rewinding.go_back(tripped, MagicMock())
     return policy, rewinding.casebook.attribute.call_args.args[0]
 
@@ -56,3 +66,46 @@ def test_a_cause_that_the_policy_overrules_leaves_nobody_convicted() -> None:
     policy, told = go_back(FOUND, 1.0, 10.0)
     assert policy.state.taken[-1].action is Action.CAP_LR
     assert told == Conclusion(Cause.LEARNING_RATE, [], [], "bad")
+
+
+def look_back(found: Conclusion, good: bool = True) -> tuple[Any, Any, Any]:
+    """Where the run stands, where it stood, and the shell. good: whether there is a good state of before the case."""
+    policy, present = Policy(PolicyConfig()), MagicMock(step=40, seconds=1.0)
+    policy.decide(seen(40), 0)
+    rewinding = shell(policy)
+    rewinding.points.since.return_value = [MagicMock(step=step) for step in (37, 38, 39, 40)]
+    rewinding.points.examine.return_value = found
+    if not good:
+        rewinding.points.back.return_value = None
+    case = Waiting(kind="batch", first=37, last=39, verdict=Verdict.TRICKLE, reason="higher")
+    return rewinding.look_back(case, MagicMock(), present, MagicMock()), present, rewinding
+
+
+def test_a_crowd_that_is_guilty_is_undone() -> None:
+    found = Conclusion(Cause.DATA, list(range(CROWD)), [], "bad", odds=3.0)
+    stands, present, made = look_back(found)
+    assert stands is not present
+    window = made.points.examine.call_args.args[0]
+    assert [t.step for t in window] == [37, 38, 39]
+    (taken,) = made.guard().policy.state.taken
+    assert (taken.action, taken.cause, taken.odds) == (Action.REWIND, Cause.DATA, 3.0)
+    assert made.guard().policy.state.watching and made.casebook.attribute.call_args.args[0] == found
+    made.points.forget_after.assert_called_once_with(30)
+    made.points.restore.assert_not_called()
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        Conclusion(Cause.DATA, list(range(CROWD - 1)), [], "bad", odds=3.0),
+        Conclusion(Cause.STATE, [], [], "harmless"),
+    ],
+)
+@pytest.mark.parametrize("good", [True, False])
+def test_whoever_is_not_guilty_costs_nothing_but_time(found: Conclusion, good: bool) -> None:
+    stands, present, made = look_back(found, good)
+    assert stands is present and not made.guard().policy.state.taken
+    made.points.restore.assert_called_once_with(made.points.ring.aside.return_value)
+    made.samples.nobody.assert_called_once()
+    made.casebook.open.assert_not_called()
+    made.points.forget_after.assert_not_called()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from megastable import evidence
 from megastable.data.skips import Skips
@@ -16,9 +17,11 @@ from megastable.evidence import Known, Laboratory, Trained
 from megastable.sample_watch import CASES, MOST, SampleWatch
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
-from megastable.stability.samples import Waiting
-from megastable.stability.settings import StabilityConfig
+from megastable.stability.policy import Policy
+from megastable.stability.samples import Alarm, Kind, Scored, Waiting
+from megastable.stability.settings import PolicyConfig, StabilityConfig
 from megastable.stability.signals import Verdict
+from tests.stability.policies import seen
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -147,3 +150,41 @@ def test_a_case_that_has_no_room_to_wait_is_written_down() -> None:
     assert [waiting.first for waiting in made.watch.state.waiting] == list(range(2, CASES + 2))
     assert (event["event"], event["first"], event["step"]) == ("samples_dropped", 1, CASES + 1)
     assert event["positions"] == [1] and event["reason"]
+
+
+def test_whole_batches_are_looked_back_on_where_there_is_a_state_of_before_them() -> None:
+    policy = Policy(PolicyConfig(rewinds=1))
+    made = Made()
+    for waiting in (case(3, kind="trickle"), case(5, kind="batch")):
+        made.watch._wait(waiting)
+    assert made.watch.lifted(policy, None) is None and made.watch.lifted(policy, 5) is None
+    found = made.watch.lifted(policy, 4)
+    assert found is not None and found.kind == "batch" and made.watch.lifted(policy, 4) is None
+    policy.decide(seen(9, Verdict.SPIKE), 0)  # all rewinds there are
+    made.watch._wait(case(5, kind="batch"))
+    assert made.watch.lifted(policy, 4) is None
+
+
+def test_another_level_is_not_examined_again_and_again() -> None:
+    made = Made()
+    alarm = Alarm(Kind.BATCH, 7, "higher")
+    scored = Scored(np.zeros(16), 4.0)
+    for test, told in ((made.watch._test, alarm), (made.watch._easy, None)):
+        test.observe = lambda *_, told=told: (scored, told)  # type: ignore[method-assign, misc]
+    order: Any = made.watch.casebook.source.order
+    order.locate = lambda positions: SimpleNamespace(corpus=np.zeros(positions.size, np.int64))
+    batch: Any = SimpleNamespace(positions=np.arange(16))
+    measured: Any = SimpleNamespace(losses=torch.zeros(16))
+
+    def waits(step: int) -> bool:
+        made.watch.observe(batch, measured, True, step)
+        found = made.watch._waiting[:]
+        made.watch._waiting.clear()
+        return bool(found)
+
+    assert waits(8)
+    made.watch.nobody(case(7, kind="trickle"), Conclusion(Cause.STATE, [], [], "harmless"), 8, 0.1)
+    assert waits(9)
+    made.watch.nobody(case(7, kind="batch"), Conclusion(Cause.STATE, [], [], "harmless"), 9, 0.1)
+    assert not waits(10) and made.watch.state.rest == 73
+    assert not waits(72) and waits(73)

@@ -77,10 +77,29 @@ def test_what_comes_back_is_what_went_in() -> None:
     snapshot = ring.before(18)
     assert snapshot is not None and snapshot.step == 16 and snapshot.extra == "step 16"
     ring.restore(snapshot)
-    assert engine.steps == 16 and ring.steps[-1] == 16
+    assert engine.steps == 16 and ring.steps[-1] == 18
+    ring.forget_from(17)
+    assert ring.steps[-1] == 16
     assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in history[16].items())
     engine.advance()
     assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in history[17].items())
+
+
+def test_what_is_kept_aside_costs_no_point_and_is_the_present() -> None:
+    engine = Counter()
+    ring = Ring(engine, capacity=2, interval=2)
+    for step in range(1, 6):
+        engine.advance()
+        if ring.due(step):
+            ring.take(step, None)
+    now = {name: t.clone() for name, t in engine.tensors.items()}
+    present, old = ring.aside(5), ring.before(4)
+    assert ring.steps == [2, 4] and old is not None
+    ring.restore(old)
+    assert engine.steps == 2
+    ring.restore(present)
+    assert engine.steps == 5 and ring.steps == [2, 4]
+    assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in now.items())
 
 
 def test_before_passes_over_newer_points_but_not_beyond_the_oldest() -> None:
