@@ -92,7 +92,9 @@ class SampleWatch:
             )  # of a step that may leave a rewind point; a copy costs as much as the test
         corpora = self.casebook.source.order.locate(batch.positions).corpus
         losses = measured.losses.numpy()
-        scored, alarm = self._test.observe(step, batch.positions, losses, corpora, self._names, applied)
+        scored, alarm = self._test.observe(
+            step, batch.positions, losses, corpora, self._names, applied, measured.grad_norm
+        )
         # What all samples share is left to the other test; that single ones are easy is nothing.
         _, low = self._easy.observe(step, batch.positions, -losses, corpora, self._names, applied)
         self._ordinary = scored.ordinary

@@ -16,7 +16,9 @@ nonparametric framework for sequential change detection", New England Journal of
 
 A batch is one number, the mean of its scores, each cut at `CLIP`: of sixteen it is as good as normal, whatever tails
 the samples have, and where each lies up by one sigma it lies up by four of its own. How far batches scatter is
-measured, so that a level that wanders counts less. Its e-value is the likelihood ratio of normal means.
+measured, so that a level that wanders counts less. Its e-value is the likelihood ratio of normal means. The gradient
+norm of a step is judged likewise, by its logarithm: text of one kind that is easy enough not to be seen in the loss has
+gradients that add up. Its tail is heavy, so it is cut sooner, and takes two steps at least.
 
 An alarm convicts nobody: it says which steps to examine. Samples are shuffled within a corpus, so a trickle that was
 there from the first step on is part of what the corpus is, and is not told by this.
@@ -78,6 +80,8 @@ STEPS, FEWEST = 128, 24  # batches that one is compared with: the latest, and be
 LIFTS = np.array([1.5, 2.5, 4.0])  # sigma of batches: how far up bad ones are taken to lie
 # Of the scatter of batches, as so few tell it; and sigma at which a batch ends: a single one raises nothing.
 WIDER, FARTHEST = 1.15, 4.5
+# The same of gradient norms, and the least scatter of their logarithm: less is luck (DetectorConfig.norm_floor).
+FARTHEST_NORM, NORM_FLOOR = 3.5, 0.2
 UNPROVEN = (
     8  # batches of right before it that are none of them, as it may be the last of several that are bad
 )
@@ -190,16 +194,20 @@ class SumState(_State):
 
 class SampleState(_State):
     """All that the test remembers, from which it goes on bit for bit. corpora: by name. means: of the latest batches.
-    far: samples in the tails, by corpus, of which it is not settled whether they are usual. trickle: for each row of
-    `BAD` and of `SHARES`; batch: for each of `LIFTS`."""
+    norms: logarithms of their gradient norms. far: samples in the tails, by corpus, of which it is not settled whether
+    they are usual. trickle: for each row of `BAD` and of `SHARES`; batch: for each of `LIFTS`, norm likewise."""
 
     corpora: dict[str, CorpusState] = {}
     means: list[float] = []
+    norms: list[float] = []
     far: dict[str, list[Far]] = {}
     trickle: Annotated[list[SumState], Field(min_length=SUMS, max_length=SUMS)] = [
         SumState() for _ in range(SUMS)
     ]
     batch: Annotated[list[SumState], Field(min_length=LIFTS.size, max_length=LIFTS.size)] = [
+        SumState() for _ in range(LIFTS.size)
+    ]
+    norm: Annotated[list[SumState], Field(min_length=LIFTS.size, max_length=LIFTS.size)] = [
         SumState() for _ in range(LIFTS.size)
     ]
 
@@ -245,7 +253,7 @@ class SampleTest:
         self._limits = {
             Kind.TRICKLE: math.log(1e4 / config.false_alarms) + math.log(SUMS),
             Kind.BATCH: math.log(1e4 / (config.examinations if lifted is None else lifted))
-            + math.log(LIFTS.size),
+            + math.log(2 * LIFTS.size),
         }
         self._state = _copied(SampleState() if state is None else state)
 
@@ -262,10 +270,12 @@ class SampleTest:
         corpora: Int64s,
         names: Sequence[str],
         applied: bool = True,
+        norm: float = math.nan,
     ) -> tuple[Scored, Alarm | None]:
         """Judge the samples of a step: positions, losses (nats) and corpora (`names[corpora]`), each [n].
 
-        applied: whether the update was; a refused batch is evidence, but no measure of what is usual.
+        applied: whether the update was; a refused batch is evidence, but no measure of what is usual. norm: of the
+        gradient before clipping, nan where it is not to be judged.
         """
         z, judged = np.full(losses.shape, np.nan), np.zeros(losses.size, bool)
         scatter, tail = max(SCATTER, SCATTER_BATCHES * losses.size), np.zeros(SUMS)
@@ -294,8 +304,9 @@ class SampleTest:
             if applied:
                 known.count(step, parts)
         lift = self._lift(z[scored], applied)
+        up = self._up(norm, applied)
         self._settle(step)  # after an alarm, what led to it is still there
-        return Scored(z, lift), self._add(step, tail, lift)
+        return Scored(z, lift), self._add(step, tail, lift, up)
 
     def convict(self, positions: Iterable[int]) -> None:
         """Samples that are bad are no measure of what is usual, as far as they were not counted yet."""
@@ -329,21 +340,26 @@ class SampleTest:
         """How far a batch's mean clipped score lies above those of others, in sigma of batches."""
         if not z.size:
             return math.nan
-        mean = float(np.clip(z, -CLIP, CLIP).mean())
-        means = np.array(self._state.means[:-UNPROVEN])
+        mean, known = float(np.clip(z, -CLIP, CLIP).mean()), self._state.means
         if applied:
-            self._state.means = [*self._state.means, mean][-STEPS - UNPROVEN :]
-        if means.size < FEWEST:
-            return math.nan
-        middle = _median(means)
-        scale = max(CLIP / 100, 1.4826 * _median(np.abs(means - middle)))
-        return min(FARTHEST, (mean - middle) / (WIDER * scale))
+            self._state.means = [*known, mean][-STEPS - UNPROVEN :]
+        return _above(mean, known, CLIP / 100, FARTHEST)
 
-    def _add(self, step: int, tail: Floats, lift: float) -> Alarm | None:
+    def _up(self, norm: float, applied: bool) -> float:
+        """The same of its gradient norm."""
+        if not 0 < norm < math.inf:
+            return math.nan
+        value, known = math.log(norm), self._state.norms
+        if applied:
+            self._state.norms = [*known, value][-STEPS - UNPROVEN :]
+        return _above(value, known, NORM_FLOOR, FARTHEST_NORM)
+
+    def _add(self, step: int, tail: Floats, lift: float, up: float = math.nan) -> Alarm | None:
         s = self._state
-        bets = np.zeros(LIFTS.size) if math.isnan(lift) else LIFTS * (lift - LIFTS / 2)
         heights = [_raise(by, term, step) for by, term in zip(s.trickle, tail.tolist(), strict=True)]
-        together = [_raise(by, term, step) for by, term in zip(s.batch, bets.tolist(), strict=True)]
+        sums = [*s.batch, *s.norm]
+        bets = [*_bets(lift), *_bets(up)]
+        together = [_raise(by, term, step) for by, term in zip(sums, bets, strict=True)]
         highest = int(np.argmax(heights))
         if heights[highest] >= self._limits[Kind.TRICKLE]:
             share, onset = float(SHARES[highest % SHARES.size]), s.trickle[highest].onset
@@ -356,10 +372,14 @@ class SampleTest:
             return Alarm(Kind.TRICKLE, onset, reason)  # if the other is due as well, it is at the next step
         highest = int(np.argmax(together))
         if together[highest] >= self._limits[Kind.BATCH]:
-            onset = s.batch[highest].onset
-            s.batch = [SumState() for _ in together]
-            reason = f"since step {onset} all samples together lie above what is usual for their corpora"
-            return Alarm(Kind.BATCH, onset, reason)
+            onset, what = (
+                sums[highest].onset,
+                "all samples together lie above what is usual for their corpora",
+            )
+            if highest >= LIFTS.size:
+                what = "the gradient norms lie above what is usual"
+            s.batch, s.norm = [SumState() for _ in LIFTS], [SumState() for _ in LIFTS]
+            return Alarm(Kind.BATCH, onset, f"since step {onset} {what}")
         return None
 
 
@@ -368,9 +388,11 @@ def _copied(state: SampleState) -> SampleState:
     return SampleState(
         corpora={name: known.model_copy() for name, known in state.corpora.items()},
         means=state.means,
+        norms=state.norms,
         far=dict(state.far),
         trickle=[by.model_copy() for by in state.trickle],
         batch=[by.model_copy() for by in state.batch],
+        norm=[by.model_copy() for by in state.norm],
     )
 
 
@@ -379,6 +401,20 @@ def _scores(losses: Floats, known: Floats, count: int) -> Floats:
     centre = _median(known[-count:])
     scale = max(groups.SCALE_FLOOR, 1.4826 * _median(np.abs(known - centre)))
     return np.asarray(np.nan_to_num((losses - centre) / scale, nan=1e6, posinf=1e6, neginf=1e6))
+
+
+def _above(value: float, known: list[float], floor: float, most: float) -> float:
+    """How far a batch lies above those before it but for the newest, in sigma; nan where too few are known."""
+    before = np.array(known[:-UNPROVEN])
+    if before.size < FEWEST:
+        return math.nan
+    middle = _median(before)
+    return min(most, (value - middle) / (WIDER * max(floor, 1.4826 * _median(np.abs(before - middle)))))
+
+
+def _bets(lift: float) -> list[float]:
+    """log e-value of a batch for each of `LIFTS`."""
+    return [0.0 if math.isnan(lift) else by * (lift - by / 2) for by in LIFTS.tolist()]
 
 
 def _median(finite: Floats) -> float:

@@ -91,6 +91,34 @@ def test_three_steps_that_are_all_higher_are_noticed(seed: int) -> None:
     assert found and found[0][1] == "batch" and 400 <= found[0][0] <= 403
 
 
+def by_norm(seed: int, factors: dict[int, float], count: int = 420) -> list[tuple[int, int]]:
+    """(step, onset) of each alarm. factors: of the gradient norm, which scatters by a tenth, at some steps."""
+    test, random, found = SampleTest(SampleConfig()), np.random.default_rng(seed + 1), list[tuple[int, int]]()
+    for step, (losses, corpora) in enumerate(steps(Mixture(normal), count, seed), start=1):
+        norm = factors.get(step, 1.0) * float(np.exp(0.1 * random.standard_normal()))
+        _, alarm = test.observe(step, np.arange(16) + 16 * step, losses, corpora, NAMES, norm=norm)
+        if alarm is not None:
+            assert alarm.kind == "batch" and "gradient norms" in alarm.reason
+            found.append((step, alarm.onset))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_that_add_up_are_noticed_though_no_loss_is(seed: int) -> None:
+    ((step, onset),) = by_norm(seed, {400: 2.5, 401: 2.8, 402: 2.0})
+    assert step <= 402 and 398 <= onset <= 400
+    # A single one, however large, and a level that is up by a fifth, are none.
+    assert by_norm(seed, {400: 1e3}) == by_norm(seed, dict.fromkeys(range(390, 420), 1.2)) == []
+
+
+def test_a_gradient_norm_that_is_no_number_leaves_no_trace() -> None:
+    test = SampleTest(SampleConfig())
+    for norm in (1.0, float("inf"), float("nan"), 0.0, 2.0):
+        test.observe(1, np.arange(16), np.ones(16), np.zeros(16, np.int64), NAMES, norm=norm)
+    test.observe(1, np.arange(16), np.ones(16), np.zeros(16, np.int64), NAMES, applied=False, norm=9.0)
+    assert test.state.norms == [0.0, np.log(2.0)]
+
+
 def test_a_rare_corpus_is_not_judged_before_it_is_known() -> None:
     test, random = SampleTest(SampleConfig()), np.random.default_rng(0)
     for step in range(1, 300):
