@@ -170,7 +170,7 @@ def test_another_level_is_not_examined_again_and_again() -> None:
     alarm = Alarm(Kind.BATCH, 7, "higher")
     scored = Scored(np.zeros(16), 4.0)
     for test, told in ((made.watch._test, alarm), (made.watch._easy, None)):
-        test.observe = lambda *_, told=told: (scored, told)  # type: ignore[method-assign, misc]
+        test.observe = lambda *_, told=told: (scored, told)  # type: ignore[method-assign]
     order: Any = made.watch.casebook.source.order
     order.locate = lambda positions: SimpleNamespace(corpus=np.zeros(positions.size, np.int64))
     batch: Any = SimpleNamespace(positions=np.arange(16))

@@ -78,8 +78,9 @@ LIFTED = 0.5  # sigma: a median of sixteen lies within it but for one time in tw
 CLIP = 3.0  # sigma at which a sample ends in the mean of its batch
 STEPS, FEWEST = 128, 24  # batches that one is compared with: the latest, and before which nothing is said
 LIFTS = np.array([1.5, 2.5, 4.0])  # sigma of batches: how far up bad ones are taken to lie
-# Of the scatter of batches, as so few tell it; and sigma at which a batch ends: a single one raises nothing.
-WIDER, FARTHEST = 1.15, 4.5
+# The scatter of n batches is taken to be larger by so much over the root of n, one and a half standard errors of a MAD;
+# and sigma at which a batch ends: a single one raises nothing.
+WIDER, FARTHEST = 1.75, 4.5
 # The same of gradient norms, and the least scatter of their logarithm: less is luck (DetectorConfig.norm_floor).
 FARTHEST_NORM, NORM_FLOOR = 3.5, 0.2
 UNPROVEN = (
@@ -409,7 +410,8 @@ def _above(value: float, known: list[float], floor: float, most: float) -> float
     if before.size < FEWEST:
         return math.nan
     middle = _median(before)
-    return min(most, (value - middle) / (WIDER * max(floor, 1.4826 * _median(np.abs(before - middle)))))
+    scale = max(floor, 1.4826 * _median(np.abs(before - middle))) * (1 + WIDER / math.sqrt(before.size))
+    return min(most, (value - middle) / scale)
 
 
 def _bets(lift: float) -> list[float]:
