@@ -95,13 +95,13 @@ def compare(losses: Floats, corpora: Int64s, harmless: Floats, of: Int64s) -> tu
     for corpus, own in usual.items():
         members = corpora == corpus
         z[members] = (losses[members] - own.centre) / own.scale
-        p[members] = _chances(z[members], np.sort(own.z) if own.z.size >= TAIL_KNOWN else everyone)
+        p[members] = chances(z[members], np.sort(own.z) if own.z.size >= TAIL_KNOWN else everyone)
     broken = ~np.isfinite(losses)
     z[broken], p[broken] = np.inf, 0.0
     return z, p
 
 
-def _chances(z: Floats, usual: Floats) -> Floats:
+def chances(z: Floats, usual: Floats) -> Floats:
     """Of each z, how often a harmless sample is as bad, or a little more often; usual: ascending.
 
     Luck is allowed one standard error, as one reference serves many suspects.
@@ -123,14 +123,19 @@ def guilty_by_loss(z: Floats, p: Floats, threshold: float) -> Bools:
     known = np.nan_to_num(z, nan=0.0)
     most = known > MOST * threshold
     bad = most if 2 * most.sum() >= max(z.size, 2 * CROWD) else known > threshold
-    guilty = np.zeros(z.shape, dtype=bool)
-    ascending = np.sort(p[~np.isnan(z)])
+    guilty, known_p = np.zeros(z.shape, dtype=bool), np.where(np.isnan(z), np.nan, p)
     for innocent, least in ((FALSE, 1), (CROWD_FALSE, CROWD)):
-        passed = np.flatnonzero(ascending <= innocent * np.arange(1, ascending.size + 1) / ascending.size)
-        named = bad & (p <= ascending[passed[-1]]) if passed.size else np.zeros_like(bad)
+        named = bad & fewer_false(known_p, innocent)
         if named.sum() >= least:
             guilty |= named
     return guilty
+
+
+def fewer_false(p: Floats, innocent: float) -> Bools:
+    """Which p-values [n] are named where the share `innocent` of those may be false (Benjamini and Hochberg 1995)."""
+    ascending = np.sort(p[~np.isnan(p)])
+    passed = np.flatnonzero(ascending <= innocent * np.arange(1, ascending.size + 1) / max(1, ascending.size))
+    return np.asarray(p <= ascending[passed[-1]]) if passed.size else np.zeros(p.shape, dtype=bool)
 
 
 # Crowds

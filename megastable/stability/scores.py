@@ -15,7 +15,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megastable.stability.groups import CROWD, ENOUGH, accused, crowd, group_test, nearer, robust
+from megastable.stability.groups import (
+    CROWD,
+    ENOUGH,
+    accused,
+    chances,
+    crowd,
+    fewer_false,
+    group_test,
+    nearer,
+    robust,
+)  # fmt: skip
 from megastable.stability.likeness import Resemblance, Tokens, Words
 from megastable.stability.region import STRAY
 
@@ -25,6 +35,7 @@ Bools = npt.NDArray[np.bool_]
 
 LOW, HIGH = -2.0, 6.0  # robust deviations
 EDGES = (0.005, 0.995)  # quantiles of what harmless words are like, beyond which the line is not believed
+ROUNDS = 4  # in which the like of the convicted are looked for: those that one round names are the measure of the next
 
 
 class Samples(NamedTuple):
@@ -182,6 +193,29 @@ def judge_alike(scale: Scale, suspects: Samples, accused: Bools, innocent: float
         return found
     # The least of few that are much alike is no measure of the rest of their region, and harmless ones lie far below.
     return found._replace(bar=(found.bar + float(np.quantile(score.harmless, 1 - STRAY))) / 2)
+
+
+def joined(scale: Scale, suspects: Samples, convicted: Bools, innocent: float) -> Bools:
+    """Who is guilty, bool [n], where losses have convicted some: they, and who is like them and not easier than usual.
+
+    None of a few among many has to be far out by its loss: base64 is hardly harder than source code, and is learnt from
+    the first ones. Chances beyond the worst harmless sample are extrapolated, as there are more suspects than harmless
+    samples that calibrate.
+    """
+    guilty, badness = convicted & scale.judges(suspects.corpora), scale.badness(suspects)
+    for _ in range(ROUNDS):
+        if not guilty.any():
+            break
+        score, among = Score(scale, suspects.of(guilty), losses=False), guilty
+        if score.harmless.size < ENOUGH:
+            break
+        alike, _ = score.of(suspects, guilty)
+        p = chances(alike, np.sort(score.harmless))
+        hard = badness > np.median(scale.harmless(suspects.corpora[guilty]))
+        guilty = nearer(alike, fewer_false(p, innocent) & hard, score.harmless)
+        if np.array_equal(guilty, among):
+            break
+    return np.asarray(convicted | guilty)
 
 
 def _judged(guilty: Bools, p: float, score: Score, suspects: Samples, among: Bools) -> Judged:

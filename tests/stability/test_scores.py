@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megastable.stability import scores
 from megastable.stability.groups import crowd, group_test
 from megastable.stability.scores import Samples, Scale, judge, judge_alike
 
@@ -140,3 +141,30 @@ def test_a_crowd_keeps_its_false_discovery_rate() -> None:
         guilty = crowd(suspects, harmless, INNOCENT)
         shares.append(guilty[40:].sum() / max(1, guilty.sum()))
     assert np.mean(shares) <= 1.5 * INNOCENT
+
+
+@pytest.mark.parametrize("z", [1.0, 3.5])
+@pytest.mark.parametrize("of", [0, 1])
+def test_who_is_like_the_few_that_are_convicted_joins_them(scale: Scale, z: float, of: int) -> None:
+    """One in twenty, three of which were convicted by their losses."""
+    for seed in range(4):
+        random = np.random.default_rng(seed)
+        suspects = joined(other(random, 20, z, of), text(random, 300), text(random, 100, 1))
+        convicted = np.arange(420) < 3
+        guilty = scores.joined(scale, suspects, convicted, INNOCENT)
+        assert guilty[:20].sum() >= 17 and guilty[20:].sum() <= 1
+
+
+def test_nobody_joins_harmless_samples_that_were_convicted_by_mistake(scale: Scale) -> None:
+    for seed in range(8):
+        random = np.random.default_rng(seed)
+        suspects = joined(text(random, 300, hard=1.3), text(random, 100, 1))
+        convicted = np.isin(np.arange(400), np.argsort(-suspects.z[:300])[:4])
+        assert scores.joined(scale, suspects, convicted, INNOCENT).sum() <= 5
+
+
+def test_of_a_corpus_of_which_little_is_known_nobody_joins(scale: Scale) -> None:
+    random = np.random.default_rng(1)
+    suspects = joined(other(random, 20, 4.0, 2), text(random, 100))
+    convicted = np.arange(120) < 3
+    assert np.array_equal(scores.joined(scale, suspects, convicted, INNOCENT), convicted)
