@@ -154,7 +154,8 @@ def test_who_is_like_the_few_that_are_convicted_joins_them(scale: Scale, z: floa
         suspects = joined(bad, text(random, 300), text(random, 100, 1))
         convicted = np.arange(420) < 3
         guilty = scores.joined(scale, suspects, convicted, INNOCENT)
-        assert guilty[:20].sum() >= 19 and guilty[20:].sum() <= 1
+        # Some are easier than half of the harmless ones where z is 1 in the mean.
+        assert guilty[:20].sum() >= (16 if z < 2 else 19) and guilty[20:].sum() <= 1
 
 
 def test_nobody_joins_harmless_samples_that_were_convicted_by_mistake(scale: Scale) -> None:
