@@ -28,6 +28,7 @@ from megastable.stability.policy import Policy
 from megastable.stability.samples import Alarm, Kind, SampleTest, Seen, Waiting, WatchState
 from megastable.stability.settings import StabilityConfig
 from megastable.stability.signals import Verdict
+from megastable.trickle import Trickle
 
 CASES = (
     8  # that wait at most: more batches are refused only where the state is bad, and then nobody is guilty
@@ -237,9 +238,13 @@ class SampleWatch:
         """Who is guilty; None where nobody is left to be examined."""
         if case.kind == "trickle":
             met = self._met(case, window, left_out, laboratory)
-            return (
-                self._trickle(met, case, history, state, laboratory, left_out) if met.positions.size else None
-            )
+            if not met.positions.size:
+                return None
+            usual = self._usual(met, history, laboratory, left_out)
+            search = Trickle(laboratory, self.config, met, usual, case, state.cursor, left_out)
+            found = search.conclude(self._may_look(state.step))
+            self._looked += search.looked
+            return found
         if case.kind == "easy":
             return self._by_heart(window, history, state, laboratory, left_out)
         if not window or left_out.mask(window[-1].positions).all():
@@ -292,57 +297,6 @@ class SampleWatch:
             "deviations above harmless ones)"
         )
         return Conclusion(Cause.DATA, sorted(guilty.positions.tolist()), worst, reason)
-
-    def _trickle(
-        self,
-        met: Seen,
-        case: Waiting,
-        history: Sequence[Trained],
-        state: RunState,
-        laboratory: Laboratory,
-        left_out: Selection,
-    ) -> Conclusion:
-        """Who of `met` was bad when it was trained on, and still is; and who is ahead, until no more come."""
-        threshold = self.config.attribution.threshold
-        usual = self._usual(met, history, laboratory, left_out)
-        suspected = samples.suspects(met, usual, threshold)
-        again = met.of(suspected[: self.config.samples.measured])
-        again = again._replace(losses=laboratory.losses(again.positions))
-        guilty = again.of(samples.still_bad(again, usual, threshold))
-        if not guilty.positions.size:
-            return Conclusion(
-                Cause.STATE, [], [],
-                f"{suspected.size} of {met.positions.size} samples were far out when they were trained on, none of "
-                "them is by now",
-            )  # fmt: skip
-        gap = (case.last - case.first + 1) / guilty.positions.size
-        ahead, cursor, clean = met.of(np.empty(0, np.int64)), state.cursor, 0
-        bad = ahead
-        for _ in range(self._may_look(state.step)):
-            self._looked += 1
-            more, cursor = left_out.next_kept(cursor, laboratory.batch)
-            next_ = Seen(more, laboratory.losses(more), laboratory.corpora(more))
-            ahead = ahead.with_(next_)
-            found = samples.suspects(met.with_(ahead), usual, threshold) - met.positions.size
-            bad = ahead.of(found[found >= 0])
-            clean = 0 if np.isin(more, bad.positions).any() else clean + 1
-            if clean >= max(4, 3 * gap):
-                break
-        if bad.positions.size > samples.HALF * ahead.positions.size:
-            return Conclusion(
-                Cause.STATE, [], [],
-                f"{bad.positions.size} of the {ahead.positions.size} samples that come next are as bad: that is no "
-                "matter of single samples, but of the state",
-            )  # fmt: skip
-        everyone = guilty.with_(bad)
-        worst = samples.numbers(everyone, usual)
-        reason = (
-            f"{guilty.positions.size} of {met.positions.size} samples since step {case.first} are bad on the present "
-            f"state, too, and {bad.positions.size} of the {ahead.positions.size} that come next: the worst has a loss "
-            f"of {worst[0].loss:.2f} ({worst[0].z:.0f} robust deviations above "
-            f"{np.isin(usual.corpora, everyone.corpora).sum()} harmless ones)"
-        )
-        return Conclusion(Cause.DATA, sorted(everyone.positions.tolist()), worst, reason)
 
     def _by_heart(
         self,

@@ -195,26 +195,40 @@ def judge_alike(scale: Scale, suspects: Samples, accused: Bools, innocent: float
     return found._replace(bar=(found.bar + float(np.quantile(score.harmless, 1 - STRAY))) / 2)
 
 
+def like(
+    scale: Scale, suspects: Samples, convicted: Samples, innocent: float, among: Bools | None = None
+) -> Bools:
+    """Which suspects, bool [n], are like the convicted, and not easier than usual. among: which of them are convicted
+    themselves.
+
+    Chances beyond the worst harmless sample are extrapolated, as there may be more suspects than harmless samples that
+    calibrate.
+    """
+    score = Score(scale, convicted, losses=False)
+    if score.harmless.size < ENOUGH:
+        return np.zeros(suspects.z.shape, dtype=bool)
+    alike, _ = score.of(suspects, among)
+    hard = scale.badness(suspects) > np.median(scale.harmless(convicted.corpora))
+    named = fewer_false(chances(alike, np.sort(score.harmless)), innocent) & hard
+    if among is None:
+        return named
+    return nearer(alike, named, score.harmless)
+
+
 def joined(scale: Scale, suspects: Samples, convicted: Bools, innocent: float) -> Bools:
-    """Who is guilty, bool [n], where losses have convicted some: they, and who is like them and not easier than usual.
+    """Who is guilty, bool [n], where losses have convicted some: they, and who is like them.
 
     None of a few among many has to be far out by its loss: base64 is hardly harder than source code, and is learnt from
-    the first ones. Chances beyond the worst harmless sample are extrapolated, as there are more suspects than harmless
-    samples that calibrate.
+    the first ones.
     """
-    guilty, badness = convicted & scale.judges(suspects.corpora), scale.badness(suspects)
+    guilty = convicted & scale.judges(suspects.corpora)
     for _ in range(ROUNDS):
         if not guilty.any():
             break
-        score, among = Score(scale, suspects.of(guilty), losses=False), guilty
-        if score.harmless.size < ENOUGH:
+        found = like(scale, suspects, suspects.of(guilty), innocent, guilty)
+        if np.array_equal(found, guilty):
             break
-        alike, _ = score.of(suspects, guilty)
-        p = chances(alike, np.sort(score.harmless))
-        hard = badness > np.median(scale.harmless(suspects.corpora[guilty]))
-        guilty = nearer(alike, fewer_false(p, innocent) & hard, score.harmless)
-        if np.array_equal(guilty, among):
-            break
+        guilty = found
     return np.asarray(convicted | guilty)
 
 
