@@ -178,14 +178,12 @@ def crowd(suspects: Floats, harmless: Floats, innocent: float) -> Bools:
     return np.asarray(p <= min(0.5, ascending[passed[-1]])) if passed.size else np.zeros(p.shape, dtype=bool)
 
 
-def nearer(suspects: Floats, named: Bools, harmless: Floats) -> Bools:
-    """Those of the `named` suspects that are more like the others of them than like harmless ones: where the two lie
-    far apart the false discoveries that a rate allows would all be in between."""
-    if named.sum() < 2:
-        return named
-    (middle, scale), (usual, width) = robust(suspects[named]), robust(harmless)
+def between(guilty: Floats, harmless: Floats) -> float:
+    """The bar between two kinds, as far from either in its own robust deviations: where they lie far apart the false
+    discoveries that a rate allows would all be in between."""
+    (middle, scale), (usual, width) = robust(guilty), robust(harmless)
     scale = max(scale, width / 2)
-    return named & (suspects >= (middle * width + usual * scale) / (scale + width))
+    return (middle * width + usual * scale) / (scale + width)
 
 
 def conformal(suspects: Floats, harmless: Floats) -> Floats:

@@ -19,11 +19,11 @@ from megastable.stability.groups import (
     CROWD,
     ENOUGH,
     accused,
+    between,
     chances,
     crowd,
     fewer_false,
     group_test,
-    nearer,
     robust,
 )  # fmt: skip
 from megastable.stability.likeness import Resemblance, Tokens, Words
@@ -208,11 +208,10 @@ def like(
     if score.harmless.size < ENOUGH:
         return np.zeros(suspects.z.shape, dtype=bool)
     alike, _ = score.of(suspects, among)
+    own, _ = score.of(convicted, np.ones(convicted.z.shape, dtype=bool))
     hard = scale.badness(suspects) > np.median(scale.harmless(convicted.corpora))
-    named = fewer_false(chances(alike, np.sort(score.harmless)), innocent) & hard
-    if among is None:
-        return named
-    return nearer(alike, named, score.harmless)
+    named = fewer_false(chances(alike, np.sort(score.harmless)), innocent)
+    return named & hard & (alike >= between(own, score.harmless))
 
 
 def joined(scale: Scale, suspects: Samples, convicted: Bools, innocent: float) -> Bools:
@@ -242,4 +241,5 @@ def _judged(guilty: Bools, p: float, score: Score, suspects: Samples, among: Boo
 
 def _named(score: Score, suspects: Samples, among: Bools, innocent: float) -> Bools:
     scores, _ = score.of(suspects, among)
-    return nearer(scores, crowd(scores, score.harmless, innocent), score.harmless)
+    named = crowd(scores, score.harmless, innocent)
+    return named & (scores >= between(scores[named], score.harmless)) if named.sum() > 1 else named
