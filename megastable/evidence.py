@@ -236,17 +236,15 @@ class Laboratory:
         worst = int(np.argmax(np.nan_to_num(found.norms, nan=-1.0, posinf=np.inf)))
         if not found.extraordinary[worst]:
             return nobody
-        several = np.unique(known.corpora).size > 1
         group, norm = attribution.narrow(
-            found.batches[worst].positions, float(found.norms[worst]), self.gradient_norm,
-            found.budget - several * CONTROLS,
-        )  # fmt: skip
+            found.batches[worst].positions, float(found.norms[worst]), self.gradient_norm, found.budget
+        )
         least = attribution.GRADIENT_RATIO * attribution.usual_norm(
             found.whole, found.alone, self.batch, group.size
         )
         if not norm > least:
             return nobody
-        for corpus in np.unique(self.corpora(group)).tolist() if several else ():
+        for corpus in np.unique(self.corpora(group)).tolist():
             own = known.positions[known.corpora == corpus]
             if own.size < groups.ENOUGH:
                 return nobody

@@ -16,7 +16,7 @@ from megastable.stability import groups, samples, scores
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
 from megastable.stability.samples import Seen, Waiting
-from megastable.stability.scores import Samples, Scale
+from megastable.stability.scores import Kind, Samples, Scale
 from megastable.stability.settings import StabilityConfig
 
 Int64s = npt.NDArray[np.int64]
@@ -59,31 +59,40 @@ class Trickle:
         read = np.arange(self.met.positions.size) >= self.met.positions.size - READ
         near = self.met.of(np.flatnonzero(read | np.isin(self.met.positions, first.positions)))
         texts = self._samples(near, self._z(near))
-        met = scores.joined(scale, texts, np.isin(near.positions, first.positions), self.innocent)
-        ahead, bad, by_loss = self._ahead(scale, texts.of(met), budget)
-        if by_loss > samples.HALF * ahead.positions.size:
+        by_loss = np.isin(near.positions, first.positions)
+        met, kind = scores.joined(scale, texts, by_loss, self.innocent)
+        ahead, alone, like = self._ahead(scale, kind, int(met.sum()), budget)
+        if alone.sum() > samples.HALF * ahead.positions.size:
             return _nobody(
-                f"{by_loss} of the {ahead.positions.size} samples that come next are as bad: that is no matter of "
+                f"{alone.sum()} of the {ahead.positions.size} samples that come next are as bad: that is no matter of "
                 "single samples, but of the state"
             )
+        others = near.of(np.flatnonzero(met & ~by_loss)).with_(ahead.of(np.flatnonzero(like & ~alone)))
+        # What is everywhere ahead is no trickle; and being like the guilty is no guilt without being worse than others.
+        if like.sum() > samples.HALF * ahead.positions.size or not self._worse(scale, others):
+            met, like = by_loss, np.zeros_like(like)
+        met = by_loss | (met & scores.hard(scale, texts))
+        like &= scores.hard(scale, self._samples(ahead, self._z(ahead))) if like.any() else False
+        bad = alone | like
         guilty = near.of(np.flatnonzero(met))
         everyone = guilty.with_(ahead.of(np.flatnonzero(bad)))
         worst = samples.numbers(everyone, self.usual)
-        like = guilty.positions.size - first.positions.size
-        others = f", {like} are like them," if like else ""
+        more = guilty.positions.size - first.positions.size
+        joined = f", {more} are like them," if more else ""
         reason = (
             f"{first.positions.size} of {self.met.positions.size} samples since step {self.case.first} are bad on the "
-            f"present state, too{others} and {bad.sum()} of the {ahead.positions.size} that come next: the worst has a "
+            f"present state, too{joined} and {bad.sum()} of the {ahead.positions.size} that come next: the worst has a "
             f"loss of {worst[0].loss:.2f} ({worst[0].z:.0f} robust deviations above "
             f"{np.isin(self.usual.corpora, everyone.corpora).sum()} harmless ones)"
         )
         return Conclusion(Cause.DATA, sorted(everyone.positions.tolist()), worst, reason)
 
-    def _ahead(self, scale: Scale, convicted: Samples, budget: int) -> tuple[Seen, Bools, int]:
-        """The samples that come next until no more are bad; which of them are; and how many of these by their loss."""
-        ahead, bad = self.met.of(np.empty(0, np.int64)), np.empty(0, dtype=bool)
-        alone, clean, cursor = bad, 0, self.cursor
-        gap = (self.case.last - self.case.first + 1) / max(1, convicted.z.size)
+    def _ahead(self, scale: Scale, kind: Kind, met: int, budget: int) -> tuple[Seen, Bools, Bools]:
+        """The samples that come next until no more are bad; who of them is so by its loss, and who is of the kind. met:
+        how many bad ones were, since the onset."""
+        ahead, like = self.met.of(np.empty(0, np.int64)), np.empty(0, dtype=bool)
+        alone, clean, cursor = like, 0, self.cursor
+        gap = (self.case.last - self.case.first + 1) / met
         while self.looked < budget and clean < max(CLEAN, GAPS * gap):
             self.looked += 1
             positions, cursor = self.selection.next_kept(cursor, self.lab.batch)
@@ -92,10 +101,15 @@ class Trickle:
             # All that were met are judged together.
             found = samples.suspects(self.met.with_(ahead), self.usual, self.threshold)
             alone = np.isin(np.arange(ahead.positions.size), found - self.met.positions.size)
-            like = scores.like(scale, self._samples(batch, self._z(batch)), convicted, self.innocent)
-            bad = alone | np.append(bad, like)
-            clean = 0 if bad[-positions.size :].any() else clean + 1
-        return ahead, bad, int(alone.sum())
+            like = np.append(like, kind.members(self._samples(batch, self._z(batch))))
+            clean = 0 if (alone | like)[-positions.size :].any() else clean + 1
+        return ahead, alone, like
+
+    def _worse(self, scale: Scale, others: Seen) -> bool:
+        usual = groups.by_corpus(self.usual.losses, self.usual.corpora)
+        error = max((u.error for u in usual.values()), default=0.0)
+        texts = self._samples(others, self._z(others))
+        return scores.worse(scale, texts, self.config.attribution.significance, error)
 
     def _samples(self, seen: Seen, z: npt.NDArray[np.float64]) -> Samples:
         return Samples(self.lab.tokens(seen.positions), np.nan_to_num(z, nan=0.0), seen.corpora)

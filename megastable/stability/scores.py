@@ -36,6 +36,8 @@ Bools = npt.NDArray[np.bool_]
 LOW, HIGH = -2.0, 6.0  # robust deviations
 EDGES = (0.005, 0.995)  # quantiles of what harmless words are like, beyond which the line is not believed
 ROUNDS = 4  # in which the like of the convicted are looked for: those that one round names are the measure of the next
+SHARED = 0.1  # of how alike the convicted are, that another one of them is at least
+LEAST = 3  # samples that must be like each other before others are named for being like them
 
 
 class Samples(NamedTuple):
@@ -195,40 +197,62 @@ def judge_alike(scale: Scale, suspects: Samples, accused: Bools, innocent: float
     return found._replace(bar=(found.bar + float(np.quantile(score.harmless, 1 - STRAY))) / 2)
 
 
-def like(
-    scale: Scale, suspects: Samples, convicted: Samples, innocent: float, among: Bools | None = None
-) -> Bools:
-    """Which suspects, bool [n], are like the convicted, and not easier than usual. among: which of them are convicted
-    themselves.
-
-    Chances beyond the worst harmless sample are extrapolated, as there may be more suspects than harmless samples that
-    calibrate.
-    """
-    score = Score(scale, convicted, losses=False)
-    if score.harmless.size < ENOUGH:
-        return np.zeros(suspects.z.shape, dtype=bool)
-    alike, _ = score.of(suspects, among)
-    own, _ = score.of(convicted, np.ones(convicted.z.shape, dtype=bool))
-    hard = scale.badness(suspects) > np.median(scale.harmless(convicted.corpora))
-    named = fewer_false(chances(alike, np.sort(score.harmless)), innocent)
-    return named & hard & (alike >= between(own, score.harmless))
-
-
-def joined(scale: Scale, suspects: Samples, convicted: Bools, innocent: float) -> Bools:
-    """Who is guilty, bool [n], where losses have convicted some: they, and who is like them.
+class Kind:
+    """What a few samples have in common that losses have convicted.
 
     None of a few among many has to be far out by its loss: base64 is hardly harder than source code, and is learnt from
-    the first ones.
+    the first ones. Likeness alone is no evidence, as harmless samples of a rare kind are alike, too: it says something
+    only where `LEAST` of the convicted are like each other, and all members must be worse as a group (`worse`).
     """
-    guilty = convicted & scale.judges(suspects.corpora)
+
+    def __init__(self, scale: Scale, convicted: Samples, innocent: float) -> None:
+        self._innocent = innocent
+        self._score = Score(scale, convicted, losses=False)
+        self.known = self._score.harmless.size >= ENOUGH and convicted.z.size >= LEAST
+        if not self.known:
+            return
+        own, _ = self._score.of(convicted, np.ones(convicted.z.shape, dtype=bool))
+        self.known = int((own > np.quantile(self._score.harmless, 1 - STRAY)).sum()) >= LEAST
+        # A pair that they share by chance is nothing, however much alike harmless samples are in not sharing any.
+        self._bar = max(between(own, self._score.harmless), SHARED * float(np.median(own)))
+        self._usual = np.sort(self._score.harmless)
+
+    def members(self, suspects: Samples, among: Bools | None = None) -> Bools:
+        """Which suspects, bool [n], are of it. among: which of them it was learnt from.
+
+        Chances beyond the worst harmless sample are extrapolated, as there may be more suspects than harmless samples
+        that calibrate.
+        """
+        if not self.known:
+            return np.zeros(suspects.z.shape, dtype=bool)
+        alike, _ = self._score.of(suspects, among)
+        return fewer_false(chances(alike, self._usual), self._innocent) & (alike >= self._bar)
+
+
+def worse(scale: Scale, suspects: Samples, significance: float, error: float) -> bool:
+    """Whether these samples, however few, are worse as a group than as many harmless ones drawn at random. error:
+    standard error of z that all share."""
+    if not suspects.z.size:
+        return False
+    off = error * scale.amplified(suspects.corpora)
+    return group_test(scale.badness(suspects), scale.harmless(suspects.corpora), off) <= significance
+
+
+def hard(scale: Scale, suspects: Samples) -> Bools:
+    """Which suspects, bool [n], are not easier than usual."""
+    return scale.badness(suspects) > np.median(np.append(0.0, scale.harmless(suspects.corpora)))
+
+
+def joined(scale: Scale, suspects: Samples, convicted: Bools, innocent: float) -> tuple[Bools, Kind]:
+    """The convicted and who is of their kind, bool [n], and that kind, learnt from all of them."""
+    guilty = convicted
     for _ in range(ROUNDS):
-        if not guilty.any():
-            break
-        found = like(scale, suspects, suspects.of(guilty), innocent, guilty)
+        kind = Kind(scale, suspects.of(guilty), innocent)
+        found = convicted | kind.members(suspects, guilty)
         if np.array_equal(found, guilty):
             break
         guilty = found
-    return np.asarray(convicted | guilty)
+    return guilty, kind
 
 
 def _judged(guilty: Bools, p: float, score: Score, suspects: Samples, among: Bools) -> Judged:

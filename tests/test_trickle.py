@@ -1,0 +1,89 @@
+"""The search for the samples of a trickle, on texts and losses that are made up, without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from megastable.data.skips import Skips
+from megastable.stability.actions import Cause
+from megastable.stability.attribution import Conclusion
+from megastable.stability.samples import Seen, Waiting
+from megastable.stability.settings import StabilityConfig
+from megastable.stability.signals import Verdict
+from megastable.trickle import Trickle
+
+Int64s = npt.NDArray[np.int64]
+BATCH, FIRST, NOW = 16, 2000, 2096  # six steps since the onset; what comes before FIRST is harmless
+
+
+class Texts:
+    """Any of 400 tokens, and a loss of 4 that scatters by 0.5 but for the positions of `lifted`; those of `other` are
+    of 50 other tokens. tokens_read: positions whose tokens were asked for."""
+
+    def __init__(self, other: set[int], lifted: dict[int, float]) -> None:
+        self.batch, self.other, self.lifted = BATCH, np.array(sorted(other)), lifted
+
+    def corpora(self, positions: Int64s) -> Int64s:
+        return np.zeros(positions.size, np.int64)
+
+    def losses(self, positions: Int64s) -> npt.NDArray[np.float64]:
+        usual = np.random.default_rng(1).normal(4, 0.5, 10_000)
+        return np.array([4 + self.lifted[p] if p in self.lifted else usual[p] for p in positions.tolist()])
+
+    def tokens(self, positions: Int64s) -> Int64s:
+        rows = [np.random.default_rng(p).integers(0, 400, 65) for p in positions.tolist()]
+        theirs = [np.random.default_rng(p).integers(400, 450, 65) for p in positions.tolist()]
+        is_other = np.isin(positions, self.other)
+        return np.where(is_other[:, None], theirs, rows)
+
+    def conclude(self) -> tuple[Conclusion, int]:
+        met, usual = np.arange(FIRST, NOW), np.arange(FIRST)
+        case = Waiting(kind="trickle", first=1, last=6, verdict=Verdict.TRICKLE, reason="more of them")
+        lab: Any = self
+        search = Trickle(
+            lab, StabilityConfig(), *(Seen(p, self.losses(p), self.corpora(p)) for p in (met, usual)), case, NOW,
+            Skips.of([]),  # type: ignore[arg-type]
+        )  # fmt: skip
+        return search.conclude(32), search.looked
+
+
+def every(period: int, end: int) -> list[int]:
+    return list(range(FIRST + 3, end, period))
+
+
+@pytest.mark.parametrize("lift", [1.0, 1.75])
+def test_a_kind_that_is_moderately_hard_is_named_for_what_its_worst_ones_have_in_common(lift: float) -> None:
+    """One of eight; four are far out by their losses, the others by less than any bound for a single one."""
+    bad = every(8, NOW + 160)
+    lifted = {p: 3.5 if at < 4 else lift for at, p in enumerate(bad)}
+    found, looked = Texts(set(bad), lifted).conclude()
+    assert found.cause is Cause.DATA and found.guilty == bad
+    assert 10 < looked <= 10 + 6, "until no more come"
+
+
+def test_harmless_samples_of_the_kind_of_spoilt_ones_are_let_alone() -> None:
+    """Another dialect, one of eight, ordinary losses: of its samples four are spoilt."""
+    kind = every(8, NOW + 160)
+    lifted = {
+        p: 3.5 if at < 4 else float(np.random.default_rng(p).normal(0.1, 0.5)) for at, p in enumerate(kind)
+    }
+    found, _ = Texts(set(kind), lifted).conclude()
+    assert found.cause is Cause.DATA and found.guilty == kind[:4]
+
+
+def test_one_spoilt_sample_says_nothing_of_its_kind() -> None:
+    kind = every(8, NOW + 160)
+    found, _ = Texts(set(kind), {p: 4.0 if at == 0 else 1.0 for at, p in enumerate(kind)}).conclude()
+    assert found.guilty == kind[:1]
+
+
+def test_what_is_all_over_the_samples_ahead_is_no_trickle() -> None:
+    kind = [*every(8, NOW), *range(NOW, NOW + 1000)]
+    found, _ = Texts(set(kind), {p: 3.5 if at < 4 else 1.0 for at, p in enumerate(kind)}).conclude()
+    assert found.guilty == kind[:4]
+    found, _ = Texts(set(kind), dict.fromkeys(kind, 3.5)).conclude()
+    assert found.cause is Cause.STATE and not found.guilty
