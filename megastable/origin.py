@@ -56,18 +56,22 @@ class Origin:
         self._accepted = first(lambda: markers.accepted(path) is not None)
 
     def blame(self, step: int, measure: Callable[[int], Floats]) -> str:
+        """As `worse`; if it is the state that was resumed from, the checkpoint is convicted."""
+        reason = self.worse(step, measure)
+        if reason and step == self.step:
+            self.reason = reason
+            self._convict(f"the state that it holds was bad when it was saved: {reason}")
+        return reason
+
+    def worse(self, step: int, measure: Callable[[int], Floats]) -> str:
         """Whether the state after `step`, which the engine holds, is worse than the checkpoint says that it was: a
-        sentence, or "". If it is the state that was resumed from, the checkpoint is convicted.
+        sentence, or "".
 
         measure(position): the losses of the latest samples before a position, in their order.
         """
         if not self.step or step > self.proven or self._other_measure or self._accepted:
             return ""
-        reason = fallen_behind(measure(self._cursor), self._recent, self._batch, self._config)
-        if reason and step == self.step:
-            self.reason = reason
-            self._convict(f"the state that it holds was bad when it was saved: {reason}")
-        return reason
+        return fallen_behind(measure(self._cursor), self._recent, self._batch, self._config)
 
     def again(self, step: int, onset: int) -> bool:
         """Told of every return to the state after `step` with nobody found guilty of the trouble that began at `onset`.

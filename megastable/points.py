@@ -109,15 +109,12 @@ class Points:
     # Going back
 
     def back(self, onset: int, older: int, left_out: Selection) -> Snapshot | None:
-        """Put the engine back to the newest point before `onset` that is still good; older: but for so many."""
+        """Put the engine back to the newest point before `onset` that is still good; older: but for so many. Those that
+        are not are dropped, and a checkpoint that one of them proves bad is convicted."""
         self.finite = None
         while (snapshot := self.ring.before(onset, older)) is not None:
-            self.restore(snapshot)
-            recorded, now = self._reference(snapshot, left_out)
-            norms = self.engine.flat_state().norms()
-            finite = math.isfinite(norms.parameters + norms.second_moment)
-            blame = self.origin.blame(snapshot.step, lambda at: self._latest(at, left_out)) if finite else ""
-            if finite and not blame and not attribution.is_worse(now[: recorded.size], recorded):
+            finite, good = self._tried(snapshot, left_out, self.origin.blame)
+            if good:
                 return snapshot
             if finite and self.finite is None:
                 self.finite = snapshot
@@ -127,6 +124,26 @@ class Points:
             self.ring.forget_from(snapshot.step)
             onset = snapshot.step
         return None
+
+    def look(self, onset: int, left_out: Selection) -> Snapshot | None:
+        """The same for a look: the run may stay where it is, so no point is dropped and no checkpoint convicted."""
+        while (snapshot := self.ring.before(onset)) is not None:
+            _, good = self._tried(snapshot, left_out, self.origin.worse)
+            if good:
+                return snapshot
+            onset = snapshot.step
+        return None
+
+    def _tried(
+        self, snapshot: Snapshot, left_out: Selection, blame: Callable[[int, Callable[[int], Floats]], str]
+    ) -> tuple[bool, bool]:
+        """Whether a point, which the engine is put back to, is finite, and whether it is good."""
+        self.restore(snapshot)
+        recorded, now = self._reference(snapshot, left_out)
+        norms = self.engine.flat_state().norms()
+        finite = math.isfinite(norms.parameters + norms.second_moment)
+        blamed = blame(snapshot.step, lambda at: self._latest(at, left_out)) if finite else ""
+        return finite, finite and not blamed and not attribution.is_worse(now[: recorded.size], recorded)
 
     def restore(self, snapshot: Snapshot) -> None:
         self.ring.restore(snapshot)

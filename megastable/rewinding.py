@@ -124,7 +124,7 @@ class Rewinding:
         window = [t for t in self.points.since(case.first) if t.step <= case.last]
         left_out = self.selection()
         present = self.points.ring.aside(state.step)
-        snapshot = self.points.back(case.first, 0, left_out)
+        snapshot = self.points.look(case.first, left_out)
         found = Conclusion(Cause.UNKNOWN, [], [], "no snapshot is good")
         if snapshot is not None:
             found = self.points.examine(window, snapshot, left_out, False, False)

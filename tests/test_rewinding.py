@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
+import torch
 
+from megastable import origin
+from megastable.checkpoint import markers, store
+from megastable.origin import Origin
+from megastable.points import Kept, Points
 from megastable.rewinding import Rewinding, Tripped
 from megastable.rng import rng_state
 from megastable.stability.actions import Action, Cause
@@ -15,8 +22,10 @@ from megastable.stability.groups import CROWD
 from megastable.stability.policy import Policy
 from megastable.stability.region import Region
 from megastable.stability.samples import Waiting
-from megastable.stability.settings import PolicyConfig
+from megastable.stability.settings import PolicyConfig, StabilityConfig
 from megastable.stability.signals import Verdict
+from megastable.stability.snapshot import Ring
+from tests.checkpoint.states import state_of
 from tests.stability.policies import seen
 
 FOUND = Conclusion(
@@ -76,7 +85,7 @@ def look_back(found: Conclusion, good: bool = True) -> tuple[Any, Any, Any]:
     rewinding.points.since.return_value = [MagicMock(step=step) for step in (37, 38, 39, 40)]
     rewinding.points.examine.return_value = found
     if not good:
-        rewinding.points.back.return_value = None
+        rewinding.points.look.return_value = None
     case = Waiting(kind="batch", first=37, last=39, verdict=Verdict.TRICKLE, reason="higher")
     return rewinding.look_back(case, MagicMock(), present, MagicMock()), present, rewinding
 
@@ -109,3 +118,37 @@ def test_whoever_is_not_guilty_costs_nothing_but_time(found: Conclusion, good: b
     made.samples.nobody.assert_called_once()
     made.casebook.open.assert_not_called()
     made.points.forget_after.assert_not_called()
+    made.points.back.assert_not_called()  # which drops points that are not good
+
+
+@pytest.mark.parametrize("norm", [1.0, np.nan])
+def test_a_look_without_a_good_state_drops_no_point_and_convicts_no_checkpoint(
+    norm: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state that was resumed from, and the only later point, are not finite, or worse than the checkpoint says."""
+    monkeypatch.setattr(origin, "first", lambda action: action())
+    resumed, config, engine = state_of(step=20, cursor=160, recent_losses=[3.0] * 8), MagicMock(), MagicMock()
+    config.checkpoint.vitals.worse, config.train.global_batch = 0.1, 8
+    config.stability.policy.verify_steps = 60
+    checkpoint = tmp_path / store.name_of(20)
+    checkpoint.mkdir()
+    suspect = Origin(MagicMock(checkpoints=tmp_path), config, [], MagicMock())
+    suspect.resumed(resumed)
+    engine.optimizer_state.return_value = {"weight": torch.zeros(2)}
+    engine.flat_state().norms.return_value = MagicMock(parameters=norm, second_moment=1.0)
+    points = Points(StabilityConfig(), engine, suspect, 8, MagicMock(), MagicMock())
+    points.ring, points.laboratory = Ring(engine, 4, 10), MagicMock()
+    points.laboratory.losses = lambda positions: np.full(positions.size, 9.0)  # type: ignore[union-attr]
+    for step in (20, 30):
+        points.ring.take(step, Kept(state_of(step=step, cursor=8 * step), {}, MagicMock(), MagicMock()))
+    made = shell(Policy(PolicyConfig()))
+    made.points, present = points, MagicMock(step=40)
+    made.selection.return_value.mask = lambda positions: np.zeros(positions.size, dtype=bool)
+    made.selection.return_value.next_kept = lambda begin, count: (np.arange(begin, begin + count), None)
+    case = Waiting(kind="batch", first=37, last=39, verdict=Verdict.TRICKLE, reason="higher")
+    assert made.look_back(case, MagicMock(), present, MagicMock()) is present
+    made.samples.nobody.assert_called_once()
+    assert points.ring.steps == [20, 30]
+    assert not suspect.reason and markers.convicted(checkpoint) is None
+    points.back(37, 0, made.selection())
+    assert not points.ring.steps and bool(suspect.reason) == np.isfinite(norm)
