@@ -66,6 +66,7 @@ class Examination:
         self.behind = [*history, *between][::-1]
         self.between, self.selection, self.adjacent = len(between), selection, adjacent
         self.forwards = 0
+        self.alone = np.empty(0, np.int64)  # convicted each by its own loss
         self.together: float | None = None  # gradient of a batch of the guilty, over an ordinary one's
         self.positions = np.concatenate([t.positions for t in self.steps])
         self.corpora = laboratory.corpora(self.positions)
@@ -114,6 +115,7 @@ class Examination:
             z = z - shift
             p = np.where(z > c.threshold, p, 1.0)
         alone = groups.guilty_by_loss(z, p, c.threshold)
+        self.alone = self.positions[alone]
         error = max((u.error for k, u in self.usual.items() if (self.corpora == k).any()), default=0.0)
         suspects = self._samples(self.positions, z)
         return scores.judge(self.scale, suspects, alone, error, significance, c.innocent), z
@@ -216,6 +218,7 @@ class Examination:
         for corpus, usual in self.usual.items():
             expected[self.corpora == corpus] = usual.centre
         tripped = np.concatenate([t.losses for t in steps])
+        told = replace(told, alone=np.intersect1d(guilty, self.alone).tolist())
         return attribution.weighed(told, judged.p, attribution.odds_of_data(self.losses, tripped, expected))
 
 

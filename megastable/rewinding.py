@@ -118,7 +118,8 @@ class Rewinding:
 
     def look_back(self, case: Waiting, measured: Measured, state: RunState, loader: Loader) -> RunState:
         """Examine the steps of a case on a proven state of before them. Where a crowd of their samples is guilty there,
-        go on from it without them; else the run stays where it is, as if nobody had looked. Raises SpaceError."""
+        go on from it without them; else the run stays where it is: a few that are guilty each by its own loss are
+        skipped, and where nobody is, it is as if nobody had looked. Raises SpaceError."""
         begin, policy = time.perf_counter(), self.guard().policy
         self.phase("examine samples")
         window = [t for t in self.points.since(case.first) if t.step <= case.last]
@@ -130,7 +131,14 @@ class Rewinding:
             found = self.points.examine(window, snapshot, left_out, False, False)
         if snapshot is None or found.cause is not Cause.DATA or len(found.guilty) < groups.CROWD:
             self.points.restore(present)
-            self.samples.nobody(case, found, state.step, time.perf_counter() - begin)
+            few = found.individuals({p for t in window for p in t.positions.tolist()})
+            seconds = time.perf_counter() - begin
+            if few.guilty:
+                self.samples.skip(case, few, window, state, loader, seconds)
+                policy.explained()
+                policy.skipped(few.convicted, few.odds)
+            else:
+                self.samples.nobody(case, found, state.step, seconds)
             return state
         snapshot = self.points.before_region(found, snapshot)
         finding = Finding(state.step, Verdict.SHIFT, 1.0, case.first, case.reason, on_trend=False)

@@ -17,7 +17,7 @@ import numpy as np
 from megastable.by_heart import ByHeart
 from megastable.casebook import Casebook
 from megastable.checkpoint.store import RunState
-from megastable.data.loader import Step
+from megastable.data.loader import Loader, Step
 from megastable.data.skips import Selection
 from megastable.engine import Measured
 from megastable.evidence import Laboratory, Trained, harmless
@@ -161,6 +161,21 @@ class SampleWatch:
         )  # fmt: skip
         self.say(f"step {step}: {case.reason}; examined: {reason}: nothing is skipped")
 
+    def skip(
+        self,
+        case: Waiting,
+        found: Conclusion,
+        window: Sequence[Trained],
+        state: RunState,
+        loader: Loader,
+        seconds: float,
+    ) -> None:
+        """The guilty of a case are not read any more; nothing is undone. Raises SpaceError."""
+        self.casebook.skip(found, case.first, window, case.verdict, case.reason, state, seconds)
+        for test in (self._test, self._easy):
+            test.convict(found.convicted)
+        loader.go_to(state.cursor, self.selection())
+
     def act(
         self,
         state: RunState,
@@ -220,10 +235,7 @@ class SampleWatch:
         if found.cause is not Cause.DATA or not found.guilty:
             self.nobody(case, found, state.step, seconds)
             return None
-        self.casebook.skip(found, case.first, window, case.verdict, case.reason, state, seconds)
-        for test in (self._test, self._easy):
-            test.convict(found.convicted)
-        laboratory.loader.go_to(state.cursor, self.selection())
+        self.skip(case, found, window, state, laboratory.loader, seconds)
         return found
 
     def _concluded(

@@ -110,3 +110,15 @@ def test_the_like_of_the_guilty_are_named_in_the_window_too() -> None:
     laboratory = Laboratory(FIRST + 4 + np.arange(480))
     laboratory._losses[[FIRST + 6, FIRST + 17, FIRST + 40]] = 2.9
     assert judged(laboratory, laboratory.concluded()) == (0, 0)
+
+
+def test_who_is_guilty_by_itself_is_told_from_one_of_a_crowd() -> None:
+    """Two far out, then twenty that are a little out and use other words."""
+    far, near = FIRST + np.array([0, 2]), FIRST + 4 + np.arange(20)
+    laboratory = Laboratory(np.concatenate([far, near]), out=2.5)
+    laboratory._losses[far] = 9.0
+    found = laboratory.concluded()
+    assert found.alone == far.tolist() and {*far.tolist()} < {*found.guilty}
+    laboratory._losses[far] = 3.0
+    found = laboratory.concluded()
+    assert found.alone == [] and len(found.guilty) >= 6

@@ -64,3 +64,18 @@ def test_a_look_back_that_convicts_nobody_leaves_no_trace(world: int, tmp_path: 
     assert events(looked, "samples_examined") and not events(other, "samples_examined")
     assert not incidents(looked) and not (looked / "skips.jsonl").exists()
     assert identical(looked / f"checkpoints/step-{STEPS}", other / f"checkpoints/step-{STEPS}") >= 3
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_few_that_are_bad_by_themselves_are_skipped_and_nothing_is_undone(
+    world: int, tmp_path: Path
+) -> None:
+    corpus, run = tmp_path / "corpus", tmp_path / "run"
+    write_corpus(corpus, tokens=38_000, ids=20, validation=0)
+    bad = [BATCH * (FIRST - 1) + n for n in (1, 3, 6)]
+    spoil(corpus, bad, 1.0)
+    assert run_ranks(world, train, config(corpus, run, examinations=3000.0)) == [(0, "")] * world
+    (incident,) = incidents(run)
+    assert (incident["verdict"], incident["cause"], incident["actions"]) == ("trickle", "data", ["skip"])
+    guilty = {p for first, end in incident["positions"] for p in range(first, end)}
+    assert guilty and guilty <= set(bad) and not events(run, "discarded")

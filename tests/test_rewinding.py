@@ -82,7 +82,9 @@ def look_back(found: Conclusion, good: bool = True) -> tuple[Any, Any, Any]:
     policy, present = Policy(PolicyConfig()), MagicMock(step=40, seconds=1.0)
     policy.decide(seen(40), 0)
     rewinding = shell(policy)
-    rewinding.points.since.return_value = [MagicMock(step=step) for step in (37, 38, 39, 40)]
+    rewinding.points.since.return_value = [
+        MagicMock(step=step, positions=np.array([step - 30])) for step in (37, 38, 39, 40)
+    ]
     rewinding.points.examine.return_value = found
     if not good:
         rewinding.points.look.return_value = None
@@ -119,6 +121,21 @@ def test_whoever_is_not_guilty_costs_nothing_but_time(found: Conclusion, good: b
     made.casebook.open.assert_not_called()
     made.points.forget_after.assert_not_called()
     made.points.back.assert_not_called()  # which drops points that are not good
+    made.samples.skip.assert_not_called()
+
+
+def test_a_few_that_are_guilty_by_themselves_are_skipped_on_the_present_state() -> None:
+    """So is whoever outside of the window is like them, but not who is accused in a crowd or by a gradient."""
+    found = Conclusion(Cause.DATA, [7, 8, 20], [], "bad", inferred=[30], odds=3.0, alone=[7])
+    stands, present, made = look_back(found)
+    assert stands is present
+    made.points.restore.assert_called_once_with(made.points.ring.aside.return_value)
+    case, few = made.samples.skip.call_args.args[:2]
+    assert case.first == 37 and few == Conclusion(Cause.DATA, [7, 20], [], "bad", [30], odds=3.0, alone=[7])
+    (taken,) = made.guard().policy.state.taken
+    assert (taken.action, taken.cause, taken.odds) == (Action.SKIP, Cause.DATA, 3.0)
+    for undone in (made.samples.nobody, made.casebook.open, made.points.forget_after):
+        undone.assert_not_called()
 
 
 @pytest.mark.parametrize("norm", [1.0, np.nan])

@@ -68,7 +68,8 @@ class Conclusion:
     inferred: positions inside the region that were not measured, and are like those that were, and guilty. region: how
     far the bad data goes, None where nobody is guilty. odds: log10 of the odds between the samples and the state, in
     favour of what the cause says (data, or not data), at most `SURE`; 0 = no idea. later: positions that are suspected,
-    but not guilty: they are read later.
+    but not guilty: they are read later. alone: the guilty that are convicted each by its own loss, not as one of a
+    crowd or by a gradient.
     """
 
     cause: Cause
@@ -79,11 +80,18 @@ class Conclusion:
     region: Region | None = None
     odds: float = 0.0
     later: list[int] = field(default_factory=list)
+    alone: list[int] = field(default_factory=list)
 
     @property
     def convicted(self) -> list[int]:
         """The guilty and the inferred positions, ascending."""
         return sorted({*self.guilty, *self.inferred})
+
+    def individuals(self, met: set[int]) -> Conclusion:
+        """Without those of `met` that are not convicted alone; whoever else is guilty is like the rest of them."""
+        if not self.alone:
+            return replace(self, guilty=[], inferred=[])
+        return replace(self, guilty=[p for p in self.guilty if p in self.alone or p not in met])
 
 
 def usual_norm(batch: float, alone: float, size: int, count: int) -> float:
