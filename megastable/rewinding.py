@@ -148,6 +148,7 @@ class Rewinding:
         examined = Examined(found.odds, guilty=tuple(found.convicted))
         found, remedy = self._remedy(found, examined, saved, left_out)
         self._write_down(decision, state, found, remedy, window, snapshot, time.perf_counter() - begin)
+        self.samples.convicted(case)
         return self._go_on_from(snapshot, state, loader, begin, remedy.reason)
 
     def _replayed(self, t: Tripped) -> tuple[bool, str, str]:

@@ -38,6 +38,10 @@ EARLIER = 2  # steps before the onset of an easy region that are looked at: its 
 MOST = (
     1 << 14
 )  # of the latest samples since the onset of an easy region, so many are read, and two steps at least
+# Steps after whole batches were examined for nothing. Another level of the loss takes FIRST_REST to become usual. A
+# look costs 10 to 60 steps of time, so that those that come again and again cost at most 1.5 % of a long run; after
+# LONGEST_REST steps in which none was needed the next rest is a short one.
+FIRST_REST, LONGEST_REST = samples.STEPS // 2, 4096
 WaitingKind = Literal["trickle", "batch", "easy"]
 
 
@@ -58,7 +62,7 @@ class SampleWatch:
         self.config, self.casebook = config, casebook
         self.note, self.say, self.phase, self.selection = note, say, phase, selection
         self._names = [corpus.name for corpus in casebook.source.order.corpora]
-        self._looked = 0
+        self._looked = self._rest = self._rested = 0
         self.rewind(state or WatchState())
         self.before = self.state  # before the last step whose update was refused
 
@@ -73,6 +77,7 @@ class SampleWatch:
             quiet=self._quiet,
             looked=self._looked,
             rest=self._rest,
+            rested=self._rested,
         )
 
     def rewind(self, state: WatchState) -> None:
@@ -81,7 +86,9 @@ class SampleWatch:
         # Whoever is far below is skipped without going back: no more of them than of a trickle may be none.
         self._easy = SampleTest(self.config.samples, state.easy, self.config.samples.false_alarms)
         self._waiting, self._quiet = [case.model_copy() for case in state.waiting], state.quiet
-        self._ordinary, self._looked, self._rest = False, max(state.looked, self._looked), state.rest
+        self._ordinary, self._looked = False, max(state.looked, self._looked)
+        if state.rest > self._rest:  # only of a checkpoint: what looks have cost is spent
+            self._rest, self._rested = state.rest, state.rested
 
     def observe(self, batch: Step, measured: Measured, applied: bool, step: int) -> None:
         """Judge the samples of a step; what is suspected waits."""
@@ -149,10 +156,12 @@ class SampleWatch:
         return case
 
     def nobody(self, case: Waiting, found: Conclusion, step: int, seconds: float) -> None:
-        """Write down that nobody of a case is guilty. If that was whole batches, they are another level of the loss,
-        which takes so long to become usual: they are not examined again and again until then."""
+        """Write down that nobody of a case is guilty. If that was whole batches, they are not examined again and again:
+        they rest, and twice as long where that comes again soon."""
         if case.kind == "batch":
-            self._rest = step + samples.STEPS // 2
+            soon = step < self._rest + LONGEST_REST
+            self._rested = min(max(FIRST_REST, 2 * self._rested), LONGEST_REST) if soon else FIRST_REST
+            self._rest = step + self._rested
         event = "discard_examined" if case.kind == "discard" else "samples_examined"
         reason = "; ".join(filter(None, [found.reason, case.located]))
         self.note(
@@ -160,6 +169,11 @@ class SampleWatch:
             positions=case.positions, reason=reason, seconds=round(seconds, 3),
         )  # fmt: skip
         self.say(f"step {step}: {case.reason}; examined: {reason}: nothing is skipped")
+
+    def convicted(self, case: Waiting) -> None:
+        """Somebody of a case is guilty: if that was whole batches, the next rest is a short one."""
+        if case.kind == "batch":
+            self._rested = 0
 
     def skip(
         self,
@@ -171,6 +185,7 @@ class SampleWatch:
         seconds: float,
     ) -> None:
         """The guilty of a case are not read any more; nothing is undone. Raises SpaceError."""
+        self.convicted(case)
         self.casebook.skip(found, case.first, window, case.verdict, case.reason, state, seconds)
         for test in (self._test, self._easy):
             test.convict(found.convicted)

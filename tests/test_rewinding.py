@@ -103,6 +103,7 @@ def test_a_crowd_that_is_guilty_is_undone() -> None:
     assert made.guard().policy.state.watching and made.casebook.attribute.call_args.args[0] == found
     made.points.forget_after.assert_called_once_with(30)
     made.points.restore.assert_not_called()
+    made.samples.convicted.assert_called_once()
 
 
 @pytest.mark.parametrize(

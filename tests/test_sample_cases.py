@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from megastable.sample_watch import CASES, MOST, SampleWatch
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
 from megastable.stability.policy import Policy
-from megastable.stability.samples import Alarm, Kind, Scored, Waiting
+from megastable.stability.samples import Alarm, Kind, Scored, Waiting, WatchState
 from megastable.stability.settings import PolicyConfig, StabilityConfig
 from megastable.stability.signals import Verdict
 from tests.stability.policies import seen
@@ -174,7 +175,7 @@ def test_another_level_is_not_examined_again_and_again() -> None:
     order: Any = made.watch.casebook.source.order
     order.locate = lambda positions: SimpleNamespace(corpus=np.zeros(positions.size, np.int64))
     batch: Any = SimpleNamespace(positions=np.arange(16))
-    measured: Any = SimpleNamespace(losses=torch.zeros(16))
+    measured: Any = SimpleNamespace(losses=torch.zeros(16), grad_norm=1.0)
 
     def waits(step: int) -> bool:
         made.watch.observe(batch, measured, True, step)
@@ -188,3 +189,37 @@ def test_another_level_is_not_examined_again_and_again() -> None:
     made.watch.nobody(case(7, kind="batch"), Conclusion(Cause.STATE, [], [], "harmless"), 9, 0.1)
     assert not waits(10) and made.watch.state.rest == 73
     assert not waits(72) and waits(73)
+
+
+def fruitless(watch: SampleWatch, step: int) -> int:
+    """Steps of rest after a look at `step` that convicted nobody."""
+    watch.nobody(case(step, kind="batch"), Conclusion(Cause.STATE, [], [], "harmless"), step, 0.1)
+    return watch.state.rest - step
+
+
+def test_looks_for_nothing_cost_a_bounded_share_of_a_run() -> None:
+    watch, looks = Made().watch, list[int]()
+    step = 1
+    while step < 100_000:  # an alarm whenever there may be one
+        looks.append(step)
+        step += fruitless(watch, step)
+    assert [b - a for a, b in pairwise(looks)][:7] == [64, 128, 256, 512, 1024, 2048, 4096]
+    assert len(looks) <= 6 + 1 + 100_000 // 4096
+    assert fruitless(watch, step + 4095) == 4096 and fruitless(watch, step + 4095 + 2 * 4096) == 64
+
+
+def test_the_rest_is_kept_by_rewinds_and_restarts_and_short_again_where_somebody_is_guilty() -> None:
+    watch = Made().watch
+    early = watch.state
+    assert [fruitless(watch, step) for step in (10, 100)] == [64, 128]
+    late = watch.state
+    watch.rewind(early)
+    assert watch.state.rest == 228 and fruitless(watch, 228) == 256
+    again = Made().watch
+    again.rewind(WatchState.model_validate_json(late.model_dump_json()))
+    assert again.state.rest == 228 and fruitless(again, 228) == 256
+    watch.convicted(case(5, kind="discard"))
+    assert fruitless(watch, 500) == 512
+    watch.convicted(case(5, kind="batch"))
+    watch.rewind(late)
+    assert watch.state.rest == 1012 and fruitless(watch, 1012) == 64

@@ -233,7 +233,7 @@ class Waiting(_State):
 class WatchState(_State):
     """What checkpoints and rewind points keep of sample_watch.py. easy: the same test of the losses' negatives. quiet:
     steps on the trend, with nothing open. looked: batches that were looked ahead. rest: step until which no more whole
-    batches are suspected.
+    batches are suspected; rested: how many steps of rest that is.
     """
 
     test: SampleState = SampleState()
@@ -242,6 +242,7 @@ class WatchState(_State):
     quiet: int = 0
     looked: int = 0
     rest: int = 0
+    rested: int = 0
 
 
 class SampleTest:
