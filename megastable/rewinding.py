@@ -22,7 +22,7 @@ from megastable.points import Points
 from megastable.rates import Rates
 from megastable.replays import UNSTEADY, Replays
 from megastable.rng import set_rng_state
-from megastable.sample_watch import SampleWatch
+from megastable.sample_watch import UNKNOWN, SampleWatch
 from megastable.stability import groups
 from megastable.stability.actions import Action, Cause, Decision, Remedy
 from megastable.stability.attribution import Conclusion
@@ -123,6 +123,9 @@ class Rewinding:
         begin, policy = time.perf_counter(), self.guard().policy
         self.phase("examine samples")
         window = [t for t in self.points.since(case.first) if t.step <= case.last]
+        if not window:
+            self.samples.drop(case, state.step, UNKNOWN)
+            return state
         left_out = self.selection()
         present = self.points.ring.aside(state.step)
         snapshot = self.points.look(case.first, left_out)

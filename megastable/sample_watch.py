@@ -38,6 +38,8 @@ EARLIER = 2  # steps before the onset of an easy region that are looked at: its 
 MOST = (
     1 << 14
 )  # of the latest samples since the onset of an easy region, so many are read, and two steps at least
+UNKNOWN = "this process does not know the samples of its steps"
+LEFT_OUT = "its samples are left out already"
 # Steps after whole batches were examined for nothing. Another level of the loss takes FIRST_REST to become usual. A
 # look costs 10 to 60 steps of time, so that those that come again and again cost at most 1.5 % of a long run; after
 # LONGEST_REST steps in which none was needed the next rest is a short one.
@@ -220,10 +222,15 @@ class SampleWatch:
         every = [*self._waiting, case]
         self._waiting = every[-CASES:]
         for dropped in every[:-CASES]:
-            reason = f"{CASES} later ones wait"
-            self.note("samples_dropped", step=case.last, first=dropped.first, last=dropped.last,
-                      suspected=dropped.reason, positions=dropped.positions, reason=reason)  # fmt: skip
-            self.say(f"step {case.last}: {dropped.reason}; not examined: {reason}")
+            self.drop(dropped, case.last, f"{CASES} later ones wait")
+
+    def drop(self, case: Waiting, step: int, reason: str) -> None:
+        """Write down that a case is not examined, and why."""
+        self.note(
+            "samples_dropped", step=step, first=case.first, last=case.last, suspected=case.reason,
+            positions=case.positions, reason=reason,
+        )  # fmt: skip
+        self.say(f"step {step}: {case.reason}; not examined: {reason}")
 
     def _examine(
         self, case: Waiting, state: RunState, trained: Sequence[Trained], laboratory: Laboratory
@@ -245,6 +252,7 @@ class SampleWatch:
             lambda lab: (self._concluded(case, window, history, state, lab, left_out), self._looked)
         )
         if found is None:
+            self.drop(case, state.step, LEFT_OUT if window or case.positions else UNKNOWN)
             return None
         seconds = time.perf_counter() - begin
         if found.cause is not Cause.DATA or not found.guilty:

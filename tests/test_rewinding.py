@@ -12,6 +12,7 @@ import torch
 
 from megastable import origin
 from megastable.checkpoint import markers, store
+from megastable.evidence import Trained
 from megastable.origin import Origin
 from megastable.points import Kept, Points
 from megastable.rewinding import Rewinding, Tripped
@@ -77,18 +78,17 @@ def test_a_cause_that_the_policy_overrules_leaves_nobody_convicted() -> None:
     assert told == Conclusion(Cause.LEARNING_RATE, [], [], "bad")
 
 
-def look_back(found: Conclusion, good: bool = True) -> tuple[Any, Any, Any]:
+def look_back(found: Conclusion, good: bool = True, last: int = 39) -> tuple[Any, Any, Any]:
     """Where the run stands, where it stood, and the shell. good: whether there is a good state of before the case."""
     policy, present = Policy(PolicyConfig()), MagicMock(step=40, seconds=1.0)
     policy.decide(seen(40), 0)
     rewinding = shell(policy)
-    rewinding.points.since.return_value = [
-        MagicMock(step=step, positions=np.array([step - 30])) for step in (37, 38, 39, 40)
-    ]
+    trained = [MagicMock(step=step, positions=np.array([step - 30])) for step in (37, 38, 39, 40)]
+    rewinding.points.since = lambda onset: [t for t in trained if t.step >= onset]
     rewinding.points.examine.return_value = found
     if not good:
         rewinding.points.look.return_value = None
-    case = Waiting(kind="batch", first=37, last=39, verdict=Verdict.TRICKLE, reason="higher")
+    case = Waiting(kind="batch", first=last - 2, last=last, verdict=Verdict.TRICKLE, reason="higher")
     return rewinding.look_back(case, MagicMock(), present, MagicMock()), present, rewinding
 
 
@@ -125,6 +125,13 @@ def test_whoever_is_not_guilty_costs_nothing_but_time(found: Conclusion, good: b
     made.samples.skip.assert_not_called()
 
 
+def test_steps_that_are_not_known_are_not_looked_back_on() -> None:
+    stands, present, made = look_back(FOUND, last=36)
+    assert stands is present
+    made.samples.drop.assert_called_once()
+    made.points.ring.aside.assert_not_called()
+
+
 def test_a_few_that_are_guilty_by_themselves_are_skipped_on_the_present_state() -> None:
     """So is whoever outside of the window is like them, but not who is accused in a crowd or by a gradient."""
     found = Conclusion(Cause.DATA, [7, 8, 20], [], "bad", inferred=[30], odds=3.0, alone=[7])
@@ -157,6 +164,7 @@ def test_a_look_without_a_good_state_drops_no_point_and_convicts_no_checkpoint(
     points = Points(StabilityConfig(), engine, suspect, 8, MagicMock(), MagicMock())
     points.ring, points.laboratory = Ring(engine, 4, 10), MagicMock()
     points.laboratory.losses = lambda positions: np.full(positions.size, 9.0)  # type: ignore[union-attr]
+    points.trained.append(Trained(38, np.arange(300, 308), np.full(8, 4.0), True))
     for step in (20, 30):
         points.ring.take(step, Kept(state_of(step=step, cursor=8 * step), {}, MagicMock(), MagicMock()))
     made = shell(Policy(PolicyConfig()))

@@ -15,7 +15,7 @@ import torch
 from megastable import evidence
 from megastable.data.skips import Skips
 from megastable.evidence import Known, Laboratory, Trained
-from megastable.sample_watch import CASES, MOST, SampleWatch
+from megastable.sample_watch import CASES, LEFT_OUT, MOST, UNKNOWN, SampleWatch
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
 from megastable.stability.policy import Policy
@@ -151,6 +151,22 @@ def test_a_case_that_has_no_room_to_wait_is_written_down() -> None:
     assert [waiting.first for waiting in made.watch.state.waiting] == list(range(2, CASES + 2))
     assert (event["event"], event["first"], event["step"]) == ("samples_dropped", 1, CASES + 1)
     assert event["positions"] == [1] and event["reason"]
+
+
+@pytest.mark.parametrize(("kind", "known"), [("batch", False), ("batch", True), ("trickle", False)])
+def test_a_case_of_which_nobody_can_be_examined_is_written_down(kind: str, known: bool) -> None:
+    """After a restart its steps are not known; or all of its samples are skipped by then."""
+    made, laboratory, state = Made(), Texts(16, set()), SimpleNamespace(step=99, cursor=999)
+    everyone: Any = Skips.of([(0, 16)]) if known else KEPT
+    made.watch.selection = lambda: everyone
+    at = np.arange(16)
+    trained = [Trained(5, at, laboratory.losses(at), True)] if known else []
+    stands: Any = laboratory
+    where: Any = state
+    assert made.watch._examine(case(5, kind=kind), where, trained, stands) is None
+    (event,) = made.events
+    assert (event["event"], event["step"], event["first"]) == ("samples_dropped", 99, 5)
+    assert event["reason"] == (LEFT_OUT if known else UNKNOWN)
 
 
 def test_whole_batches_are_looked_back_on_where_there_is_a_state_of_before_them() -> None:
