@@ -55,6 +55,7 @@ class Points:
         self.note, self.say = note, say
         c = config.snapshots
         self.ring = Ring(engine, 0, c.interval)
+        self.may_look = False  # whether there is room for the present state beside the points
         self.laboratory: Laboratory | None = None
         # As many steps as the ring reaches back, whichever snapshots it keeps.
         self.trained: deque[Trained] = deque(maxlen=min(512, 2**c.keep * max(1, c.interval)))
@@ -77,6 +78,7 @@ class Points:
         if not found.points:
             self.note("no_snapshots", bytes=found.snapshot, budget=found.budget)
         self.say(found.text)
+        self.may_look = found.aside
         return found.points
 
     def take(

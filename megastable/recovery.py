@@ -232,7 +232,8 @@ class Recovery:
             assert self.points.laboratory is not None
             # What comes while another cause is being dealt with, or is not known, is its consequence.
             alone = clear or (incident is not None and incident.cause is Cause.DATA)
-            case = self.samples.lifted(self.guard.policy, self.points.oldest) if alone else None
+            may_look = alone and self.points.may_look
+            case = self.samples.lifted(self.guard.policy, self.points.oldest) if may_look else None
             if case is not None:
                 after = self.rewinding.look_back(case, measured, state, loader)
             if after is not state:

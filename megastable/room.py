@@ -32,12 +32,14 @@ class Demand:
 @dataclass(frozen=True)
 class Room:
     """points: how many snapshots every rank keeps. In bytes, on the rank with the least room: what one takes, and
-    what there is for all of them. text: for the console."""
+    what there is for all of them. text: for the console. aside: whether every rank has room for one more for a
+    while."""
 
     points: int
     snapshot: int
     budget: float
     text: str
+    aside: bool
 
 
 def demand(state: Iterable[Tensor], masters: Iterable[Tensor], moments: torch.dtype, pinned: bool) -> Demand:
@@ -60,8 +62,9 @@ def plan(demands: Sequence[Demand], config: SnapshotConfig) -> Room:
     def budget(d: Demand) -> float:
         return config.memory_gib * GIB if config.memory_gib else SHARE * least[d.host] / ranks[d.host]
 
-    rows = [(capacity(config.keep, d.snapshot, budget(d)), d.snapshot, budget(d)) for d in demands]
-    points, size, room = min(rows, key=lambda row: (row[0], -row[1], row[2]))
+    rows = [(capacity(config.keep + 1, d.snapshot, budget(d)), d.snapshot, budget(d)) for d in demands]
+    most, size, room = min(rows, key=lambda row: (row[0], -row[1], row[2]))
+    points, aside = min(most, config.keep), most > config.keep
     numbers = f"a snapshot takes {size / GIB:.3f} GiB a rank, and there is room for {room / GIB:.3f}"
     if not points and config.memory_gib is not None:
         raise ConfigError(
@@ -70,14 +73,16 @@ def plan(demands: Sequence[Demand], config: SnapshotConfig) -> Room:
         )
     if not points:
         text = f"WARNING: {numbers}: a spike cannot be rewound in memory, and leads to a restart from a checkpoint"
-        return Room(0, size, room, text)
+        return Room(0, size, room, text, aside)
     text = f"rewind points: every {config.interval} steps, {points} of {size / GIB:.3f} GiB a rank"
-    tight = [d for d in demands if points * d.snapshot * ranks[d.host] > least[d.host]]
+    if not aside:
+        text += "; no room for one more, to look back on batches without a rewind: see stability.snapshots.memory_gib"
+    tight = [d for d in demands if most * d.snapshot * ranks[d.host] > least[d.host]]
     if tight:
         host = tight[0].host
         text += f"\nWARNING: that is more than the {least[host] / GIB:.3f} GiB that are free on {host}: "
         text += "lower stability.snapshots.memory_gib or .keep"
-    return Room(points, size, room, text)
+    return Room(points, size, room, text, aside)
 
 
 def free() -> int:

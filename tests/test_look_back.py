@@ -21,8 +21,9 @@ FIRST = 70  # step of the first bad sample
 SAMPLES = 20  # bad ones: two and a half batches
 
 
-def config(corpus: Path, run: Path, **samples: Any) -> Any:
-    stability = {"samples": {"known": 10_000, **samples}}  # no single ones are judged
+def config(corpus: Path, run: Path, snapshots: dict[str, Any] | None = None, **samples: Any) -> Any:
+    # no single ones are judged
+    stability = {"samples": {"known": 10_000, **samples}, "snapshots": snapshots or {}}
     schedule = {"warmup_steps": 10, "total_steps": STEPS}
     train = {"steps": STEPS, "global_batch": BATCH, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0}
     return recipe(corpus, run, train=train, schedule=schedule, stability=stability, optimizer={"lr": 3e-3})
@@ -79,3 +80,14 @@ def test_a_few_that_are_bad_by_themselves_are_skipped_and_nothing_is_undone(
     assert (incident["verdict"], incident["cause"], incident["actions"]) == ("trickle", "data", ["skip"])
     guilty = {p for first, end in incident["positions"] for p in range(first, end)}
     assert guilty and guilty <= set(bad) and not events(run, "discarded")
+
+
+def test_without_room_for_one_more_state_nothing_is_looked_back_on(tmp_path: Path) -> None:
+    corpus, run = tmp_path / "corpus", tmp_path / "run"
+    write_corpus(corpus, tokens=38_000, ids=20, validation=0)
+    spoil(corpus, list(range(BATCH * (FIRST - 1) + 4, BATCH * (FIRST - 1) + 4 + SAMPLES)), 0.5)
+    short = {"keep": 1000, "memory_gib": 0.02}  # not for so many
+    assert run_ranks(1, train, config(corpus, run, short)) == [(0, "")]
+    actions = {action for incident in incidents(run) for action in incident["actions"]}
+    assert actions | {"examined" for _ in events(run, "samples_examined")}
+    assert actions <= {"skip"}

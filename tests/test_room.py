@@ -101,12 +101,17 @@ def test_all_ranks_of_a_host_share_a_quarter_of_it(
             > min(o.free for o in demands if o.host == d.host) / 4 / sum(o.host == d.host for o in demands)
             for d in demands
         )
+    # A look back puts the present state aside for as long, on every rank at once.
+    with_one_more = plan(demands, SnapshotConfig(keep=keep + 1))
+    assert found.aside == (with_one_more.points == keep + 1)
     assert plan([demands[i] for i in order if i < len(demands)], SnapshotConfig(keep=keep)) == found
 
 
 def test_it_is_said_with_the_numbers() -> None:
     found = plan([Demand("a", GIB, 100 * GIB)] * 2, SnapshotConfig(interval=10, keep=4))
     assert found.points == 4 and found.text == "rewind points: every 10 steps, 4 of 1.000 GiB a rank"
+    short = plan([Demand("a", GIB, 100 * GIB), Demand("b", GIB, 16 * GIB)], SnapshotConfig(keep=4))
+    assert short.points == 4 and not short.aside and "no room for one more" in short.text
     found = plan([Demand("a", GIB, 6 * GIB)] * 2, SnapshotConfig())
     assert found.points == 0 and found.text.startswith(
         "WARNING: a snapshot takes 1.000 GiB a rank, and there"
@@ -120,4 +125,5 @@ def test_a_given_budget_counts_for_every_rank_whatever_is_free() -> None:
         plan([Demand("a", 100, GIB), Demand("b", GIB, GIB)], few)
     given = plan([Demand("a", GIB, 4 * GIB)] * 2, SnapshotConfig(memory_gib=3.0, keep=4))
     assert given.points == 3 and "WARNING: that is more than the 4.000 GiB that are free on a" in given.text
+    assert "WARNING" in plan([Demand("a", GIB, 2 * GIB)], SnapshotConfig(memory_gib=3.0, keep=2)).text
     assert "WARNING" not in plan([Demand("a", GIB, 4 * GIB)] * 2, SnapshotConfig(memory_gib=2.0)).text
