@@ -163,7 +163,7 @@ def test_a_look_without_a_good_state_drops_no_point_and_convicts_no_checkpoint(
     engine.flat_state().norms.return_value = MagicMock(parameters=norm, second_moment=1.0)
     points = Points(StabilityConfig(), engine, suspect, 8, MagicMock(), MagicMock())
     points.ring, points.laboratory = Ring(engine, 4, 10), MagicMock()
-    points.laboratory.losses = lambda positions: np.full(positions.size, 9.0)  # type: ignore[union-attr]
+    points.laboratory.losses = lambda positions: np.full(positions.size, 9.0)
     points.trained.append(Trained(38, np.arange(300, 308), np.full(8, 4.0), True))
     for step in (20, 30):
         points.ring.take(step, Kept(state_of(step=step, cursor=8 * step), {}, MagicMock(), MagicMock()))
