@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -33,7 +34,8 @@ class Checkpoints:
     frozen one. vitals: measures those of the state that the engine holds.
 
     last: the step of the newest one that counts, -1 where there is none. rejected: those that were passed over at the
-    start, and why. ill: the step of a state that could not be saved because it is not finite.
+    start as they are damaged, and why; passed: those that are good, but have read what is put off by now. ill: the
+    step of a state that could not be saved because it is not finite.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Checkpoints:
         self._model = config.model
         self.last = -1
         self.rejected: dict[str, str] = {}
+        self.passed: set[str] = set()
         self.ill: int | None = None
         self.changes: dict[
             str, float
@@ -63,8 +66,9 @@ class Checkpoints:
 
     # Starting
 
-    def find(self) -> Path | None:
-        """The newest good one that the run may go on from; None in a new run."""
+    def find(self, has_read: Callable[[RunState], bool] = lambda _: False) -> Path | None:
+        """The newest good one that the run may go on from; None in a new run. has_read: whether one has read what is
+        put off since then: such a one is taken only where there is no other good one."""
         first(self._clean)
         if self.config.staging is not None:
             self._recover(Staging(self.config.staging, self.run.root))
@@ -75,7 +79,14 @@ class Checkpoints:
         elif cut_short := first(lambda: interrupted(self.run.events("training", "incident", "checkpoint"))):
             first(lambda: self._leave_behind(*cut_short))
         convicted = first(self._convicted)
-        told, (found, self.rejected) = self.rejected, store.newest_good(self.folder, convicted | self._moved)
+        unfit = convicted | self._moved
+        behind = first(lambda: self._of_which(has_read)) - unfit.keys()
+        found, rejected = store.newest_good(self.folder, unfit | dict.fromkeys(behind, ""))
+        self.passed = behind & rejected.keys()
+        if found is None and behind:
+            found, damaged = store.newest_good(self.folder, unfit)
+            rejected, self.passed = rejected | damaged, set()
+        told, self.rejected = self.rejected, {name: problem for name, problem in rejected.items() if problem}
         for name, problem in self.rejected.items() - told.items():
             self.note("checkpoint_rejected", name=name, problem=problem)
             self.say(f"passed over a damaged checkpoint: {problem}")
@@ -83,16 +94,14 @@ class Checkpoints:
             raise shared(CheckpointError(self._nothing_left(convicted)))
         return found
 
-    def pass_over(self, found: Path, reason: str) -> bool:
-        """Put aside `found` and what is newer, if there is an older good one: `find` finds it."""
-        newer = {p.name: reason for p in first(self._paths) if store.step_of(p) >= store.step_of(found)}
-        older, _ = store.newest_good(self.folder, first(self._convicted) | self._moved | newer)
-        if older is None:
-            return False
-        for name in first(lambda: store.set_aside_newer(self.folder, store.step_of(found) - 1)):
-            self.note("checkpoint_suspect", name=name, reason=reason)
-        self.say(f"passed over {found.name}: {reason}")
-        return True
+    def _of_which(self, true: Callable[[RunState], bool]) -> set[str]:
+        """Names of those of whose state this is true; of one that cannot be read it is not: it is damaged."""
+        found = set[str]()
+        for path in self._paths():
+            with suppress(CheckpointError):
+                if true(store.read_state(path)):
+                    found.add(path.name)
+        return found
 
     def _paths(self) -> list[Path]:
         return store.newest_first(self.folder)
@@ -141,7 +150,7 @@ class Checkpoints:
     def proved(self, found: Path, saved: RunState) -> bool:
         """Whether the state that the engine holds is the one that `found` was saved of.
 
-        If so, those that were passed over are put aside. Otherwise it is convicted, and `find` finds the one before it.
+        If so, those that were passed over are put aside. Otherwise it is convicted, and `find` finds another one.
         Raises CheckpointError where one before computes other losses, and this one cannot tell whether that is to blame
         or what computes here.
         """
@@ -192,6 +201,11 @@ class Checkpoints:
             first(lambda path=path, problem=problem: markers.convict(path, problem))  # type: ignore[misc]
         for name in self.rejected if dist.get_rank() == 0 else ():
             store.set_aside(self.folder / name)
+        if self.passed:
+            reason = f"it has read samples that {self.run.blends.name} puts off since then"
+            for name in first(lambda: store.set_aside_newer(self.folder, saved.step, forget=False)):
+                self.note("checkpoint_suspect", name=name, reason=reason)
+                self.say(f"passed over {name}: {reason}")
         return True
 
     def _betas(self, found: Path) -> list[tuple[float, float]]:

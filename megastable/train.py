@@ -33,7 +33,7 @@ from megastable.checkpoint.measuring import NONE, Probes, measure, read_probes
 from megastable.checkpoint.vitals import Vitals
 from megastable.checkpointing import Checkpoints
 from megastable.config import LINEARS, RunConfig
-from megastable.data.blends import BlendEntry, Line, moved_skips, named_skips
+from megastable.data.blends import BlendEntry, ExchangeEntry, Line, moved_skips, named_skips
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.loader import Loader, Step
 from megastable.data.order import BLOCK
@@ -116,7 +116,7 @@ class Trainer:
     def resume(self) -> None:
         """Continue from the newest good checkpoint of the run directory, if there is one."""
         while True:
-            found = self.checkpoints.find()
+            found = self.checkpoints.find(lambda saved: bool(self._later(saved)))
             if found is None:
                 stability = self.config.stability
                 for text in lint(self.config) if stability.enabled and stability.signs.enabled else ():
@@ -124,11 +124,13 @@ class Trainer:
                     self.say(f"WARNING: {text}")
                 return
             saved = agree(lambda found=found: store.read_state(found))  # type: ignore[misc]
-            if not self._follows(saved, found):
-                continue
+            if (later := self._later(saved)) is None:
+                self._check_order(saved, found)
             self.checkpoints.load(found, saved, self.state.layout)
             if self.checkpoints.proved(found, saved):
                 break
+        if later:
+            self._undo(later, saved, found)
         # Who was started with another recipe and died before a checkpoint of his has frozen it all the same.
         self.changed = sorted({*self.changed, *first(lambda: self._changed_since(found))})
         versions = self.state.versions
@@ -227,35 +229,27 @@ class Trainer:
         except errors.ConfigError:
             return []
 
-    def _follows(self, saved: store.RunState, found: Path) -> bool:
-        """Whether the checkpoint `found` has read what the order of now has before its position. Collective. Raises
-        CheckpointError where the data changed.
+    def _later(self, saved: store.RunState) -> list[ExchangeEntry] | None:
+        """The exchanges since a checkpoint that put off what it has read; None where it knew another order altogether.
 
-        Samples may have been put off since which it has read: by a process that went back behind it, and died before it
-        was put aside, or found no room for an older one; or a person brought it back. Where there is an older one, that
-        one is taken; else they are not put off after all.
+        There are some where a process went back behind it, and died before it was put aside; or a person brought it
+        back. Such a one is passed over for one that has none; where there is no such one, they are undone.
         """
         if not saved.cursor:
-            return True
+            return []
         known = self.corpora.known_by(saved.order_fingerprint, saved.cursor)
-        if known is None:
-            self._check_order(saved, found)
-            return True
-        later = self.corpora.exchanges[known:]
-        if not later:
-            return True
-        name = self.run.blends.name
-        if self.checkpoints.pass_over(found, f"it has read samples that {name} puts off since then"):
-            return False
-        c, corpora = self.config, self.corpora
-        reason = f"{found.name}, the only one to go on from, has read these samples already"
+        return None if known is None else self.corpora.exchanges[known:]
+
+    def _undo(self, later: list[ExchangeEntry], saved: store.RunState, found: Path) -> None:
+        """Go on in the order that the checkpoint `found` knew. Collective."""
+        c, corpora, name = self.config, self.corpora, self.run.blends.name
+        reason = f"{found.name} has read these samples already, and no good checkpoint has not"
         undone = [entry.undone(reason, saved.step) for entry in reversed(later)]
         first(lambda: append_all(self.run.blends, undone))
         lines: list[Line] = [*corpora.blends, *corpora.exchanges, *undone]
         self.corpora = agree(lambda: open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, lines))
         self.note("exchanges_undone", step=saved.step, lines=len(undone), reason=reason)
         self.say(f"note: {reason}: {plural(len(undone), 'line')} of {name} that put them off are undone")
-        return True
 
     def _check_order(self, saved: store.RunState, found: Path) -> None:
         """The order is another one altogether: may it be?"""

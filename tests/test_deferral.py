@@ -17,6 +17,7 @@ from megastable.config import RunConfig
 from megastable.data.blends import ExchangeEntry, exchanges, read_blends
 from megastable.data.corpora import open_corpora
 from megastable.data.skip_ledger import append
+from megastable.drills.poison import poison
 from megastable.forensics.history import History
 from megastable.rundir import RunDirectory
 from tests.conftest import write_corpus
@@ -111,31 +112,54 @@ def put_off(run: Path) -> None:
         append(run / "blends.jsonl", ExchangeEntry(corpus="large", exchange=[swap], reason="state", step=15))
 
 
-@pytest.mark.parametrize("older", [True, False])
+@pytest.mark.parametrize(
+    ("left", "taken", "world"),
+    [((10, 30), 10, 2), ((10, 20, 30), 10, 1), ((20, 30), 30, 1), ((30,), 30, 2)],
+)
 def test_a_checkpoint_of_behind_what_was_put_off_since(
-    older: bool, corpora: list[dict[str, Any]], tmp_path: Path
+    left: tuple[int, ...], taken: int, world: int, corpora: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """An older one is taken; where there is none, what it has read is not put off."""
-    run, data, world = tmp_path / "run", {"corpora": corpora[:1]}, 2
+    """The newest is taken that has not read it; where there is none, the newest, and nothing is put off. What was put
+    aside before stays."""
+    run, data, newer = tmp_path / "run", {"corpora": corpora[:1]}, [s for s in left if s > taken]
     config = recipe(tmp_path, run, train=sizes(30, 8), data=data, checkpoint={"interval": 10})
     assert run_ranks(1, train, config) == [(0, "")]
     put_off(run)
     folder = run / "checkpoints"
-    shutil.rmtree(folder / "step-20")
-    if not older:
-        shutil.rmtree(folder / "step-10")
+    for step in {10, 20, 30} - set(left):
+        shutil.rmtree(folder / f"step-{step}")
+    (folder / "suspect-step-5").mkdir()
     longer = recipe(tmp_path, run, train=sizes(60, 8), data=data)
     assert run_ranks(world, train, longer) == [(0, "")] * world
     events = RunDirectory(run).events
-    assert [e["step"] for e in events("resumed")] == [10 if older else 30]
-    assert [e["name"] for e in events("checkpoint_suspect")] == (["step-30"] if older else [])
-    assert [e["lines"] for e in events("exchanges_undone")] == ([] if older else [3])
-    assert (folder / "suspect-step-30").exists() is older and not incidents(run)
-    assert len(read_blends(run / "blends.jsonl")) == (4 if older else 7)
+    assert [e["step"] for e in events("resumed")] == [taken]
+    assert {e["name"] for e in events("checkpoint_suspect")} == {f"step-{step}" for step in newer}
+    assert [e["lines"] for e in events("exchanges_undone")] == ([] if newer else [3])
+    aside = {path.name for path in folder.glob("suspect-*")}
+    assert aside == {f"suspect-step-{step}" for step in [5, *newer]} and not incidents(run)
+    assert len(read_blends(run / "blends.jsonl")) == (4 if newer else 7)
     assert what_was_read(run) == without_trouble(config, 8 * 60)
     # And again: nothing is done twice.
     assert run_ranks(1, train, recipe(tmp_path, run, train=sizes(64, 8), data=data)) == [(0, "")]
     assert [e["step"] for e in events("resumed")][-1] == 60 and len(list(events("exchanges_undone"))) <= 1
+
+
+def test_where_the_older_one_is_no_good_the_newest_is_taken_after_all(
+    corpora: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Its checksums are right, its content is not: that shows when it was loaded, and nothing was put aside for it."""
+    run, data = tmp_path / "run", {"corpora": corpora[:1]}
+    config = recipe(tmp_path, run, train=sizes(30, 8), data=data, checkpoint={"interval": 10})
+    assert run_ranks(1, train, config) == [(0, "")]
+    put_off(run)
+    folder = run / "checkpoints"
+    poison(folder, "weight", step=10)
+    assert run_ranks(1, train, recipe(tmp_path, run, train=sizes(32, 8), data=data)) == [(0, "")]
+    events = RunDirectory(run).events
+    assert [e["step"] for e in events("resumed")] == [30] and not list(events("checkpoint_suspect"))
+    assert [e["name"] for e in events("checkpoint_rejected")] == ["step-10"]
+    assert {path.name for path in folder.glob("*-step-*")} == {"rejected-step-10"}
+    assert [e["lines"] for e in events("exchanges_undone")] == [3]
 
 
 def test_an_older_one_that_is_damaged_is_none(corpora: list[dict[str, Any]], tmp_path: Path) -> None:

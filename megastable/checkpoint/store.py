@@ -163,11 +163,11 @@ def set_aside(checkpoint: Path) -> None:
     point_latest(checkpoint.parent)
 
 
-def set_aside_newer(folder: Path, step: int, but: Collection[str] = ()) -> list[str]:
+def set_aside_newer(folder: Path, step: int, but: Collection[str] = (), forget: bool = True) -> list[str]:
     """Rename the checkpoints of later steps than `step`, `but` for some: the run goes back behind them. Their names.
 
-    They are kept for a person to look at, as suspect-step-N; those of earlier calls are deleted, but for pinned ones.
-    Raises CheckpointError when one could not be renamed: a restart would go on from it.
+    They are kept for a person to look at, as suspect-step-N; with `forget` those of earlier calls are deleted, but for
+    pinned ones. Raises CheckpointError when one could not be renamed: a restart would go on from it.
     """
     older, done = list(folder.glob("suspect-*")), list[Path]()
     stuck: list[str] = []
@@ -187,7 +187,7 @@ def set_aside_newer(folder: Path, step: int, but: Collection[str] = ()) -> list[
             f"{stuck[0]}: a checkpoint of after step {step}, which the run goes back to, could not be put aside: "
             f"rename or delete those in {folder} by hand, then start again"
         )
-    for old in older if done else ():
+    for old in older if done and forget else ():
         if old.name not in {f"suspect-{path.name}" for path in done} and not (old / PINNED).exists():
             shutil.rmtree(old, ignore_errors=True)
     return [path.name for path in done]
