@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,6 +21,8 @@ from megastable.stability.guard import Guard
 from megastable.stability.settings import StabilityConfig
 from megastable.stability.signals import Signals, Verdict
 from megastable.stability.spacing import thin
+
+AROUND = 4  # gaps to each side that tell how often the loss was logged there: a cadence is seen if it holds for five
 
 
 class Recorded(NamedTuple):
@@ -67,9 +70,10 @@ def simulate(rows: Iterable[Recorded], config: StabilityConfig, fp8: bool = Fals
 def read_trace(path: Path, say: Callable[[str], None] = lambda _: None) -> list[Recorded]:
     """A CSV file with the columns step, loss and, where known, grad_norm, lr and data, in any order, among others.
 
-    Two things that real logs have are passed over, and said: lines without a loss where later ones have one (it was not
-    logged there; at the end it is a nan, as many tools write it), and steps that were done again after a restart. An
-    empty grad_norm, lr or data was not recorded. Raises DataError naming the line for anything else.
+    Two things that real logs have are passed over, and said: lines where the loss was not logged, and steps that were
+    done again after a restart. A loss was not logged where that is done every so many lines, or on a line that has no
+    norm and no rate, either; any other without one is a nan, as many tools write it. An empty grad_norm, lr or data was
+    not recorded. Raises DataError naming the line for anything else.
     """
     lines: list[_Line] = []
     try:
@@ -89,7 +93,7 @@ def read_trace(path: Path, say: Callable[[str], None] = lambda _: None) -> list[
     logged = _logged(lines)
     met = _first_met(path, logged)
     if gaps := len(lines) - len(logged):
-        say(f"{path}: {gaps} lines without a loss are passed over, as later ones have one")
+        say(f"{path}: {gaps} lines without a loss are passed over: it was not logged there")
     if again := len(logged) - len(met):
         say(f"{path}: {again} lines are passed over, as their steps were done before: a restart")
     return [line.row for line in met]
@@ -103,21 +107,44 @@ class _Line(NamedTuple):
     logged: bool
 
 
-def _logged(lines: list[_Line]) -> list[_Line]:
-    """Without those that have no loss between others that have one. Where the run ends or starts again with more such
-    lines than were ever between two, it was a nan."""
-    kept: list[_Line] = []
+class _Gap(NamedTuple):
+    """Lines without a loss that follow each other; then: the next line, which has one, or None where the run ends or
+    starts again before that."""
+
+    lines: list[_Line]
+    then: _Line | None
+
+
+def _gaps(lines: list[_Line]) -> Iterator[_Gap]:
+    """All lines, cut behind each one that has a loss: most gaps are empty."""
     gap: list[_Line] = []
-    longest = 0
     for line in lines:
         if gap and line.row.step <= gap[-1].row.step:
-            kept, gap = kept + gap * (len(gap) > longest), []
-        gap.append(line)
-        if line.logged:
-            longest = max(longest, len(gap) - 1)
-            kept.append(line)
+            yield _Gap(gap, None)
             gap = []
-    return kept + gap * (len(gap) > longest)
+        if line.logged:
+            yield _Gap(gap, line)
+            gap = []
+        else:
+            gap.append(line)
+    yield _Gap(gap, None)
+
+
+def _logged(lines: list[_Line]) -> list[_Line]:
+    """Without those whose loss was not logged. One is missing, as a nan, where the cadence of the gaps around has one:
+    before the run ends or starts again; and in a gap twice as long, on a line that has a norm or a rate."""
+    gaps, kept = list(_gaps(lines)), list[_Line]()
+    for at, (gap, then) in enumerate(gaps):
+        around = [len(g.lines) for g in gaps[max(0, at - AROUND) : at + AROUND + 1] if g.then is not None]
+        usual = statistics.median_low(around) if around else 0
+        due = gap[usual :: usual + 1]
+        if then is None:
+            kept += due
+            continue
+        if len(gap) > 2 * usual:
+            kept += [line for line in due if line.row.grad_norm is not None or line.row.lr is not None]
+        kept.append(then)
+    return kept
 
 
 def _first_met(path: Path, lines: list[_Line]) -> list[_Line]:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -240,6 +241,46 @@ def test_a_run_that_is_logged_every_tenth_step_among_others_is_not_acted_on(tmp_
     run = healthy(300, seed=1)
     text = "".join(f"{s.step},{s.loss if s.step % 10 == 0 else ''},\n" for s in run)
     assert acted(judged(read_trace(trace(tmp_path, f"step,loss,grad_norm\n{text}")))) == []
+
+
+def nans(folder: Path, rows: list[tuple[int, str, str, str]]) -> list[int]:
+    """Steps of the lines without a loss that are no gap."""
+    text = "".join(",".join(map(str, row)) + "\n" for row in rows)
+    return [
+        r.step for r in read_trace(trace(folder, f"step,loss,grad_norm,lr\n{text}")) if math.isnan(r.loss)
+    ]
+
+
+@pytest.mark.parametrize(("earlier", "acted_on"), [((), 1), ((100, 101, 102, 103), 2)])
+def test_losses_that_are_missing_at_the_end_are_nans_whatever_was_missing_before(
+    earlier: tuple[int, ...], acted_on: int, tmp_path: Path
+) -> None:
+    run = healthy(303, seed=1)
+    missing = {*earlier, 300, 301, 302}
+    text = "".join(f"{s.step},{'' if s.step in missing else s.loss},{s.grad_norm}\n" for s in run)
+    found = acted(judged(read_trace(trace(tmp_path, f"step,loss,grad_norm\n{text}"))))
+    assert {j.step for j in found} <= missing and found[-1].step == 302
+    assert [j.action for j in found].count(Action.REWIND) == acted_on
+
+
+@settings(max_examples=60)
+@given(
+    phases=st.lists(st.tuples(st.integers(1, 12), st.integers(12, 25)), min_size=1, max_size=3),
+    bursts=st.lists(st.tuples(st.integers(4, 9), st.integers(1, 4)), max_size=1),
+    more=st.integers(0, 11),
+    column=st.sampled_from(("norm", "rate", "")),
+)
+def test_a_missing_loss_is_a_nan_where_the_cadence_has_one(
+    tmp_path_factory: pytest.TempPathFactory, phases: list[tuple[int, int]],
+    bursts: list[tuple[int, int]], more: int, column: str,
+) -> None:  # fmt: skip
+    """Every n-th loss is logged, n another one in every phase; in the first phase some of them in a row are nans."""
+    logged = np.cumsum([every for every, count in phases for _ in range(count)]).tolist()
+    lost = {logged[at + i] for at, count in bursts for i in range(count)}
+    end, told = logged[-1] + more, {"norm": ("0.5", ""), "rate": ("", "0.001"), "": ("", "")}[column]
+    rows = [(s, "2.5" if s in logged and s not in lost else "", *told) for s in range(1, end + 1)]
+    due = set(range(logged[-1], end + 1, phases[-1][0])) - {logged[-1]}
+    assert nans(tmp_path_factory.getbasetemp(), rows) == sorted((lost if column else set()) | due)
 
 
 HEAD = "step,loss,grad_norm\n1,2.5,0.5\n"
