@@ -50,9 +50,11 @@ class ByHeart:
         selection: Selection, budget: int, threshold: float,
     ) -> None:  # fmt: skip
         self.lab, self.window, self.met, self.usual = laboratory, window, met, usual
-        self.cursor, self.selection, self.budget, self.threshold = cursor, selection, budget, threshold
+        self.selection, self.budget, self.threshold = selection, budget, threshold
         self.looked, self.size = 0, laboratory.batch
         self.ahead = dict[int, Looked]()
+        self._line = np.empty(0, np.int64)  # what comes next, as far as it was asked for
+        self._cursor = cursor  # behind that
 
     def conclude(self) -> Conclusion:
         if not self.met.positions.size or self.usual.positions.size < groups.ENOUGH:
@@ -64,8 +66,10 @@ class ByHeart:
         latest = np.isin(
             self.met.positions, np.concatenate([t.positions for t in self.window[-2:]])
         ).nonzero()[0]
-        if here.sum() < samples.HALF * latest.size or not samples.easy(
-            self.met.of(latest), self.usual, self.threshold
+        if (
+            not latest.size  # all of them are left out by now: whoever was bad comes no more
+            or here.sum() < samples.HALF * latest.size
+            or not samples.easy(self.met.of(latest), self.usual, self.threshold)
         ):
             return NOBODY
         side = region.grow(self._probe, self.size, samples.HALF, self.budget, FARTHEST, samples.FEW_AT_MOST)
@@ -97,7 +101,12 @@ class ByHeart:
         return found
 
     def _batch(self, number: int) -> Int64s:
-        return self.selection.next_kept(self.cursor, (number + 1) * self.size)[0][-self.size :]
+        begin, end = number * self.size, (number + 1) * self.size
+        if self._line.size < end:  # twice as many each time: no position is asked for twice
+            count = max(end - self._line.size, self._line.size)
+            more, self._cursor = self.selection.next_kept(self._cursor, count)
+            self._line = np.concatenate([self._line, more])
+        return self._line[begin:end]
 
     def _probe(self, number: int) -> int:
         """Bad samples of a batch ahead."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from megastable import evidence
+from megastable.by_heart import NOBODY, ByHeart
 from megastable.data.skips import Skips
 from megastable.evidence import Known, Laboratory, Trained
 from megastable.sample_watch import CASES, LEFT_OUT, MOST, UNKNOWN, SampleWatch
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
 from megastable.stability.policy import Policy
-from megastable.stability.samples import Alarm, Kind, Scored, Waiting, WatchState
+from megastable.stability.samples import Alarm, Kind, Scored, Seen, Waiting, WatchState
 from megastable.stability.settings import PolicyConfig, StabilityConfig
 from megastable.stability.signals import Verdict
 from tests.stability.policies import seen
@@ -141,6 +142,46 @@ def test_harmless_samples_of_few_tokens_do_not_carry_an_easy_region_on(batch: in
     texts, made = Texts(batch, set(range(end)), tables), Made()
     assert texts.examined(made, 4) == set(range(end))
     assert bad + 3 <= made.watch.state.looked <= bad + 6
+
+
+class Counting:
+    """A selection that passes over every fifth position, and counts those that it was asked for."""
+
+    def __init__(self) -> None:
+        self.skips, self.asked = Skips.of([(first, first + 1) for first in range(0, 200_000, 5)]), 0
+
+    def next_kept(self, cursor: int, count: int) -> tuple[Int64s, int]:
+        self.asked += count
+        return self.skips.next_kept(cursor, count)
+
+
+def by_heart(texts: Texts, window: Sequence[Trained], met: Seen, selection: Any) -> ByHeart:
+    positions = np.arange(-1000, 0)
+    usual = Seen(positions, texts.losses(positions), texts.corpora(positions))
+    laboratory: Any = texts
+    return ByHeart(laboratory, window, met, usual, 7, selection, 64, 3.0)
+
+
+@pytest.mark.parametrize("order", [range(1000), range(999, -1, -1), (0, 3, 9, 21, 45, 700, 15, 999, 1)])
+def test_the_batches_ahead_are_those_of_the_run_and_no_position_is_asked_for_twice(
+    order: Sequence[int],
+) -> None:
+    texts, selection = Texts(16, set()), Counting()
+    search = by_heart(texts, [], Seen(*3 * [np.empty(0)]), selection)
+    line, _ = selection.skips.next_kept(7, 16_000)
+    for number in order:
+        assert np.array_equal(search._batch(number), line[16 * number : 16 * (number + 1)])
+    assert selection.asked <= 2 * 16_000
+
+
+@pytest.mark.parametrize("bad", [0, 32])
+def test_where_the_last_steps_are_left_out_already_nobody_is_named(bad: int) -> None:
+    """They were skipped meanwhile: what is left of the window says nothing of what comes next."""
+    texts = Texts(16, set(range(bad)))
+    window = [Trained(n, at, texts.losses(at), True) for n, at in enumerate(texts._batches(6), 1)]
+    left = np.arange(4 * 16)
+    met = Seen(left, texts.losses(left), texts.corpora(left))
+    assert by_heart(texts, window, met, Counting()).conclude() is NOBODY
 
 
 def test_a_case_that_has_no_room_to_wait_is_written_down() -> None:
