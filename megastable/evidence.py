@@ -30,9 +30,7 @@ RECORDED = (
     2**16
 )  # samples of the recorded steps that are compared with: more tell nothing more, and take seconds
 SEARCHED = 2**17  # positions before the present one among which samples of a rare corpus are looked for
-CONTROLS = (
-    3  # harmless samples of its own corpus that the gradient of one is compared with, where there are several
-)
+CONTROLS = 3  # harmless samples of its own corpus that the gradient of one is compared with
 BATCHES = 4  # whose gradients are measured where no loss is bad: what a bad one does shows within a few steps
 
 

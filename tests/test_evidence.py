@@ -16,7 +16,7 @@ from megastable.data.loader import documents_of
 from megastable.data.order import Corpus, Order
 from megastable.data.skip_ledger import Ledger, sample_entries
 from megastable.data.skips import Selection
-from megastable.evidence import Known, Laboratory, Norms, Trained, harmless
+from megastable.evidence import CONTROLS, Known, Laboratory, Norms, Trained, harmless
 from megastable.model.gpt import GPT
 from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
@@ -313,7 +313,8 @@ def check_conclusions(found: dict[str, list[dict[str, Any]]]) -> None:
         assert [s.gradient_norm is not None for s in grown.suspects[:3]] == [True, True, False], name
         guilty, reason, steps = ranks[0]["spoilt"]
         assert guilty == [117] and "gradient norm of 100" in reason, name
-        assert steps == 2 + 2 + 3 + (117 % 2), name  # ordinary ones, batches, halves, and what is left
+        # Ordinary ones, batches, halves, what is left, and some of its corpus.
+        assert steps == 2 + 2 + 3 + (117 % 2) + CONTROLS, name
         for rank in ranks:
             found, count, told = rank["undecided"]
             assert (found.guilty, found.reason) == ([3], "array([3.])") and count == 3, name
