@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megastable.fp8.emulated import GRADIENT, INPUT, WEIGHT, Quantizer
 from megastable.fp8.scaling import AT_ONCE, BLOCK, Quantized, magnitude
+from megastable.parallel import products
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def watch(
         if not number:
             return watched.inputs
         before, weight = into(number - 1), watched.weights[number - 1]
-        return lambda x: watched.between(before(x) @ weight.t())
+        return lambda x: watched.between(products.linear(before(x), weight))
 
     def after(_: nn.Module, given: tuple[Any, ...], y: Tensor) -> None:
         if not torch.is_grad_enabled():

@@ -61,7 +61,7 @@ class Supervised:
     def again(self, *more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(self.command(*more), cwd=ROOT, text=True, capture_output=True, timeout=60)
 
-    def until(self, what: Callable[[], Any], timeout: float = 100) -> Any:
+    def until(self, what: Callable[[], Any], timeout: float = 240) -> Any:
         end = time.monotonic() + timeout
         while not (found := what()):
             assert time.monotonic() < end, self.output.read_text()[-3000:]

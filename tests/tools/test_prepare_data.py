@@ -198,7 +198,8 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
         assert names(tmp_path) == ["out", "slow.jsonl", "tokenizer.model"]  # out.tmp-...
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (130, "interrupted\n")
+    # On a busy machine it may have told of its progress before.
+    assert (process.returncode, errors.splitlines()[-1:]) == (130, ["interrupted"])
     assert names(tmp_path) == ["slow.jsonl", "tokenizer.model"]
     assert not psutil.wait_procs(workers, timeout=30)[1]
 
