@@ -65,11 +65,11 @@ from megastable.optim.fused import FusedAdamW
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.mappings import sum_and_scatter
 from megastable.parallel.pipeline import partition
-from megastable.parallel.products import linear_of_parameter
 from megastable.parallel.sharding import placement_of, shape_of
 from megastable.parallel.tied import TiedGradient
 from megastable.parallel.topology import ContextParallel, TensorParallel, Topology
 from megastable.probe import Probe, Statistics
+from megastable.products import linear_of_parameter
 from megastable.ranks import gathered, shared, strangers
 
 

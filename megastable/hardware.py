@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from megastable.parallel import products
+from megastable import products
 
 DEVICES = Path("/dev")
 # Dense bf16 and fp16 peaks by NVIDIA's data sheets, in TFLOP/s; a more special name goes before a shorter one.

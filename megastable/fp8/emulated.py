@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megastable import products
 from megastable.config import Fp8Config
 from megastable.fp8.formats import E4M3, E5M2, Format
 from megastable.fp8.meters import SLOTS, Meters
@@ -29,7 +30,6 @@ from megastable.fp8.scaling import (
     magnitude,
     scale_of,
 )
-from megastable.parallel import products
 
 INPUT, WEIGHT, GRADIENT = range(len(SLOTS))
 

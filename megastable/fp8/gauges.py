@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from megastable import products
 from megastable.fp8.emulated import GRADIENT, INPUT, WEIGHT, Quantizer
 from megastable.fp8.scaling import AT_ONCE, BLOCK, Quantized, magnitude
-from megastable.parallel import products
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megastable import products
 from megastable.model import sizes
-from megastable.parallel import products
 from megastable.parallel.topology import TensorParallel
 
 # What lies between the products goes over a chunk in blocks of this many logits, so that it stays in a CPU's cache.
@@ -137,7 +137,7 @@ class _WeightGradient:
         self.many = many
         self.wide = _wide_products(weight)
         self.total: Tensor | None = None
-        narrow = many and not self.wide and weight.dtype == torch.bfloat16
+        narrow = many and not self.wide and weight.dtype == torch.bfloat16 and not products.is_cast(weight)
         self._part = weight.new_empty(weight.shape) if narrow else None
 
     def add(self, gradient: Tensor, x: Tensor) -> None:

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from megastable.model.blocked import blocked_attention
-from megastable.parallel.products import is_cast
+from megastable.products import is_cast
 
 
 @dataclass(frozen=True)

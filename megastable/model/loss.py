@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megastable.model import sizes
 from megastable.model.chunked import chunked_objective
-from megastable.parallel.products import linear
 from megastable.parallel.topology import TensorParallel
+from megastable.products import linear
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megastable import products
 from megastable.model import blocked
 from megastable.model.blocked import blocked_attention, blocks, document_starts, kept_size, supported
-from megastable.parallel import products
 
 CPU = torch.device("cpu")
 BF16 = pytest.mark.skipif(not supported(CPU, torch.bfloat16), reason="no exact bf16 products on this machine")

@@ -12,8 +12,8 @@ from torch import Tensor
 from megastable.config import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.parallel.layout import Layout
-from megastable.parallel.products import is_cast, linear, linear_of_parameter
 from megastable.parallel.topology import Topology
+from megastable.products import is_cast, linear, linear_of_parameter
 from tests.distributed import run_ranks
 
 LENGTH, BLOCKS = 8, 6

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastable.parallel import products
+from megastable import products
 
 
 @pytest.fixture(params=[True, False], ids=["native", "cast"])
