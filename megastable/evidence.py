@@ -225,22 +225,22 @@ class Laboratory:
         return Norms(whole, alone, batches, norms, budget - len(batches))
 
     def by_gradient(self, found: Norms, known: Known) -> tuple[Int64s, float]:
-        """Which sample or group of the worst batch has an extraordinary gradient, found by halving, and its norm; else
-        nobody.
+        """Which sample of the worst batch has an extraordinary gradient, found by halving, and its norm; else nobody.
 
-        What is seldom read is not learnt yet, and its gradients are large: a corpus is compared with itself.
+        What is seldom read is not learnt yet, and its gradients are large: a corpus is compared with itself. A batch is
+        halved down to one sample, also where that takes more than the budget: what stands beside it is innocent.
         """
         nobody = np.empty(0, np.int64), math.nan
         worst = int(np.argmax(np.nan_to_num(found.norms, nan=-1.0, posinf=np.inf)))
         if not found.extraordinary[worst]:
             return nobody
-        group, norm = attribution.narrow(
-            found.batches[worst].positions, float(found.norms[worst]), self.gradient_norm, found.budget
-        )
+        batch = found.batches[worst].positions
+        budget = max(found.budget, attribution.halvings(batch.size))
+        group, norm = attribution.narrow(batch, float(found.norms[worst]), self.gradient_norm, budget)
         least = attribution.GRADIENT_RATIO * attribution.usual_norm(
             found.whole, found.alone, self.batch, group.size
         )
-        if not norm > least:
+        if group.size > 1 or not norm > least:
             return nobody
         for corpus in np.unique(self.corpora(group)).tolist():
             own = known.positions[known.corpora == corpus]

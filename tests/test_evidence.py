@@ -366,6 +366,7 @@ def test_what_was_convicted_since_is_no_measure_of_harmless_samples() -> None:
     assert losses.tolist() == [p / 10 for p in positions.tolist()]
 
 
+@pytest.mark.parametrize("budget", [2, 12])  # two halvings would leave a group of four
 @pytest.mark.parametrize(
     ("norm", "others", "known", "guilty"),
     [
@@ -376,7 +377,7 @@ def test_what_was_convicted_since_is_no_measure_of_harmless_samples() -> None:
     ],
 )
 def test_a_gradient_is_compared_with_those_of_its_own_corpus(
-    norm: float, others: float, known: int, guilty: bool
+    norm: float, others: float, known: int, guilty: bool, budget: int
 ) -> None:
     """Sample 1003 is of the corpus 1, like every harmless one from 900 on; the others' gradients are 1."""
     laboratory: Any = Laboratory(AttributionConfig(), None, None, 16)  # type: ignore[arg-type]
@@ -395,5 +396,5 @@ def test_a_gradient_is_compared_with_those_of_its_own_corpus(
     harmless = Known(positions, np.full(positions.size, 3.0), laboratory.corpora(positions))
     batch = Trained(1, np.arange(1000, 1016), np.full(16, 3.0), False)
     norms = np.array([gradient_norm(batch.positions)])
-    found, _ = laboratory.by_gradient(Norms(0.25, 1.0, [batch], norms, 12), harmless)
+    found, _ = laboratory.by_gradient(Norms(0.25, 1.0, [batch], norms, budget), harmless)
     assert found.tolist() == ([1003] if guilty else []) and len(asked) <= 1 + 12

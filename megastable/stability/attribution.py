@@ -7,7 +7,7 @@ Pure: `train` side code (recovery.py) measures, these functions conclude. The ex
 3. every sample since the onset on the state before it: one that is bad there is bad data, and so is a crowd that is
    worse than harmless batches are (groups.py, scores.py); then its region is grown until it ends (region.py);
 4. a batch with an extraordinary gradient there: those of it that are like each other and unlike harmless samples, as
-   far as losses do not name them; else, where no loss is bad, the batch is halved down to its cause.
+   far as losses do not name them; else, where no loss is bad, the batch is halved down to one sample.
 Nobody guilty: the same data is harmless on the good state, so it was the state; if it comes back with other data,
 the learning rate.
 """
@@ -105,13 +105,19 @@ def usual_norm(batch: float, alone: float, size: int, count: int) -> float:
     return float(np.sqrt(alone**2 - variance * (1 - 1 / count)))
 
 
+def halvings(size: int) -> int:
+    """The budget with which `narrow` ends at one of `size` samples."""
+    return (size - 1).bit_length() + 1
+
+
 def narrow(
     group: Int64s, norm: float, measure: Callable[[Int64s], float], budget: int
 ) -> tuple[Int64s, float]:
     """The part of a group of gradient norm `norm` that it comes from, and the norm of that part.
 
     measure: the norm of some positions' mean gradient, nan where it is not known; at most `budget` are asked for.
-    Where one half's norm is below that of both together, the other's is above it.
+    Where one half's norm is below that of both together, the other's is above it: by the triangle inequality at least
+    what follows from both.
     """
     known = True
     while group.size > 1 and budget > 1:
@@ -119,7 +125,11 @@ def narrow(
         found, budget = measure(half), budget - 1
         if math.isnan(found):
             return group, math.nan
-        group, norm, known = (half, found, True) if found >= norm else (rest, norm, False)
+        if found >= norm:
+            group, norm, known = half, found, True
+        else:
+            least = (group.size * norm - half.size * found) / rest.size
+            group, norm, known = rest, max(norm, least), False
     return group, norm if known or not budget else measure(group)
 
 

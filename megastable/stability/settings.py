@@ -188,11 +188,12 @@ class AttributionConfig(Part):
     how often a window of harmless samples passes for a bad crowd (a permutation test), innocent: share of the named of
     a crowd that may be innocent (false discovery rate); adjacent_significance: the first where the window lies next to
     what was just skipped, as data is the likely cause there. gradients: measured at most where no loss is bad; each
-    costs a step. window: steps since the onset whose samples are suspects; later ones follow from the first. reference:
-    harmless samples measured, of before the rewind point, of a corpus with few recorded. behind: steps before the
-    rewind point that are no measure of harmless tails, as the region may have begun there. region: steps of time that
-    it may take at most to find where a bad region ends and who is guilty inside; a forward pass of a batch is a third
-    of a step. Where likeness tells, a hundred bad samples are measured, and the rest is inferred.
+    costs a step. More only to halve one batch down to one sample. window: steps since the onset whose samples are
+    suspects; later ones follow from the first. reference: harmless samples measured, of before the rewind point, of a
+    corpus with few recorded. behind: steps before the rewind point that are no measure of harmless tails, as the region
+    may have begun there. region: steps of time that it may take at most to find where a bad region ends and who is
+    guilty inside; a forward pass of a batch is a third of a step. Where likeness tells, a hundred bad samples are
+    measured, and the rest is inferred.
     """
 
     threshold: PositiveFloat = 6.0
