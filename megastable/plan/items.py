@@ -41,10 +41,6 @@ class Host:
     checkpoint: int
     building: int
 
-    @property
-    def total(self) -> int:
-        return self.snapshot * self.points + self.checkpoint
-
 
 @dataclass(frozen=True)
 class Footprint:

@@ -118,14 +118,18 @@ def host(found: Plan) -> tuple[str, dict[str, Any]]:
     h, snapshots = found.tightest.host, found.config.stability.snapshots
     ranks, memory = min(found.cluster.gpus_per_host, found.layout.world), found.cluster.host_memory_gib * GIB
     budget = snapshots.memory_gib * GIB if snapshots.memory_gib else SHARE * memory / ranks
-    points = capacity(h.points, h.snapshot, budget)
-    used = ranks * max(points * h.snapshot + h.checkpoint, h.building)
+    most = capacity(h.points + 1, h.snapshot, budget) if h.points else 0
+    points, aside = min(most, h.points), most > h.points
+    used = ranks * max(most * h.snapshot + h.checkpoint, h.building)
     numbers = {
-        "snapshot_bytes": h.snapshot, "wanted": h.points, "kept": points, "checkpoint_bytes": h.checkpoint,
-        "building_bytes": h.building, "host_bytes": used, "host_memory_bytes": int(memory), "fits": used <= memory,
+        "snapshot_bytes": h.snapshot, "wanted": h.points, "kept": points, "aside": aside,
+        "checkpoint_bytes": h.checkpoint, "building_bytes": h.building,
+        "host_bytes": used, "host_memory_bytes": int(memory), "fits": used <= memory,
     }  # fmt: skip
-    text = f"host memory: {plural(points, 'rewind point')} of {h.snapshot / GIB:.2f} GiB and a checkpoint's copy of "
-    text += f"{h.checkpoint / GIB:.2f} a rank, {used / GIB:,.0f} GiB of {memory / GIB:,.0f} for {plural(ranks, 'rank')}"
+    text = f"host memory: {plural(points, 'rewind point')} of {h.snapshot / GIB:.2f} GiB"
+    text += ", one more to look back on batches" if aside else ""
+    text += f" and a checkpoint's copy of {h.checkpoint / GIB:.2f} a rank"
+    text += f", {used / GIB:,.0f} GiB of {memory / GIB:,.0f} for {plural(ranks, 'rank')}"
     if points < h.points:
         text += f"; the recipe wants {h.points} points, for which there is no room"
     if h.building:

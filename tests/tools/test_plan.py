@@ -101,6 +101,9 @@ def test_json(tmp_path: Path) -> None:
         )
         assert each["dollars"] == pytest.approx(each["days"] * 24 * 16 * 2.5)
         assert each["host"]["fits"] and each["host"]["kept"] <= each["host"]["wanted"]
+        held = each["host"]["kept"] + each["host"]["aside"]  # one more to look back on batches
+        per_rank = held * each["host"]["snapshot_bytes"] + each["host"]["checkpoint_bytes"]
+        assert each["host"]["aside"] and each["host"]["host_bytes"] == 8 * per_rank
         config = load(SEVEN, ["model.vocab_size=32000", "train.global_batch=64", *each["overrides"]])
         assert config.parallel.tensor == lay["tensor"] and config.train.micro_batch == lay["micro_batch"]
     assert found["own"]["overrides"] == []
