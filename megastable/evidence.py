@@ -20,6 +20,7 @@ from megastable.ranks import agree, first
 from megastable.stability import attribution, groups
 from megastable.stability.attribution import Conclusion
 from megastable.stability.likeness import READ
+from megastable.stability.scores import Samples
 from megastable.stability.settings import AttributionConfig
 
 Int64s = npt.NDArray[np.int64]
@@ -121,6 +122,11 @@ class Laboratory:
 
         agree(read)
         return found
+
+    def samples(self, positions: Int64s, z: Floats) -> Samples:
+        """What scores are made of. z: of their losses [n]; one that is not known says nothing. Raises DataError as
+        `losses` does."""
+        return Samples(self.tokens(positions), np.nan_to_num(z, nan=0.0), self.corpora(positions))
 
     def examine(
         self,

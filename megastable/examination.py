@@ -82,9 +82,6 @@ class Examination:
         self.forwards += math.ceil(positions.size / self.size)
         return self.lab.losses(positions)
 
-    def _samples(self, positions: Int64s, z: Floats) -> Samples:
-        return Samples(self.lab.tokens(positions), np.nan_to_num(z, nan=0.0), self.lab.corpora(positions))
-
     def _harmless(self) -> Samples:
         """Those that scores are calibrated on: the latest, but for those of right before the window, as a region may
         begin before anybody notices."""
@@ -94,14 +91,10 @@ class Examination:
             late = min(self.config.behind * self.size, max(0, mine.size - 4 * groups.ENOUGH))
             chosen.append(mine[: mine.size - late][-CALIBRATING:])
         at = np.concatenate([np.empty(0, np.int64), *chosen])
-        return self._samples(self.known.positions[at], self.known_z[at])
+        return self.lab.samples(self.known.positions[at], self.known_z[at])
 
     def _z(self, positions: Int64s, losses: Floats) -> Floats:
-        corpora, z = self.lab.corpora(positions), np.full(losses.shape, np.nan)
-        for corpus, usual in self.usual.items():
-            mine = corpora == corpus
-            z[mine] = (losses[mine] - usual.centre) / usual.scale
-        return np.where(np.isfinite(losses), z, np.inf)
+        return groups.far_out(losses, self.lab.corpora(positions), self.usual)
 
     # Who is guilty
 
@@ -116,8 +109,8 @@ class Examination:
             p = np.where(z > c.threshold, p, 1.0)
         alone = groups.guilty_by_loss(z, p, c.threshold)
         self.alone = self.positions[alone]
-        error = max((u.error for k, u in self.usual.items() if (self.corpora == k).any()), default=0.0)
-        suspects = self._samples(self.positions, z)
+        error = groups.shared_error({k: u for k, u in self.usual.items() if (self.corpora == k).any()})
+        suspects = self.lab.samples(self.positions, z)
         return scores.judge(self.scale, suspects, alone, error, significance, c.innocent), z
 
     def conclude(self, recurred: bool) -> Conclusion:
@@ -160,7 +153,7 @@ class Examination:
     def _accuse(self, guilty: Bools) -> Judged:
         """Those whose gradient convicts them, to look for their like."""
         _, z = self.judge()
-        score = Score(self.scale, self._samples(self.positions[guilty], z[guilty]))
+        score = Score(self.scale, self.lab.samples(self.positions[guilty], z[guilty]))
         if not score.harmless.size:
             return Judged(guilty, 1.0, None, np.inf)
         return Judged(guilty, 1.0, score, float(np.quantile(score.harmless, 1 - region.STRAY)))
@@ -174,7 +167,7 @@ class Examination:
             t.positions for t, bad in zip(gradients.batches, gradients.extraordinary, strict=True) if bad
         ]
         accused = guilty if guilty.sum() >= groups.CROWD else np.isin(self.positions, np.concatenate(batches))
-        suspects = self._samples(self.positions, np.zeros(self.positions.size))
+        suspects = self.lab.samples(self.positions, np.zeros(self.positions.size))
         judged = scores.judge_alike(self.scale, suspects, accused, self.config.innocent)
         everyone = judged.guilty | guilty
         # What losses tell as well, they tell better.
@@ -268,7 +261,7 @@ class Growth:
     def _measure(self, number: int, positions: Int64s) -> None:
         losses = self.of._losses(positions)
         z = self.of._z(positions, losses)
-        self.looked[number] = Batch(positions, z, losses, *self.score.of(self.of._samples(positions, z)))
+        self.looked[number] = Batch(positions, z, losses, *self.score.of(self.of.lab.samples(positions, z)))
 
     def _behind(self, number: int) -> int | None:
         """The same of what was recorded before the window: costs no model time."""
@@ -282,7 +275,7 @@ class Growth:
             at = order[np.minimum(at, order.size - 1)] if order.size else at
             same = known.positions[at] == step.positions if order.size else np.zeros(z.shape, dtype=bool)
             z = np.where(same, self.of.known_z[at] if order.size else z, z)
-        found = self.score.of(self.of._samples(step.positions, z))
+        found = self.score.of(self.of.lab.samples(step.positions, z))
         self.looked_behind[number] = Batch(step.positions, z, step.losses, *found)
         return int(self._bad(self.looked_behind[number]).sum())
 
@@ -300,7 +293,7 @@ class Growth:
         if z.size < groups.ENOUGH // 2:
             return 0.0
         middle, width = groups.robust(z)
-        error = max(u.error for u in self.of.usual.values())
+        error = groups.shared_error(self.of.usual)
         noise = math.hypot(error, groups.MEDIAN_ERROR * width / math.sqrt(z.size))
         return middle if middle > 3 * noise else 0.0
 
@@ -358,7 +351,7 @@ class Growth:
         """The suspects that led here."""
         e = self.of
         z = e._z(e.positions, e.losses)
-        return Batch(e.positions, z, e.losses, *self.score.of(e._samples(e.positions, z), self.accused))
+        return Batch(e.positions, z, e.losses, *self.score.of(e.lab.samples(e.positions, z), self.accused))
 
     def _cut(self, inside: list[Batch]) -> float | None:
         """The likeness from which on a sample of the region is guilty, where likeness tells."""
@@ -370,7 +363,7 @@ class Growth:
     def _infer(self, cut: float, numbers: list[int]) -> Int64s:
         """Who is guilty of the batches ahead that were not measured: the like of those that were."""
         positions = np.concatenate([np.empty(0, np.int64), *(self._batch(number) for number in numbers)])
-        _, alike = self.score.of(self.of._samples(positions, np.zeros(positions.size)))
+        _, alike = self.score.of(self.of.lab.samples(positions, np.zeros(positions.size)))
         return positions[alike >= cut]
 
     def _probes(self, cut: float | None) -> tuple[tuple[int, int, int], ...]:

@@ -7,6 +7,8 @@ kind is learnt from the first.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -24,10 +26,17 @@ Bools = npt.NDArray[np.bool_]
 
 CALIBRATING = 1024  # harmless samples whose tokens are read
 READ = 4096  # of the samples since the onset, the latest: so many are read
-CLEAN, GAPS = (
-    4,
-    3,
-)  # batches ahead without a bad sample until it is over: so many, or so many times the mean distance
+# Batches ahead without a bad sample until it is over: so many, or so many times the mean distance.
+CLEAN, GAPS = 4, 3
+
+
+class Ahead(NamedTuple):
+    """The samples that come next. alone: which of them are bad by their loss; like: which are of the kind; [n]."""
+
+    seen: Seen
+    texts: Samples
+    alone: Bools
+    like: Bools
 
 
 class Trickle:
@@ -41,6 +50,7 @@ class Trickle:
         self.lab, self.config, self.met, self.usual, self.case = laboratory, config, met, usual, case
         self.cursor, self.selection, self.looked = cursor, selection, 0
         self.threshold, self.innocent = config.attribution.threshold, config.attribution.innocent
+        self.known = groups.by_corpus(usual.losses, usual.corpora)
 
     def conclude(self, budget: int) -> Conclusion:
         """Who is guilty. budget: batches ahead that may be measured."""
@@ -55,68 +65,60 @@ class Trickle:
             )
         latest = self.usual.of(np.arange(self.usual.positions.size)[-CALIBRATING:])
         z = groups.deviations(self.usual.losses, self.usual.corpora)[-CALIBRATING:]
-        scale = Scale(self._samples(latest, z))
+        scale = Scale(self.lab.samples(latest.positions, z))
         read = np.arange(self.met.positions.size) >= self.met.positions.size - READ
         near = self.met.of(np.flatnonzero(read | np.isin(self.met.positions, first.positions)))
-        texts = self._samples(near, self._z(near))
+        texts = self._texts(near)
         by_loss = np.isin(near.positions, first.positions)
         met, kind = scores.joined(scale, texts, by_loss, self.innocent)
-        ahead, alone, like = self._ahead(scale, kind, int(met.sum()), budget)
-        if alone.sum() > samples.HALF * ahead.positions.size:
+        ahead = self._ahead(kind, int(met.sum()), budget)
+        count, like = ahead.like.size, ahead.like
+        if ahead.alone.sum() > samples.HALF * count:
             return _nobody(
-                f"{alone.sum()} of the {ahead.positions.size} samples that come next are as bad: that is no matter of "
+                f"{ahead.alone.sum()} of the {count} samples that come next are as bad: that is no matter of "
                 "single samples, but of the state"
             )
-        others = near.of(np.flatnonzero(met & ~by_loss)).with_(ahead.of(np.flatnonzero(like & ~alone)))
+        others = texts.of(met & ~by_loss).with_(ahead.texts.of(like & ~ahead.alone))
         # What is everywhere ahead is no trickle; and being like the guilty is no guilt without being worse than others.
-        if like.sum() > samples.HALF * ahead.positions.size or not self._worse(scale, others):
+        error, significance = groups.shared_error(self.known), self.config.attribution.significance
+        if like.sum() > samples.HALF * count or not scores.worse(scale, others, significance, error):
             met, like = by_loss, np.zeros_like(like)
         met = by_loss | (met & scores.hard(scale, texts))
-        like &= scores.hard(scale, self._samples(ahead, self._z(ahead))) if like.any() else False
-        bad = alone | like
+        bad = ahead.alone | (like & scores.hard(scale, ahead.texts))
         guilty = near.of(np.flatnonzero(met))
-        everyone = guilty.with_(ahead.of(np.flatnonzero(bad)))
+        everyone = guilty.with_(ahead.seen.of(np.flatnonzero(bad)))
         worst = samples.numbers(everyone, self.usual)
         more = guilty.positions.size - first.positions.size
         joined = f", {more} are like them," if more else ""
         reason = (
             f"{first.positions.size} of {self.met.positions.size} samples since step {self.case.first} are bad on the "
-            f"present state, too{joined} and {bad.sum()} of the {ahead.positions.size} that come next: the worst has a "
+            f"present state, too{joined} and {bad.sum()} of the {count} that come next: the worst has a "
             f"loss of {worst[0].loss:.2f} ({worst[0].z:.0f} robust deviations above "
             f"{np.isin(self.usual.corpora, everyone.corpora).sum()} harmless ones)"
         )
         return Conclusion(Cause.DATA, sorted(everyone.positions.tolist()), worst, reason)
 
-    def _ahead(self, scale: Scale, kind: Kind, met: int, budget: int) -> tuple[Seen, Bools, Bools]:
-        """The samples that come next until no more are bad; who of them is so by its loss, and who is of the kind. met:
-        how many bad ones were, since the onset."""
-        ahead, like = self.met.of(np.empty(0, np.int64)), np.empty(0, dtype=bool)
-        alone, clean, cursor = like, 0, self.cursor
+    def _ahead(self, kind: Kind, met: int, budget: int) -> Ahead:
+        """The samples that come next until no more are bad. met: how many bad ones were, since the onset."""
+        nobody = self.met.of(np.empty(0, np.int64))
+        ahead = Ahead(nobody, self._texts(nobody), np.empty(0, dtype=bool), np.empty(0, dtype=bool))
+        clean, cursor = 0, self.cursor
         gap = (self.case.last - self.case.first + 1) / met
         while self.looked < budget and clean < max(CLEAN, GAPS * gap):
             self.looked += 1
             positions, cursor = self.selection.next_kept(cursor, self.lab.batch)
             batch = Seen(positions, self.lab.losses(positions), self.lab.corpora(positions))
-            ahead = ahead.with_(batch)
+            texts, seen = self._texts(batch), ahead.seen.with_(batch)
             # All that were met are judged together.
-            found = samples.suspects(self.met.with_(ahead), self.usual, self.threshold)
-            alone = np.isin(np.arange(ahead.positions.size), found - self.met.positions.size)
-            like = np.append(like, kind.members(self._samples(batch, self._z(batch))))
+            found = samples.suspects(self.met.with_(seen), self.usual, self.threshold)
+            alone = np.isin(np.arange(seen.positions.size), found - self.met.positions.size)
+            like = np.append(ahead.like, kind.members(texts))
             clean = 0 if (alone | like)[-positions.size :].any() else clean + 1
-        return ahead, alone, like
+            ahead = Ahead(seen, ahead.texts.with_(texts), alone, like)
+        return ahead
 
-    def _worse(self, scale: Scale, others: Seen) -> bool:
-        usual = groups.by_corpus(self.usual.losses, self.usual.corpora)
-        error = max((u.error for u in usual.values()), default=0.0)
-        texts = self._samples(others, self._z(others))
-        return scores.worse(scale, texts, self.config.attribution.significance, error)
-
-    def _samples(self, seen: Seen, z: npt.NDArray[np.float64]) -> Samples:
-        return Samples(self.lab.tokens(seen.positions), np.nan_to_num(z, nan=0.0), seen.corpora)
-
-    def _z(self, seen: Seen) -> npt.NDArray[np.float64]:
-        usual = self.usual
-        return groups.compare(seen.losses, seen.corpora, usual.losses, usual.corpora)[0]
+    def _texts(self, seen: Seen) -> Samples:
+        return self.lab.samples(seen.positions, groups.far_out(seen.losses, seen.corpora, self.known))
 
 
 def _nobody(reason: str) -> Conclusion:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from megastable import evidence
 from megastable.data.skips import Skips
 from megastable.evidence import Known, Trained
 from megastable.examination import Examination
@@ -46,6 +47,8 @@ class Laboratory:
 
     def corpora(self, positions: Int64s) -> Int64s:
         return np.zeros(positions.shape, np.int64)
+
+    samples = evidence.Laboratory.samples
 
     def known(self, history: list[Trained], *_: Any) -> Known:
         positions = np.concatenate([t.positions for t in history])

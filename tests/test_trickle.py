@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from megastable.data.skips import Skips
+from megastable.evidence import Laboratory
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
 from megastable.stability.samples import Seen, Waiting
@@ -35,10 +36,14 @@ class Texts:
         return np.array([4 + self.lifted[p] if p in self.lifted else usual[p] for p in positions.tolist()])
 
     def tokens(self, positions: Int64s) -> Int64s:
+        if not positions.size:
+            return np.empty((0, 65), np.int64)
         rows = [np.random.default_rng(p).integers(0, 400, 65) for p in positions.tolist()]
         theirs = [np.random.default_rng(p).integers(400, 450, 65) for p in positions.tolist()]
         is_other = np.isin(positions, self.other)
         return np.where(is_other[:, None], theirs, rows)
+
+    samples = Laboratory.samples
 
     def conclude(self) -> tuple[Conclusion, int]:
         met, usual = np.arange(FIRST, NOW), np.arange(FIRST)

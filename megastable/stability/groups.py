@@ -88,17 +88,29 @@ def compare(losses: Floats, corpora: Int64s, harmless: Floats, of: Int64s) -> tu
     harmless, of: as `by_corpus`. z: (x - median) / (1.4826 MAD), Iglewicz and Hoaglin 1993, of the latest harmless
     ones. nan and 1 where fewer than `ENOUGH` of the corpus are known; inf and 0 where a loss is not finite.
     """
-    z, p = np.full(losses.shape, np.nan), np.ones(losses.shape)
     usual = by_corpus(harmless, of)
+    z, p = far_out(losses, corpora, usual), np.ones(losses.shape)
     # How corpora scatter differs, and is soon known; how far their tails reach is not, but differs less.
     everyone = np.sort(np.concatenate([np.empty(0), *(own.z for own in usual.values())]))
     for corpus, own in usual.items():
         members = corpora == corpus
-        z[members] = (losses[members] - own.centre) / own.scale
         p[members] = chances(z[members], np.sort(own.z) if own.z.size >= TAIL_KNOWN else everyone)
-    broken = ~np.isfinite(losses)
-    z[broken], p[broken] = np.inf, 0.0
+    p[~np.isfinite(losses)] = 0.0
     return z, p
+
+
+def far_out(losses: Floats, corpora: Int64s, usual: dict[int, Usual]) -> Floats:
+    """The z of `compare` alone, fp64 [n]: among what `by_corpus` knows."""
+    z = np.full(losses.shape, np.nan)
+    for corpus, own in usual.items():
+        members = corpora == corpus
+        z[members] = (losses[members] - own.centre) / own.scale
+    return np.where(np.isfinite(losses), z, np.inf)
+
+
+def shared_error(usual: dict[int, Usual]) -> float:
+    """Standard error that the z of all samples of a corpus share, of the corpus of which least is known."""
+    return max((own.error for own in usual.values()), default=0.0)
 
 
 def chances(z: Floats, usual: Floats) -> Floats:

@@ -50,6 +50,9 @@ class Samples(NamedTuple):
     def of(self, chosen: Bools | Int64s | slice) -> Samples:
         return Samples(self.tokens[chosen], self.z[chosen], self.corpora[chosen])
 
+    def with_(self, other: Samples) -> Samples:
+        return Samples(*(np.concatenate([mine, theirs]) for mine, theirs in zip(self, other, strict=True)))
+
 
 class Usual:
     """What harmless samples of one corpus are like."""
@@ -112,7 +115,7 @@ class Score:
 
     def __init__(self, scale: Scale, accused: Samples, losses: bool = True) -> None:
         self._scale, self._resemblance = scale, dict[int, tuple[Resemblance, float, float]]()
-        self._weight, self._high = (1.0, HIGH) if losses else (0.0, np.inf)
+        self._losses = losses
         harmless, alike = [np.empty(0)], [np.empty(0)]
         for corpus in np.unique(accused.corpora).tolist():
             if (usual := scale.usual.get(corpus)) is None:
@@ -129,7 +132,7 @@ class Score:
         """Scores and likeness of samples, fp64 [n] each; -inf of other corpora than those of the accused. among: which
         of the samples are of the accused themselves."""
         scores, alike = np.full(samples.z.shape, -np.inf), np.full(samples.z.shape, -np.inf)
-        badness = self._scale.badness(samples)
+        badness = self._scale.badness(samples) if self._losses else np.zeros(samples.z.shape)
         for corpus, (resemblance, middle, width) in self._resemblance.items():
             mine = samples.corpora == corpus
             own = None if among is None else among[mine]
@@ -138,7 +141,9 @@ class Score:
         return scores, alike
 
     def _together(self, badness: Floats, likeness: Floats) -> Floats:
-        return np.asarray(self._weight * badness + np.clip(likeness, LOW, self._high))
+        if not self._losses:
+            return np.maximum(likeness, LOW)
+        return np.asarray(badness + np.clip(likeness, LOW, HIGH))
 
 
 class Judged(NamedTuple):
