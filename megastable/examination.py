@@ -67,6 +67,7 @@ class Examination:
         self.between, self.selection, self.adjacent = len(between), selection, adjacent
         self.forwards = 0
         self.alone = np.empty(0, np.int64)  # convicted each by its own loss
+        self.shared = 0.0  # z by which the present state puts ordinary samples above what was recorded
         self.together: float | None = None  # gradient of a batch of the guilty, over an ordinary one's
         self.positions = np.concatenate([t.positions for t in self.steps])
         self.corpora = laboratory.corpora(self.positions)
@@ -99,11 +100,13 @@ class Examination:
     # Who is guilty
 
     def judge(self, shift: float = 0.0) -> tuple[Judged, Floats]:
-        """Of the window, and z. shift: how far harmless samples on the same state lie from what was recorded, in z."""
+        """Of the window, and z. shift: how far harmless samples on the same state lie from what was recorded, in z, but
+        for what they share with all of the window."""
         c, significance = self.config, self.config.significance
         if self.adjacent:
             significance = c.adjacent_significance
-        z, p = groups.compare(self.losses, self.corpora, self.known.losses, self.known.corpora)
+        losses = groups.lowered(self.losses, self.corpora, self.usual, self.shared)
+        z, p = groups.compare(losses, self.corpora, self.known.losses, self.known.corpora)
         if shift > 0:
             z = z - shift
             p = np.where(z > c.threshold, p, 1.0)
@@ -116,6 +119,9 @@ class Examination:
     def conclude(self, recurred: bool) -> Conclusion:
         """All experiments."""
         judged, z = self.judge()
+        if judged.guilty.any() and (shared := groups.shared_shift(z, judged.guilty)) > 0:
+            self.shared = shared
+            judged, z = self.judge()
         guilty, inferred, found = self.positions[judged.guilty], np.empty(0, np.int64), None
         norms, by_gradient = dict[int, float](), not guilty.size
         gradients = self.lab.batch_norms(self.steps, self.known)
@@ -260,7 +266,7 @@ class Growth:
 
     def _measure(self, number: int, positions: Int64s) -> None:
         losses = self.of._losses(positions)
-        z = self.of._z(positions, losses)
+        z = self.of._z(positions, losses) - self.of.shared
         self.looked[number] = Batch(positions, z, losses, *self.score.of(self.of.lab.samples(positions, z)))
 
     def _behind(self, number: int) -> int | None:
@@ -350,7 +356,7 @@ class Growth:
     def _window(self) -> Batch:
         """The suspects that led here."""
         e = self.of
-        z = e._z(e.positions, e.losses)
+        z = e._z(e.positions, e.losses) - e.shared
         return Batch(e.positions, z, e.losses, *self.score.of(e.lab.samples(e.positions, z), self.accused))
 
     def _cut(self, inside: list[Batch]) -> float | None:

@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megastable import evidence
 from megastable.data.skips import Skips
 from megastable.evidence import Known, Trained
 from megastable.examination import Examination
+from megastable.stability import groups
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
 from megastable.stability.settings import AttributionConfig
@@ -30,7 +33,7 @@ class Laboratory:
 
     def __init__(self, bad: Int64s, alike: bool = True, out: float = 4.0, seed: int = 0) -> None:
         self.config, self.batch, self.forwards = AttributionConfig(), BATCH, 0
-        random, end = np.random.default_rng(seed), int(bad.max()) + 4096 * BATCH
+        random, end = np.random.default_rng(seed), int(bad.max()) + (1 << 17) * BATCH
         self.bad = np.zeros(end, dtype=bool)
         self.bad[bad] = True
         self.alike, self._losses = alike, 3 + 0.3 * (random.standard_normal(end) + out * self.bad)
@@ -125,3 +128,34 @@ def test_who_is_guilty_by_itself_is_told_from_one_of_a_crowd() -> None:
     laboratory._losses[far] = 3.0
     found = laboratory.concluded()
     assert found.alone == [] and len(found.guilty) >= 6
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_all_samples_share_makes_nobody_guilty(seed: int) -> None:
+    """One of 16 is far out, and the state puts all samples one deviation above what was recorded."""
+    places = np.random.default_rng(seed)
+    bad = FIRST + np.arange(8) * BATCH + places.integers(BATCH, size=8)
+    laboratory = Laboratory(bad, alike=False, out=10.0, seed=seed)
+    laboratory._losses[FIRST:] += 0.3
+    found = laboratory.concluded(steps=8)
+    assert found.cause is Cause.DATA and judged(laboratory, found) == (0, 0)
+
+
+@given(
+    st.lists(st.floats(-5, 5), min_size=1, max_size=80),
+    st.integers(0, 80),
+    st.floats(0.5, 3),
+    st.integers(0, 60),
+)
+def test_a_shared_shift_is_that_of_the_many(z: list[float], guilty: int, shift: float, unknown: int) -> None:
+    every = np.concatenate([np.array(z), np.full(unknown, np.nan)])
+    bad = np.arange(every.size) < guilty
+    found = groups.shared_shift(every, bad)
+    ordinary = np.array(z)[guilty:]
+    if ordinary.size < max(24, bad.sum()):
+        assert found == 0.0
+    else:
+        assert found == max(0.0, float(np.median(ordinary)))
+        assert groups.shared_shift(every + shift, bad) == pytest.approx(
+            max(0.0, float(np.median(ordinary)) + shift)
+        )

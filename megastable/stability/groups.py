@@ -113,6 +113,21 @@ def shared_error(usual: dict[int, Usual]) -> float:
     return max((own.error for own in usual.values()), default=0.0)
 
 
+def shared_shift(z: Floats, guilty: Bools) -> float:
+    """How far all samples of a window [n] lie above what was recorded, in z: the median of those that are not guilty,
+    as the same state measured them; 0 where these are few, or fewer than the guilty, or do not lie higher."""
+    rest = z[~guilty & np.isfinite(z)]
+    return max(0.0, float(np.median(rest))) if rest.size >= max(ENOUGH // 2, guilty.sum()) else 0.0
+
+
+def lowered(losses: Floats, corpora: Int64s, usual: dict[int, Usual], shift: float) -> Floats:
+    """Losses [n], less `shift` in units of what their corpora scatter."""
+    scales = np.zeros(losses.shape)
+    for corpus, own in usual.items():
+        scales[corpora == corpus] = own.scale
+    return losses - shift * scales
+
+
 def chances(z: Floats, usual: Floats) -> Floats:
     """Of each z, how often a harmless sample is as bad, or a little more often; usual: ascending.
 
