@@ -53,8 +53,8 @@ def test_the_same_change_of_the_weights_is_more_in_a_wider_model() -> None:
 @pytest.mark.parametrize(
     ("later", "told"),
     [
-        (look(rms=0.02 * CONFIG.growth), ["activations"]),
-        (look(rms=0.0199 * CONFIG.growth), []),
+        (look(rms=CONFIG.rms), ["activations"]),  # grown 250 times
+        (look(rms=0.999 * CONFIG.rms), []),
         (look(rms=math.nan), []),
         (look(rms=math.inf), []),
         (look(rms=100.0, block="blocks.9"), []),  # there is nothing to compare it with
@@ -71,6 +71,49 @@ def test_looks_are_compared_with_the_first(later: dict[str, dict[str, float]], t
     found = signs.measured(20, {}, later)
     assert names(found) == told
     assert all("blocks.1" in sign.text for sign in found)
+
+
+@pytest.mark.parametrize(
+    ("first", "now", "told"),
+    [
+        (1.0, CONFIG.growth, 1),
+        (
+            1.0,
+            0.999 * CONFIG.growth,
+            0,
+        ),  # large from the start on: another initialisation, or converted weights
+        (0.5 * CONFIG.rms / CONFIG.growth, 0.999 * CONFIG.rms, 0),  # twice the growth
+        (0.5 * CONFIG.rms / CONFIG.growth, CONFIG.rms, 1),
+    ],
+)
+def test_a_stream_is_told_that_has_grown_much_and_is_large(first: float, now: float, told: int) -> None:
+    signs = Signs(CONFIG, WIDTH)
+    signs.measured(1, {}, look(rms=first))
+    assert len(signs.measured(20, {}, look(rms=now))) == told
+
+
+def test_one_block_must_be_both() -> None:
+    """One is large, but was at the start; the other has grown, but is small."""
+    signs = Signs(CONFIG, WIDTH)
+    signs.measured(1, {}, look(rms=CONFIG.rms))
+    assert signs.measured(20, {}, {**look(rms=CONFIG.rms), "blocks.0": {"activation_rms": 1.5}}) == []
+
+
+# RMS by block after the steps 1, 20, 50 and 100, as recorded.
+QUICKSTART = {
+    1: (0.02465, 0.03032, 0.03733, 0.04536),
+    20: (0.0725, 0.165, 0.274, 0.407),
+    50: (0.435, 0.843, 0.998, 1.125),
+    100: (0.906, 1.393, 1.551, 1.713),
+}
+
+
+def test_the_quickstart_is_silent() -> None:
+    """Its stream grows 46 times, and it is healthy."""
+    signs = Signs(CONFIG, WIDTH)
+    for step, column in QUICKSTART.items():
+        rows = {f"blocks.{i}": {"activation_rms": rms} for i, rms in enumerate(column)}
+        assert signs.measured(step, {}, rows) == []
 
 
 @pytest.mark.parametrize(("width", "told"), [(CONFIG.narrowest, 1), (CONFIG.narrowest - 1, 0)])
