@@ -28,7 +28,8 @@ def recipe(corpus: Path, run: Path, **parts: Any) -> RunConfig:
         "checkpoint": {"interval": 0},
     }
     given = parts.get("stability", {})
-    parts["stability"] = {**given, "signs": {"narrowest": 32, **given.get("signs", {})}}
+    small = {"narrowest": 32, "rms": 0.1}  # the growth alone decides
+    parts["stability"] = {**given, "signs": {**small, **given.get("signs", {})}}
     return tiny(corpus, run, **{**defaults, **parts})
 
 
@@ -108,7 +109,13 @@ def test_trouble_later_in_the_start_is_no_sign(tmp_path: Path) -> None:
     """Step 33 is a look of the configuration, and the second refused update: the residual stream has grown a lot
     there. It is done again while the incident is open."""
     write_corpus(tmp_path / "corpus", ids=20)
-    signs = {"norms": [1, 2, 5, 10, 20, 33], "looks": [1, 20, 33], "growth": 12.0, "narrowest": 32}
+    signs = {
+        "norms": [1, 2, 5, 10, 20, 33],
+        "looks": [1, 20, 33],
+        "growth": 12.0,
+        "rms": 0.1,
+        "narrowest": 32,
+    }
     c = faulty(tmp_path / "corpus", tmp_path / "run", stability={"signs": signs}, optimizer={"lr": 1e-3})
     (end,) = run_ranks(1, spoil, c, "weights", [32])
     run = RunDirectory(tmp_path / "run")

@@ -6,8 +6,10 @@ and for good. What it does inside of the model is seen within some steps:
 - `update`: one update changes the weights by much of themselves. What a random matrix puts out changes by up to about
   |dw| / |w| * sqrt(width) / 2 times itself where the update has rank one, as Adam's first ones nearly have (the
   spectral norms of both; Yang, Simon & Bernstein, arXiv:2310.17813).
-- `activations`: the residual stream grows far beyond what it was at the start. Every block reads it normalised, so what
-  later updates add hardly counts any more: the run learns little from then on. Very narrow models bear it.
+- `activations`: the residual stream has grown far beyond what it was at the start, and beyond the scale of what blocks
+  add to it. Every block reads it normalised, so what later updates add hardly counts any more. The growth alone tells
+  nothing: the stream starts at the scale of the initial embedding, and healthy runs leave that behind, too. Very narrow
+  models bear both.
 - `attention`: the entropy of attention has collapsed (Zhai et al., arXiv:2303.06296): large logits without QK-norm.
 - `unigram`: the rates so far add up to much, and the loss is no better than that of token frequencies alone.
 
@@ -132,14 +134,15 @@ class Signs:
         if not self._state.activation:
             self._state.activation = now
             return None
-        growth, block = max(_over(now, self._state.activation), default=(0.0, ""))
+        large = {block: rms for block, rms in now.items() if rms >= self.config.rms}
+        growth, block = max(_over(large, self._state.activation), default=(0.0, ""))
         if growth < self.config.growth or self.width < self.config.narrowest:
             return None
         first = self._state.activation[block]
         text = (
             f"the residual stream after {block} has grown {growth:.0f} times since the start of the run (limit "
-            f"{self.config.growth:g}), from an RMS of {first:.2g} to {now[block]:.2g} at step {step}: what later "
-            f"updates add to it hardly counts; {ADVICE}"
+            f"{self.config.growth:g}), from an RMS of {first:.2g} to {now[block]:.2g} at step {step} (limit "
+            f"{self.config.rms:g}): what later updates add to it hardly counts; {ADVICE}"
         )
         return Sign("activations", text, {"growth": growth, "rms": now[block], "first_rms": first})
 

@@ -14,6 +14,7 @@ from megastable.stability.signs import Sign, Signs, SignsState, due
 
 CONFIG = SignsConfig()
 WIDTH = 256  # sqrt(width) / 2 is 8
+LARGE = 2 * CONFIG.rms
 
 
 def look(rms: float = 0.02, entropy: float = 3.4, block: str = "blocks.1") -> dict[str, dict[str, float]]:
@@ -53,15 +54,15 @@ def test_the_same_change_of_the_weights_is_more_in_a_wider_model() -> None:
 @pytest.mark.parametrize(
     ("later", "told"),
     [
-        (look(rms=0.02 * CONFIG.growth), ["activations"]),
-        (look(rms=0.0199 * CONFIG.growth), []),
+        (look(rms=CONFIG.rms), ["activations"]),  # grown a thousandfold
+        (look(rms=0.999 * CONFIG.rms), []),
         (look(rms=math.nan), []),
         (look(rms=math.inf), []),
-        (look(rms=100.0, block="blocks.9"), []),  # there is nothing to compare it with
+        (look(rms=LARGE, block="blocks.9"), []),  # there is nothing to compare it with
         (look(entropy=3.4 * CONFIG.collapse), ["attention"]),
         (look(entropy=3.41 * CONFIG.collapse), []),
         (look(entropy=0.0), []),
-        (look(rms=100.0, entropy=0.1), ["activations", "attention"]),
+        (look(rms=LARGE, entropy=0.1), ["activations", "attention"]),
         ({}, []),
     ],
 )
@@ -73,11 +74,61 @@ def test_looks_are_compared_with_the_first(later: dict[str, dict[str, float]], t
     assert all("blocks.1" in sign.text for sign in found)
 
 
+@pytest.mark.parametrize(
+    ("first", "now", "told"),
+    [
+        (1.0, CONFIG.growth, 1),
+        (
+            1.0,
+            0.999 * CONFIG.growth,
+            0,
+        ),  # large from the start on: another initialisation, or converted weights
+        (0.5 * CONFIG.rms / CONFIG.growth, 0.999 * CONFIG.rms, 0),  # twice the growth
+        (0.5 * CONFIG.rms / CONFIG.growth, CONFIG.rms, 1),
+    ],
+)
+def test_a_stream_is_told_that_has_grown_much_and_is_large(first: float, now: float, told: int) -> None:
+    signs = Signs(CONFIG, WIDTH)
+    signs.measured(1, {}, look(rms=first))
+    assert len(signs.measured(20, {}, look(rms=now))) == told
+
+
+def test_one_block_must_be_both() -> None:
+    """One is large, but was at the start; the other has grown, but is small."""
+    signs = Signs(CONFIG, WIDTH)
+    signs.measured(1, {}, look(rms=CONFIG.rms))
+    assert signs.measured(20, {}, {**look(rms=CONFIG.rms), "blocks.0": {"activation_rms": 1.5}}) == []
+
+
+# RMS by block after the steps 1, 20, 50 and 100, as recorded.
+QUICKSTART = {
+    1: (0.02465, 0.03032, 0.03733, 0.04536),
+    20: (0.0725, 0.165, 0.274, 0.407),
+    50: (0.435, 0.843, 0.998, 1.125),
+    100: (0.906, 1.393, 1.551, 1.713),
+}
+
+
+def test_the_quickstart_is_silent() -> None:
+    """Its stream grows 46 times, and it is healthy."""
+    signs = Signs(CONFIG, WIDTH)
+    for step, column in QUICKSTART.items():
+        rows = {f"blocks.{i}": {"activation_rms": rms} for i, rms in enumerate(column)}
+        assert signs.measured(step, {}, rows) == []
+
+
+def test_the_best_of_the_bad_is_told() -> None:
+    """Step 20 without QK-norm at a rate of 0.03, 3 layers of 128, as recorded."""
+    signs = Signs(CONFIG, 128)
+    signs.measured(1, {}, look(rms=0.0221))
+    assert names(signs.measured(20, {}, look(rms=221.8))) == ["activations"]
+
+
 @pytest.mark.parametrize(("width", "told"), [(CONFIG.narrowest, 1), (CONFIG.narrowest - 1, 0)])
 def test_a_stream_that_grows_in_a_narrow_model_is_no_sign(width: int, told: int) -> None:
     signs = Signs(CONFIG, width)
     signs.measured(1, {}, look())
-    assert len(signs.measured(20, {}, look(rms=10.0))) == told
+    assert len(signs.measured(20, {}, look(rms=LARGE))) == told
 
 
 def test_a_first_look_that_is_extreme_itself_is_no_sign() -> None:
@@ -87,7 +138,7 @@ def test_a_first_look_that_is_extreme_itself_is_no_sign() -> None:
 def test_a_first_look_that_showed_nothing_is_made_up_for_by_the_next() -> None:
     signs = Signs(CONFIG, WIDTH)
     assert signs.measured(1, {}, {}) == signs.measured(20, {}, look()) == []
-    assert names(signs.measured(50, {}, look(rms=10.0))) == ["activations"]
+    assert names(signs.measured(50, {}, look(rms=LARGE))) == ["activations"]
 
 
 @pytest.mark.parametrize(
@@ -99,14 +150,14 @@ def test_only_regular_looks_at_an_undisturbed_start_are_judged(
     """The second refused update of a spike is looked into, too; what it shows is the spike."""
     signs = Signs(CONFIG, WIDTH)
     signs.measured(1, {}, look())
-    assert len(signs.measured(step, {"update_ratio": 1.0}, look(rms=10.0, entropy=0.1), undisturbed)) == told
-    assert len(signs.measured(50, {"update_ratio": 1.0}, look(rms=10.0, entropy=0.1))) == 3 - told
+    assert len(signs.measured(step, {"update_ratio": 1.0}, look(rms=LARGE, entropy=0.1), undisturbed)) == told
+    assert len(signs.measured(50, {"update_ratio": 1.0}, look(rms=LARGE, entropy=0.1))) == 3 - told
 
 
 def test_a_first_look_at_an_update_that_overflowed_is_one() -> None:
     signs = Signs(CONFIG, WIDTH)
     assert signs.measured(1, {}, look(), undisturbed=False) == []
-    assert names(signs.measured(20, {}, look(rms=10.0))) == ["activations"]
+    assert names(signs.measured(20, {}, look(rms=LARGE))) == ["activations"]
 
 
 def test_the_loss_is_compared_once() -> None:
