@@ -17,7 +17,7 @@ import numpy.typing as npt
 from megastable.data.skips import Selection, Skips
 from megastable.stability import attribution, groups, region, scores
 from megastable.stability.attribution import Conclusion, Suspect
-from megastable.stability.likeness import ENOUGH_ALIKE, separation
+from megastable.stability.likeness import ENOUGH_ALIKE, Likeness, separation
 from megastable.stability.region import Region, Side
 from megastable.stability.scores import Judged, Samples, Scale, Score
 
@@ -35,16 +35,20 @@ THINNEST, FEW = (
     0.125,
     3,
 )  # share of bad samples below which no region is looked for; fewer of them are individuals
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio
+PULL = 2.0  # of the gradient norm of an ordinary batch, from which on a batch ahead is bad: clean ones have up to 1.5
+SOLID_END = 2  # clean spots in a row that end a region whose batches are all bad
+INSIDE = 8  # batches inside a region of a crowd, evenly spread, whose gradients must all be extraordinary
+LEARNT = 4096  # samples inside, evenly spread, that are taken for bad then, to learn what they are like
 
 
 class Batch(NamedTuple):
-    """A batch that was looked at: positions, z, scores and likeness of its samples, [n] each."""
+    """A batch that was looked at: positions, z, losses and scores of its samples, [n] each."""
 
     positions: Int64s
     z: Floats
     losses: Floats
     scores: Floats
-    alike: Floats
 
 
 class Examination:
@@ -69,6 +73,7 @@ class Examination:
         self.alone = np.empty(0, np.int64)  # convicted each by its own loss
         self.shared = 0.0  # z by which the present state puts ordinary samples above what was recorded
         self.together: float | None = None  # gradient of a batch of the guilty, over an ordinary one's
+        self.pull = math.inf  # norm of a batch's gradient ahead, from which on a region goes on there
         self.positions = np.concatenate([t.positions for t in self.steps])
         self.corpora = laboratory.corpora(self.positions)
         self.losses = self._losses(self.positions)
@@ -82,6 +87,11 @@ class Examination:
     def _losses(self, positions: Int64s) -> Floats:
         self.forwards += math.ceil(positions.size / self.size)
         return self.lab.losses(positions)
+
+    def norm(self, positions: Int64s) -> float:
+        """Of the gradient of a batch."""
+        self.forwards += region.FORWARD
+        return self.lab.gradient_norm(positions)
 
     def _harmless(self) -> Samples:
         """Those that scores are calibrated on: the latest, but for those of right before the window, as a region may
@@ -125,6 +135,8 @@ class Examination:
         guilty, inferred, found = self.positions[judged.guilty], np.empty(0, np.int64), None
         norms, by_gradient = dict[int, float](), not guilty.size
         gradients = self.lab.batch_norms(self.steps, self.known)
+        if gradients is not None and gradients.extraordinary.any():
+            self.pull = PULL * gradients.whole
         crowd = self._alike(judged.guilty, gradients)
         if crowd is not None:
             judged, by_gradient = crowd, True
@@ -221,6 +233,12 @@ class Examination:
         return attribution.weighed(told, judged.p, attribution.odds_of_data(self.losses, tripped, expected))
 
 
+def half(positions: Int64s, size: int) -> Bools:
+    """Of which half samples are: neighbours are of one, as they may be of one text. By multiples of the golden ratio,
+    or every second batch, or every eighth, would be of one half, too."""
+    return np.asarray((positions // size).astype(np.uint64) * GOLDEN >> np.uint64(63) == 0)
+
+
 class Growth:
     """How far the guilty of a window go on, ahead and behind."""
 
@@ -230,6 +248,9 @@ class Growth:
         self.accused = judged.guilty
         e, self.size = examination, examination.size
         self.looked: dict[int, Batch] = {}
+        self.pulls: dict[int, bool] = {}  # whether the gradient of a batch ahead is extraordinary
+        self.follows = False  # whether such batches belong to the region
+        self.tells: tuple[Likeness, float] | None = None  # with the likeness from which on a sample is bad
         self.measured: dict[int, tuple[float, float]] = {}
         self.budget = region.FORWARD * e.config.region
         self.begin = e.forwards
@@ -245,6 +266,7 @@ class Growth:
         if self.ahead.found and self.ahead.reach and not self.ahead.clean:
             # Nobody saw it end: of rare corpora there is not so much within reach.
             self.ahead = replace(self.ahead, found=False, endless=True)
+        self.ahead = self._followed(farthest)
         self.looked_behind: dict[int, Batch] = {}
         self.back: Side = region.grow(self._behind, self.size, self.share, len(e.behind))
 
@@ -253,8 +275,29 @@ class Growth:
         positions = self._batch(number)
         if positions.size < self.size:
             return None
-        self._measure(number, positions)
-        return int(self._bad(self.looked[number]).sum())
+        if number not in self.looked:
+            self._measure(number, positions)
+        bad = int(self._bad(self.looked[number]).sum())
+        return self.size if self.follows and 2 * bad < self.size and self._pulling(number) else bad
+
+    def _pulling(self, number: int) -> bool:
+        """Whether the gradient of a batch ahead is extraordinary, as one of the window's is."""
+        positions = self._batch(number)
+        if number not in self.pulls:
+            self.pulls[number] = positions.size == self.size and self.of.norm(positions) > self.of.pull
+        return self.pulls[number]
+
+    def _followed(self, farthest: int) -> Side:
+        """How far the region goes on by the gradients of batches, where right beyond its seeming end it goes on
+        with samples that are bad together, and not like those of the window."""
+        if self.ahead.endless or not math.isfinite(self.of.pull) or not self._pulling(self.ahead.reach + 1):
+            return self.ahead
+        self.follows = True
+        budget = self.budget // (region.FORWARD + 1)
+        # Batches of further epochs have the bad samples, too, among others.
+        found = region.grow(self._ahead, self.size, 1.0, budget, farthest, enough=SOLID_END)
+        self.follows = found.found and not found.endless and bool(found.clean)
+        return found if self.follows else self.ahead
 
     def _batch(self, number: int) -> Int64s:
         wanted = (number + 1) * self.size
@@ -267,7 +310,7 @@ class Growth:
     def _measure(self, number: int, positions: Int64s) -> None:
         losses = self.of._losses(positions)
         z = self.of._z(positions, losses) - self.of.shared
-        self.looked[number] = Batch(positions, z, losses, *self.score.of(self.of.lab.samples(positions, z)))
+        self.looked[number] = Batch(positions, z, losses, self.score.of(self.of.lab.samples(positions, z))[0])
 
     def _behind(self, number: int) -> int | None:
         """The same of what was recorded before the window: costs no model time."""
@@ -281,8 +324,8 @@ class Growth:
             at = order[np.minimum(at, order.size - 1)] if order.size else at
             same = known.positions[at] == step.positions if order.size else np.zeros(z.shape, dtype=bool)
             z = np.where(same, self.of.known_z[at] if order.size else z, z)
-        found = self.score.of(self.of.lab.samples(step.positions, z))
-        self.looked_behind[number] = Batch(step.positions, z, step.losses, *found)
+        found, _ = self.score.of(self.of.lab.samples(step.positions, z))
+        self.looked_behind[number] = Batch(step.positions, z, step.losses, found)
         return int(self._bad(self.looked_behind[number]).sum())
 
     def _clean(self) -> list[Batch]:
@@ -315,18 +358,25 @@ class Growth:
         Where likeness tells the kinds apart it decides, of measured samples, too: their losses overlap those of
         harmless ones. So only as many are measured as that takes; where it does not, as many as the budget allows.
         """
-        e, reach, cut = self.of, self.ahead.reach, None
+        e, reach = self.of, self.ahead.reach
         before = [b for n, b in self.looked_behind.items() if n < self.back.reach]
-        for enough in (ENOUGH_ALIKE, math.inf):
-            if cut is None:
+        together = self._learn_together(guilty, reach)
+        if together:
+            reach += 1  # the next batch may hold the region's last few
+        for enough in (ENOUGH_ALIKE, 4 * ENOUGH_ALIKE, math.inf):
+            if self.tells is None:
                 self._look_inside(reach, enough)
                 inside = [*(self.looked[n] for n in sorted(self.looked) if n < reach), *before]
-                cut = self._cut(inside)
+                bad = [b.positions[self._bad(b)] for b in inside]
+                self._learn(np.concatenate([guilty[:0], *bad]), guilty, [b.positions for b in inside])
+        inside = [*(self.looked[n] for n in sorted(self.looked) if n < reach), *before]
         judged, inferred = inside, np.empty(0, np.int64)
-        if cut is not None:
+        if self.tells is not None:
             judged = [self._window(), *inside]
-            inferred = self._infer(cut, [n for n in range(reach) if n not in self.looked])
-        named = np.unique(np.concatenate([guilty, *(b.positions[self._bad(b, cut)] for b in judged)]))
+            inferred = self._infer([n for n in range(reach) if n not in self.looked])
+        named = np.unique(np.concatenate([guilty, *(b.positions[self._bad(b)] for b in judged)]))
+        if together:
+            named = named[named >= guilty.min()]  # what gradients show is told by fine differences
         every = np.concatenate([named, inferred])
         for batch in inside:
             for p, loss, z in zip(
@@ -337,12 +387,20 @@ class Growth:
         count = (e.forwards - self.begin) * self.size
         found = Region(
             int(every.min()), int(every.max()) + 1, self._how(every, inferred), count, round(steps, 1),
-            self.ahead.found, self._probes(cut),
+            self.ahead.found, self._probes(),
         )  # fmt: skip
         return named, inferred, found
 
-    def _bad(self, batch: Batch, cut: float | None = None) -> Bools:
-        return np.asarray(batch.scores >= self.bar if cut is None else batch.alike >= cut)
+    def _bad(self, batch: Batch) -> Bools:
+        if self.tells is None:
+            return np.asarray(batch.scores >= self.bar)
+        return self._alike(batch.positions)
+
+    def _alike(self, positions: Int64s) -> Bools:
+        """Which positions are of samples like those that are known to be bad."""
+        assert self.tells is not None
+        likeness, cut = self.tells
+        return np.asarray(self._like(positions, likeness) >= cut)
 
     def _look_inside(self, reach: int, enough: float) -> None:
         """Measure batches inside, evenly spread, until `enough` bad samples are known, or the budget is spent."""
@@ -357,25 +415,51 @@ class Growth:
         """The suspects that led here."""
         e = self.of
         z = e._z(e.positions, e.losses) - e.shared
-        return Batch(e.positions, z, e.losses, *self.score.of(e.lab.samples(e.positions, z), self.accused))
+        return Batch(e.positions, z, e.losses, self.score.of(e.lab.samples(e.positions, z), self.accused)[0])
 
-    def _cut(self, inside: list[Batch]) -> float | None:
-        """The likeness from which on a sample of the region is guilty, where likeness tells."""
-        nothing = np.empty(0)
-        every = np.concatenate([nothing, *(b.alike for b in inside)])
-        bad = np.concatenate([nothing, *(b.alike[self._bad(b)] for b in inside)])
-        return separation(bad, self.score.alike, every[np.isfinite(every)])
+    def _learn_together(self, guilty: Int64s, reach: int) -> bool:
+        """Learn what the samples of a crowd are like where there is one all over a long region: its batches have
+        extraordinary gradients, wherever one looks. Whether that tells them."""
+        if not self.follows or reach * self.size < 4 * ENOUGH_ALIKE:
+            return False
+        if not all(self._pulling(n) for n in region.spread(0, reach, INSIDE)):
+            return False
+        spread = region.spread(0, reach, math.ceil(LEARNT / self.size))
+        self._learn(np.concatenate([self._batch(n) for n in spread]), guilty)
+        return self.tells is not None
 
-    def _infer(self, cut: float, numbers: list[int]) -> Int64s:
+    def _learn(self, bad: Int64s, guilty: Int64s, inside: Sequence[Int64s] = ()) -> None:
+        """What tells samples like those that are bad from harmless ones, if anything does. guilty: more that are bad,
+        of the window: few may be ordinary among them; inside: measured ones of the region, of either kind."""
+        lab, usual = self.of.lab, [u for c, u in self.of.scale.usual.items() if c in self.corpora]
+        both = np.union1d(bad, guilty)
+        if not usual or min(np.bincount(half(both, self.size), minlength=2)) < ENOUGH_ALIKE // 4:
+            return
+        learnt, kept = (np.concatenate([getattr(u, of).tokens for u in usual]) for of in ("learnt", "kept"))
+        found = Likeness(lab.tokens(both), half(both, self.size), learnt)
+        # Those beyond the region are of the same days as those inside.
+        beyond = [self.looked[n].positions for n in self.ahead.clean[1:]]
+        harmless = [found.of(kept, np.arange(len(kept)) % 2 == 0), *(self._like(p, found) for p in beyond)]
+        every = self._like(np.unique(np.concatenate([bad, *inside])), found)
+        cut = separation(self._like(bad, found), np.concatenate(harmless), every[np.isfinite(every)])
+        self.tells = None if cut is None else (found, cut)
+
+    def _like(self, positions: Int64s, likeness: Likeness) -> Floats:
+        """Of samples; -inf of corpora of which too little is known."""
+        known = self.of.scale.judges(self.of.lab.corpora(positions))
+        found = np.full(positions.size, -np.inf)
+        found[known] = likeness.of(self.of.lab.tokens(positions[known]), half(positions[known], self.size))
+        return found
+
+    def _infer(self, numbers: list[int]) -> Int64s:
         """Who is guilty of the batches ahead that were not measured: the like of those that were."""
-        positions = np.concatenate([np.empty(0, np.int64), *(self._batch(number) for number in numbers)])
-        _, alike = self.score.of(self.of.lab.samples(positions, np.zeros(positions.size)))
-        return positions[alike >= cut]
+        batches = [self._batch(number) for number in numbers]
+        return np.concatenate([np.empty(0, np.int64), *(p[self._alike(p)] for p in batches)])
 
-    def _probes(self, cut: float | None) -> tuple[tuple[int, int, int], ...]:
+    def _probes(self) -> tuple[tuple[int, int, int], ...]:
         """Ahead and behind: where was looked, at how many samples, and how many of them were bad."""
         every = [*self.looked.values(), *self.looked_behind.values()]
-        told = ((int(b.positions[0]), b.positions.size, int(self._bad(b, cut).sum())) for b in every)
+        told = ((int(b.positions[0]), b.positions.size, int(self._bad(b).sum())) for b in every)
         return tuple(sorted(told))
 
     def _how(self, every: Int64s, inferred: Int64s) -> str:
@@ -389,4 +473,5 @@ class Growth:
                 f"it begins {self.back.reach} steps before the window, at position {int(every.min())}, by recorded "
                 f"losses{'' if self.back.found else ' (the record goes no further back)'}"
             )
-        return f"{front}; {rear}{region.inferred_in_words(inferred.size)}"
+        by = ", by the gradients of batches" if self.follows else ""
+        return f"{front}{by}; {rear}{region.inferred_in_words(inferred.size)}"

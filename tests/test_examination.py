@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from megastable import evidence
 from megastable.data.skips import Skips
-from megastable.evidence import Known, Trained
-from megastable.examination import Examination
+from megastable.evidence import Known, Norms, Trained
+from megastable.examination import Examination, half
 from megastable.stability import groups
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
@@ -159,3 +159,72 @@ def test_a_shared_shift_is_that_of_the_many(z: list[float], guilty: int, shift: 
         assert groups.shared_shift(every + shift, bad) == pytest.approx(
             max(0.0, float(np.median(ordinary)) + shift)
         )
+
+
+class Sorted(Laboratory):
+    """A text whose words are sorted: ordinary losses, and gradients that add up. Every sample is of a word or two, no
+    neighbourhood of them like another; harmless text has breaks between its words. Gradients are counted as steps."""
+
+    TEXT = np.random.default_rng(7).integers(0, WORDS, (4096, LENGTH + 1))
+    BREAKS = np.random.default_rng(8).random((4096, LENGTH + 1)) < 0.3
+
+    def __init__(self, bad: Int64s, ordinary: Int64s | None = None) -> None:
+        """ordinary: batches from the first bad sample on whose gradients are no larger than usual."""
+        super().__init__(bad, out=0.0)
+        self.first, self.ordinary, self.gradients = int(bad.min()), ordinary, 0
+
+    def tokens(self, positions: Int64s) -> Int64s:
+        text, breaks = self.TEXT[positions % 4096], self.BREAKS[positions % 4096]
+        word = WORDS + 10 + (positions - self.first)[:, None] // 40
+        bad = np.where(breaks, 10 + text % (WORDS - 10), word)
+        return np.where(self.bad[positions][:, None], bad, np.where(breaks, text % 4, 10 + text))
+
+    def gradient_norm(self, positions: Int64s) -> float:
+        self.gradients += 1
+        batch = (int(positions[0]) - self.first) // BATCH
+        none = self.ordinary is not None and batch in self.ordinary
+        return 1.0 if none else 1.0 + 8.0 * float(self.bad[positions].mean())
+
+    def batch_norms(self, steps: list[Trained], *_: Any) -> Any:
+        norms = np.array([self.gradient_norm(t.positions) for t in steps])
+        return Norms(1.0, 1.0, list(steps), norms, 8)
+
+    @property
+    def time(self) -> float:
+        return self.forwards / 3 + self.gradients
+
+
+@pytest.mark.parametrize("out", [0.0, 1.5], ids=["by their gradient", "by their losses"])
+def test_a_region_that_changes_from_word_to_word_is_followed_by_gradients_and_named_by_what_it_lacks(
+    out: float,
+) -> None:
+    """However the first of them were convicted."""
+    laboratory = Sorted(FIRST + 4 + np.arange(2400))
+    laboratory._losses[FIRST + 4 : FIRST + 40] += out
+    found = laboratory.concluded()
+    missed, innocent = judged(laboratory, found)
+    assert found.cause is Cause.DATA and missed <= 24 and innocent == 0
+    assert found.region is not None and found.region.found
+    assert abs(found.region.end - (FIRST + 2404)) <= 2
+    assert laboratory.time <= 60
+
+
+def test_a_region_of_a_crowd_with_innocent_samples_inside_is_not_named_by_likeness_alone() -> None:
+    places = FIRST + 4 + np.arange(2400)
+    laboratory = Sorted(places[np.random.default_rng(0).random(2400) > 0.05])
+    found = laboratory.concluded()
+    _, innocent = judged(laboratory, found)
+    assert found.inferred == [] and innocent == 0
+
+
+def test_a_region_with_a_harmless_stretch_inside_is_not_named_by_likeness_alone() -> None:
+    """Of another kind than what was before it, but its gradients are ordinary."""
+    laboratory = Sorted(FIRST + 4 + np.arange(2400), ordinary=np.arange(60, 80))
+    assert laboratory.concluded().inferred == []
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 7, 8, 32, 64])
+def test_evenly_spread_batches_are_of_both_halves_and_neighbours_of_one(every: int) -> None:
+    batches = 77 + every * np.arange(64)
+    of = half(BATCH * batches[:, None] + np.arange(BATCH), BATCH)
+    assert (of == of[:, :1]).all() and 24 <= of[:, 0].sum() <= 40

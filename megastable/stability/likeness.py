@@ -7,7 +7,9 @@ Two statistics of a sample, both of counts of tokens and of pairs of neighbours,
   harmless text alone, nats per token (a sample is left out of the accused that it is compared with, or every sample
   would resemble itself). After AdaDetect, which learns a score for novelty from the very samples in question and
   keeps its error rate: Marandon, Lei, Mary and Roquain, "Adaptive novelty detection with false discovery rate
-  guarantee", Annals of Statistics 2024.
+  guarantee", Annals of Statistics 2024;
+- `Likeness.of`: on which side of a line between some accused samples and harmless ones a sample lies. It takes a
+  hundred of the accused to learn, and tells finer differences: what a sample lacks counts as much as what it has.
 
 Pure; tokens are [n, L + 1], as `Source.samples` gives them, or their first `READ` + 1.
 """
@@ -29,6 +31,9 @@ READ = 1024  # tokens of a sample that are looked at: what a sample is like show
 HALF = 0.5  # what a token or pair that never occurred counts
 ENOUGH_ALIKE = 100  # measured samples of each kind, half of which a cut is chosen on, and half it is tried on
 UNLIKE = 0.01  # share of measured samples that likeness may take for the other kind
+FEATURES = 1 << 12  # buckets of single tokens that a line is drawn through, and as many of pairs
+RIDGE = 1.0  # how stiff it is: smaller ones fit the accused themselves, and tell their like no better
+PART = 256  # samples whose features are in memory at a time
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -107,19 +112,60 @@ def _counts(tokens: Tokens) -> Floats:
     return found
 
 
+class Line:
+    """Between accused and harmless samples: ridge regression of 1 and -1 on the roots of how frequent tokens and pairs
+    are in a sample (Hellinger's distance is that of these roots). Either kind weighs as much, however many there are.
+    """
+
+    def __init__(self, accused: Tokens, harmless: Tokens) -> None:
+        x = np.concatenate([_roots(accused), _roots(harmless)])
+        kind = np.repeat([1.0, -1.0], [len(accused), len(harmless)])
+        ridge = RIDGE * np.where(kind > 0, len(accused), len(harmless)) / len(kind)
+        solved = np.linalg.solve((x @ x.T).astype(np.float64) + 1.0 + np.diag(ridge), kind)
+        self._weights, self._offset = x.T @ solved, float(solved.sum())
+
+    def of(self, tokens: Tokens) -> Floats:
+        """Of n samples, fp64 [n]: 1 is as the accused are, -1 as harmless ones."""
+        parts = (tokens[at : at + PART] for at in range(0, len(tokens), PART))
+        return np.concatenate([np.empty(0), *(_roots(p) @ self._weights + self._offset for p in parts)])
+
+
+def _roots(tokens: Tokens) -> npt.NDArray[np.float32]:
+    rows = np.arange(len(tokens))[:, None]
+    found = np.zeros((len(tokens), 2 * FEATURES), np.float32)
+    np.add.at(found, (rows, words(tokens) % FEATURES), 1)
+    np.add.at(found, (rows, FEATURES + pairs(tokens) % FEATURES), 1)
+    return np.asarray(np.sqrt(found / (2 * max(1, tokens[:, 1 : READ + 1].shape[1])), dtype=np.float32))
+
+
+class Likeness:
+    """To some accused samples [n], in two halves (bool [n]): whoever is of one is judged by a line that was learnt from
+    the other, or the accused would be alike by having been accused."""
+
+    def __init__(self, accused: Tokens, half: npt.NDArray[np.bool_], harmless: Tokens) -> None:
+        self._lines = [Line(accused[half != mine], harmless) for mine in (False, True)]
+
+    def of(self, tokens: Tokens, half: npt.NDArray[np.bool_]) -> Floats:
+        """Of n samples, each of one half: fp64 [n]."""
+        found = np.empty(len(tokens))
+        for mine, line in zip((~half, half), self._lines, strict=True):
+            found[mine] = line.of(tokens[mine])
+        return found
+
+
 def separation(guilty: Floats, harmless: Floats, every: Floats, error: float = UNLIKE) -> float | None:
     """The likeness from which on a sample of a region counts as guilty; None where likeness does not tell.
 
     guilty, harmless: of measured samples; every: of all that were measured inside the region, of either kind: nobody
     knows for certain which. Chosen on one half of them, half-way between the quantiles that leave the share `error` of
     each on the wrong side, and kept if no more than that of the other half is on the wrong side, and no more of the
-    region near the cut, in the middle half of the way: where many are neither like the guilty nor like harmless ones,
-    likeness is no judge.
+    region near the cut, in the middle quarter of the way: where many are neither like the guilty nor like harmless
+    ones, likeness is no judge.
     """
     if min(guilty.size, harmless.size) < ENOUGH_ALIKE:
         return None
     low, high = np.quantile(harmless[::2], 1 - error), np.quantile(guilty[::2], error)
     cut = float(low + high) / 2
     wrong = max((guilty[1::2] < cut).mean(), (harmless[1::2] >= cut).mean())
-    unclear = (np.abs(every - cut) < (high - low) / 4).mean()
+    unclear = (np.abs(every - cut) < (high - low) / 8).mean()
     return cut if low < high and max(wrong, unclear) <= error else None

@@ -84,12 +84,12 @@ def below(k: int, n: int, p: float) -> float:
 
 def grow(
     probe: Callable[[int], int | None], size: int, share: float, budget: int, farthest: int = FARTHEST,
-    stray: float = STRAY,
+    stray: float = STRAY, enough: int = CLEAN,
 ) -> Side:  # fmt: skip
     """How far a region goes on from batch 0, the one next to what is known of it, to one side.
 
     probe: bad samples of a batch, None where there is none any more. budget: batches that may be looked at; farthest:
-    the last of them. share, stray: as `spot` has them.
+    the last of them. share, stray: as `spot` has them. enough: clean spots in a row.
     """
     look, counts, over = spot(size, share, stray), dict[int, int](), False
 
@@ -123,7 +123,7 @@ def grow(
         else:
             first_clean = at if first_clean is None else first_clean
             clean.append(at)
-            if len(clean) >= CLEAN:
+            if len(clean) >= enough:
                 ended = True
                 break
         at = 2 * at + look.batches

@@ -114,6 +114,10 @@ def test_what_never_ends_is_told_from_what_is_long() -> None:
     assert not grow(probe, BATCH, 1.0, budget=120).endless
 
 
+def test_a_solid_region_ends_at_fewer_clean_spots_where_that_is_asked_for() -> None:
+    assert [len(grow(region(40)[0], BATCH, 1.0, budget=120, enough=n).clean) for n in (1, 2, 3)] == [1, 2, 3]
+
+
 def test_a_clean_spot_at_the_far_end_is_no_end() -> None:
     """Nearly everything that anybody can look at is bad: that is the state, whatever the last spot says."""
     side = grow(lambda batch: BATCH if batch < 3 * FARTHEST // 4 else 0, BATCH, 1.0, 1000)
