@@ -38,7 +38,8 @@ def look(trained: Sequence[Trained], laboratory: Laboratory, config: SampleConfi
         pool = _first(np.flatnonzero(hard & (corpora == corpus)), steps, novelty.OF_STEP)[-novelty.POOL :]
         if pool.size < novelty.FEWEST:
             continue
-        new = novelty.scan(laboratory.tokens(positions[pool]))
+        # By who leads alone: of a thousand ranks each would read as much.
+        new = novelty.scan(laboratory.read_tokens(positions[pool]))
         # All looks of 10,000 steps together may raise so many that are none.
         if new.p <= config.false_alarms / 1e4 * novelty.PERIOD / len(judged):
             found.append(_case(pool[new.kind], positions, losses, steps, new.p))

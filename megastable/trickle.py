@@ -88,9 +88,8 @@ class Trickle:
                 f"{ahead.alone.sum()} of the {count} samples that come next are as bad: that is no matter of "
                 "single samples, but of the state"
             )
-        alone = ahead.alone & (
-            like | by_loss.any()
-        )  # a few are always far out: without an alarm that is no guilt
+        # A few are always far out: without an alarm that is no guilt.
+        alone = ahead.alone & (like | by_loss.any())
         others = texts.of(met & ~by_loss).with_(ahead.texts.of(like & ~alone))
         # What is everywhere ahead is no trickle; and being like the guilty is no guilt without being worse than others.
         error, significance = groups.shared_error(self.known), self.config.attribution.significance
@@ -105,6 +104,8 @@ class Trickle:
         bad = alone | (like & scores.hard(scale, ahead.texts))
         guilty = near.of(np.flatnonzero(met))
         everyone = guilty.with_(ahead.seen.of(np.flatnonzero(bad)))
+        if not everyone.positions.size:
+            return _nobody(f"of {accused.sum()} samples of one kind none is harder than usual")
         worst = samples.numbers(everyone, self.usual)
         told = (
             f"{guilty.positions.size} of {self.met.positions.size} samples since step {self.case.first} are of a kind "

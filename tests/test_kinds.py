@@ -35,7 +35,7 @@ class Texts:
     def corpora(self, positions: Int64s) -> Int64s:
         return positions % self.of
 
-    def tokens(self, positions: Int64s) -> Int64s:
+    def read_tokens(self, positions: Int64s) -> Int64s:
         self.read += positions.tolist()
         rows = [np.random.default_rng(p).integers(400, size=65) for p in positions.tolist()]
         theirs = [np.random.default_rng(p).integers(400, 450, 65) for p in positions.tolist()]

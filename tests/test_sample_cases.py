@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -129,6 +130,7 @@ def test_tokens_are_read_by_batches_and_no_more_kept_than_is_looked_at(
 
     source = SimpleNamespace(samples=samples, order=SimpleNamespace(sequence_length=2048))
     laboratory: Any = SimpleNamespace(loader=SimpleNamespace(source=source), batch=16)
+    laboratory.read_tokens = partial(Laboratory.read_tokens, laboratory)
     tokens = Laboratory.tokens(laboratory, np.arange(40))
     assert sizes == [16, 16, 8] and tokens.dtype == np.int32
     assert np.array_equal(tokens, np.arange(40)[:, None] + np.arange(1025))
