@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from megastable import kinds
 from megastable.by_heart import ByHeart
 from megastable.casebook import Casebook
 from megastable.checkpoint.store import RunState
@@ -21,11 +22,11 @@ from megastable.data.loader import Loader, Step
 from megastable.data.skips import Selection
 from megastable.engine import Measured
 from megastable.evidence import Laboratory, Trained, harmless
-from megastable.stability import samples
+from megastable.stability import novelty, samples
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.attribution import Conclusion
 from megastable.stability.policy import Policy
-from megastable.stability.samples import Alarm, Kind, SampleTest, Seen, Waiting, WatchState
+from megastable.stability.samples import Alarm, Kind, Rest, SampleTest, Seen, Waiting, WatchState
 from megastable.stability.settings import StabilityConfig
 from megastable.stability.signals import Verdict
 from megastable.trickle import Trickle
@@ -40,10 +41,6 @@ MOST = (
 )  # of the latest samples since the onset of an easy region, so many are read, and two steps at least
 UNKNOWN = "this process does not know the samples of its steps"
 LEFT_OUT = "its samples are left out already"
-# Steps after whole batches were examined for nothing. Another level of the loss takes FIRST_REST to become usual. A
-# look costs 10 to 60 steps of time, so that those that come again and again cost at most 1.5 % of a long run; after
-# LONGEST_REST steps in which none was needed the next rest is a short one.
-FIRST_REST, LONGEST_REST = samples.STEPS // 2, 4096
 WaitingKind = Literal["trickle", "batch", "easy"]
 
 
@@ -64,7 +61,7 @@ class SampleWatch:
         self.config, self.casebook = config, casebook
         self.note, self.say, self.phase, self.selection = note, say, phase, selection
         self._names = [corpus.name for corpus in casebook.source.order.corpora]
-        self._looked = self._rest = self._rested = 0
+        self._looked, self._rest, self._kinds = 0, Rest(), Rest()
         self.rewind(state or WatchState())
         self.before = self.state  # before the last step whose update was refused
 
@@ -78,8 +75,9 @@ class SampleWatch:
             waiting=waiting,
             quiet=self._quiet,
             looked=self._looked,
-            rest=self._rest,
-            rested=self._rested,
+            rest=self._rest.until,
+            rested=self._rest.steps,
+            kinds=self._kinds,
         )
 
     def rewind(self, state: WatchState) -> None:
@@ -88,9 +86,11 @@ class SampleWatch:
         # Whoever is far below is skipped without going back: no more of them than of a trickle may be none.
         self._easy = SampleTest(self.config.samples, state.easy, self.config.samples.false_alarms)
         self._waiting, self._quiet = [case.model_copy() for case in state.waiting], state.quiet
+        self._due = 0  # step from which on new kinds are looked for again
         self._ordinary, self._looked = False, max(state.looked, self._looked)
-        if state.rest > self._rest:  # only of a checkpoint: what looks have cost is spent
-            self._rest, self._rested = state.rest, state.rested
+        # Only of a checkpoint: what looks have cost is spent.
+        self._rest = max(self._rest, Rest(until=state.rest, steps=state.rested), key=_until)
+        self._kinds = max(self._kinds, state.kinds, key=_until)
 
     def observe(self, batch: Step, measured: Measured, applied: bool, step: int) -> None:
         """Judge the samples of a step; what is suspected waits."""
@@ -112,7 +112,7 @@ class SampleWatch:
             # Nothing was trained on since it was refused, so these are the same weights.
             if case.kind == "discard" and case.proven is None and (scored.ordinary or applied):
                 case.proven = scored.ordinary
-        if alarm is not None and (alarm.kind is Kind.TRICKLE or step >= self._rest):
+        if alarm is not None and (alarm.kind is Kind.TRICKLE or step >= self._rest.until):
             self._suspect(alarm.kind.value, alarm, alarm.reason, step)
         if low is not None and low.kind is Kind.BATCH:
             reason = (
@@ -161,9 +161,7 @@ class SampleWatch:
         """Write down that nobody of a case is guilty. If that was whole batches, they are not examined again and again:
         they rest, and twice as long where that comes again soon."""
         if case.kind == "batch":
-            soon = step < self._rest + LONGEST_REST
-            self._rested = min(max(FIRST_REST, 2 * self._rested), LONGEST_REST) if soon else FIRST_REST
-            self._rest = step + self._rested
+            self._rest = self._rest.after(step)
         event = "discard_examined" if case.kind == "discard" else "samples_examined"
         reason = "; ".join(filter(None, [found.reason, case.located]))
         self.note(
@@ -173,9 +171,11 @@ class SampleWatch:
         self.say(f"step {step}: {case.reason}; examined: {reason}: nothing is skipped")
 
     def convicted(self, case: Waiting) -> None:
-        """Somebody of a case is guilty: if that was whole batches, the next rest is a short one."""
+        """Somebody of a case is guilty: the next rest of its sort is a short one."""
         if case.kind == "batch":
-            self._rested = 0
+            self._rest = Rest(until=self._rest.until)
+        if case.kind == "kind":
+            self._kinds = Rest(until=self._kinds.until)
 
     def skip(
         self,
@@ -210,13 +210,30 @@ class SampleWatch:
         """
         self._quiet = self._quiet + 1 if clear and calm else 0
         convicted = list[Conclusion]()
+        trickle = any(case.kind == "trickle" for case in self._waiting)
         for case in list(self._waiting):
             ready = case.kind == "easy" or (case.kind == "trickle" and self._ordinary)
             if ready or self._quiet >= self.config.samples.quiet_steps:
                 self._waiting.remove(case)
                 found = self._examine(case, state, trained, laboratory)
                 convicted += [found] if found is not None else []
+        # What losses tell as well, they tell better; where they convict nobody of a trickle, likeness may.
+        due = trickle or state.step >= self._due
+        if due and self._ordinary and state.step >= self._kinds.until:
+            self._due = state.step + novelty.PERIOD
+            for case in self._new_kinds(trained, laboratory):
+                looked = self._looked
+                found = self._examine(case, state, trained, laboratory)
+                convicted += [found] if found is not None else []
+                # Of too few nothing can be told, and that has cost nothing: there may be more by the next time.
+                if found is None and self._looked > looked:
+                    self._kinds = self._kinds.after(state.step)
         return convicted
+
+    def _new_kinds(self, trained: Sequence[Trained], laboratory: Laboratory) -> list[Waiting]:
+        """A case for each corpus that a new kind of text has come into, of which one is known."""
+        self.phase("look for new kinds of text")
+        return laboratory.led(lambda lab: kinds.look(trained, lab, self.config.samples))
 
     def _wait(self, case: Waiting) -> None:
         every = [*self._waiting, case]
@@ -271,7 +288,7 @@ class SampleWatch:
         left_out: Selection,
     ) -> Conclusion | None:
         """Who is guilty; None where nobody is left to be examined."""
-        if case.kind == "trickle":
+        if case.kind in ("trickle", "kind"):
             met = self._met(case, window, left_out, laboratory)
             if not met.positions.size:
                 return None
@@ -355,3 +372,7 @@ class SampleWatch:
         """Batches ahead."""
         c = self.config.samples
         return max(0, min(c.ahead, c.ahead + step // c.ahead_every - self._looked))
+
+
+def _until(rest: Rest) -> int:
+    return rest.until

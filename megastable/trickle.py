@@ -24,7 +24,7 @@ from megastable.stability.settings import StabilityConfig
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-CALIBRATING = 1024  # harmless samples whose tokens are read
+CALIBRATING = 2048  # harmless samples whose tokens are read: half of them says how alike those are by chance
 READ = 4096  # of the samples since the onset, the latest: so many are read
 # Batches ahead without a bad sample until it is over: so many, or so many times the mean distance.
 CLEAN, GAPS = 4, 3
@@ -54,6 +54,8 @@ class Trickle:
 
     def conclude(self, budget: int) -> Conclusion:
         """Who is guilty. budget: batches ahead that may be measured."""
+        if self.case.kind == "kind":
+            return self._told(self.met.of(np.empty(0, np.int64)), budget)
         suspected = samples.suspects(self.met, self.usual, self.threshold)
         again = self.met.of(suspected[: self.config.samples.measured])
         again = again._replace(losses=self.lab.losses(again.positions))
@@ -63,14 +65,22 @@ class Trickle:
                 f"{suspected.size} of {self.met.positions.size} samples were far out when they were trained on, none "
                 "of them is by now"
             )
+        return self._told(first, budget)
+
+    def _told(self, first: Seen, budget: int) -> Conclusion:
+        """first: who is convicted by losses; where that is nobody, the case says who is accused of being of a kind."""
         latest = self.usual.of(np.arange(self.usual.positions.size)[-CALIBRATING:])
         z = groups.deviations(self.usual.losses, self.usual.corpora)[-CALIBRATING:]
         scale = Scale(self.lab.samples(latest.positions, z))
         read = np.arange(self.met.positions.size) >= self.met.positions.size - READ
-        near = self.met.of(np.flatnonzero(read | np.isin(self.met.positions, first.positions)))
+        chosen = first.positions if first.positions.size else np.array(self.case.positions, np.int64)
+        near = self.met.of(np.flatnonzero(read | np.isin(self.met.positions, chosen)))
         texts = self._texts(near)
         by_loss = np.isin(near.positions, first.positions)
-        met, kind = scores.joined(scale, texts, by_loss, self.innocent)
+        accused = np.isin(near.positions, chosen)
+        met, kind = scores.joined(scale, texts, by_loss, self.innocent, accused)
+        if not by_loss.any() and met.sum() < groups.CROWD:
+            return _nobody(f"only {met.sum()} samples can be told to be of one kind")
         ahead = self._ahead(kind, int(met.sum()), budget)
         count, like = ahead.like.size, ahead.like
         if ahead.alone.sum() > samples.HALF * count:
@@ -78,23 +88,40 @@ class Trickle:
                 f"{ahead.alone.sum()} of the {count} samples that come next are as bad: that is no matter of "
                 "single samples, but of the state"
             )
-        others = texts.of(met & ~by_loss).with_(ahead.texts.of(like & ~ahead.alone))
+        # A few are always far out: without an alarm that is no guilt.
+        alone = ahead.alone & (like | by_loss.any())
+        others = texts.of(met & ~by_loss).with_(ahead.texts.of(like & ~alone))
         # What is everywhere ahead is no trickle; and being like the guilty is no guilt without being worse than others.
         error, significance = groups.shared_error(self.known), self.config.attribution.significance
         if like.sum() > samples.HALF * count or not scores.worse(scale, others, significance, error):
+            if not by_loss.any():
+                return _nobody(
+                    f"{met.sum()} samples are of one kind, and {like.sum()} of the {count} that come next, but no "
+                    "worse than others, or that is how most are from here on"
+                )
             met, like = by_loss, np.zeros_like(like)
         met = by_loss | (met & scores.hard(scale, texts))
-        bad = ahead.alone | (like & scores.hard(scale, ahead.texts))
+        bad = alone | (like & scores.hard(scale, ahead.texts))
         guilty = near.of(np.flatnonzero(met))
         everyone = guilty.with_(ahead.seen.of(np.flatnonzero(bad)))
+        if not everyone.positions.size:
+            return _nobody(f"of {accused.sum()} samples of one kind none is harder than usual")
         worst = samples.numbers(everyone, self.usual)
-        more = guilty.positions.size - first.positions.size
-        joined = f", {more} are like them," if more else ""
+        told = (
+            f"{guilty.positions.size} of {self.met.positions.size} samples since step {self.case.first} are of a kind "
+            "that was not there before and is worse as a group than harmless ones"
+        )
+        if by_loss.any():
+            more = guilty.positions.size - first.positions.size
+            joined = f", {more} are like them," if more else ""
+            told = (
+                f"{first.positions.size} of {self.met.positions.size} samples since step {self.case.first} are bad on "
+                f"the present state, too{joined}"
+            )
         reason = (
-            f"{first.positions.size} of {self.met.positions.size} samples since step {self.case.first} are bad on the "
-            f"present state, too{joined} and {bad.sum()} of the {count} that come next: the worst has a "
-            f"loss of {worst[0].loss:.2f} ({worst[0].z:.0f} robust deviations above "
-            f"{np.isin(self.usual.corpora, everyone.corpora).sum()} harmless ones)"
+            f"{told} and {bad.sum()} of the {count} that come next: the worst has a loss of {worst[0].loss:.2f} "
+            f"({worst[0].z:.0f} robust deviations above {np.isin(self.usual.corpora, everyone.corpora).sum()} harmless "
+            "ones)"
         )
         return Conclusion(Cause.DATA, sorted(everyone.positions.tolist()), worst, reason)
 

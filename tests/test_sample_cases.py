@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from megastable import evidence
+from megastable import evidence, kinds
 from megastable.by_heart import NOBODY, ByHeart
 from megastable.data.skips import Skips
 from megastable.evidence import Known, Laboratory, Trained
@@ -20,7 +21,7 @@ from megastable.sample_watch import CASES, LEFT_OUT, MOST, UNKNOWN, SampleWatch
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
 from megastable.stability.policy import Policy
-from megastable.stability.samples import Alarm, Kind, Scored, Seen, Waiting, WatchState
+from megastable.stability.samples import Alarm, Kind, Rest, Scored, Seen, Waiting, WatchState
 from megastable.stability.settings import PolicyConfig, StabilityConfig
 from megastable.stability.signals import Verdict
 from tests.stability.policies import seen
@@ -129,6 +130,7 @@ def test_tokens_are_read_by_batches_and_no_more_kept_than_is_looked_at(
 
     source = SimpleNamespace(samples=samples, order=SimpleNamespace(sequence_length=2048))
     laboratory: Any = SimpleNamespace(loader=SimpleNamespace(source=source), batch=16)
+    laboratory.read_tokens = partial(Laboratory.read_tokens, laboratory)
     tokens = Laboratory.tokens(laboratory, np.arange(40))
     assert sizes == [16, 16, 8] and tokens.dtype == np.int32
     assert np.array_equal(tokens, np.arange(40)[:, None] + np.arange(1025))
@@ -280,3 +282,57 @@ def test_the_rest_is_kept_by_rewinds_and_restarts_and_short_again_where_somebody
     watch.convicted(case(5, kind="batch"))
     watch.rewind(late)
     assert watch.state.rest == 1012 and fruitless(watch, 1012) == 64
+
+
+def test_new_kinds_are_looked_for_now_and_then_where_the_state_is_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, looks, found = Made(), list[int](), list[Waiting]()
+    step = 0
+
+    def look(*_: Any) -> list[Waiting]:
+        looks.append(step)
+        return list(found)
+
+    monkeypatch.setattr(kinds, "look", look)
+
+    def concluded(watch: SampleWatch, *_: Any) -> Conclusion:
+        watch._looked += ahead
+        return Conclusion(Cause.STATE, [], [], "no worse than others")
+
+    monkeypatch.setattr(SampleWatch, "_concluded", concluded)
+    ahead = 4
+    laboratory: Any = Texts(16, set())
+
+    def act(until: int, ordinary: bool = True) -> None:
+        nonlocal step
+        while step < until:
+            step += 1
+            state: Any = SimpleNamespace(cursor=16 * step, step=step)
+            made.watch._ordinary = ordinary
+            made.watch.act(state, [], laboratory, True, True)
+
+    act(20)
+    assert looks == [1, 9, 17]
+    made.watch._waiting.append(case(18, kind="trickle", positions=[3]))
+    act(22)
+    assert looks == [1, 9, 17, 21], "and where losses suspect somebody"
+    act(40, ordinary=False)
+    assert looks == [1, 9, 17, 21]
+    found.append(case(40, kind="kind"))
+    act(300)
+    assert looks[4:] == [41, 41 + 64, 41 + 64 + 128], "rarer and rarer where nobody is guilty"
+    assert [(e["event"], e["step"]) for e in made.events] == [
+        ("samples_examined", n) for n in (21, *looks[4:])
+    ]
+    watch = Made().watch
+    watch.rewind(WatchState.model_validate_json(made.watch.state.model_dump_json()))
+    assert watch.state.kinds == made.watch.state.kinds and watch.state.kinds.until == 233 + 256
+    watch.rewind(WatchState())
+    assert watch.state.kinds.until == 233 + 256, "a rewind does not look again"
+    watch.convicted(case(5, kind="kind"))
+    assert watch.state.kinds.steps == 0 and watch.state.rest == 0
+    made.watch._kinds, ahead = Rest(), 0
+    looks.clear()
+    act(320)
+    assert looks == [301, 309, 317], "too few to be told may soon be more"

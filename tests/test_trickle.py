@@ -45,14 +45,18 @@ class Texts:
 
     samples = Laboratory.samples
 
-    def conclude(self) -> tuple[Conclusion, int]:
+    def conclude(self, accused: list[int] | None = None) -> tuple[Conclusion, int]:
+        """accused: of being a new kind."""
         met, usual = np.arange(FIRST, NOW), np.arange(FIRST)
-        case = Waiting(kind="trickle", first=1, last=6, verdict=Verdict.TRICKLE, reason="more of them")
-        lab: Any = self
-        search = Trickle(
-            lab, StabilityConfig(), *(Seen(p, self.losses(p), self.corpora(p)) for p in (met, usual)), case, NOW,
-            Skips.of([]),  # type: ignore[arg-type]
+        kind: Any = "trickle" if accused is None else "kind"
+        case = Waiting(
+            kind=kind, first=1, last=6, verdict=Verdict.TRICKLE, reason="more of them", positions=accused or [],
+            losses=self.losses(np.array(accused or [], np.int64)).tolist(),
         )  # fmt: skip
+        lab: Any = self
+        kept: Any = Skips.of([])
+        seen, before = (Seen(p, self.losses(p), self.corpora(p)) for p in (met, usual))
+        search = Trickle(lab, StabilityConfig(), seen, before, case, NOW, kept)
         return search.conclude(32), search.looked
 
 
@@ -91,4 +95,54 @@ def test_what_is_all_over_the_samples_ahead_is_no_trickle() -> None:
     found, _ = Texts(set(kind), {p: 3.5 if at < 4 else 1.0 for at, p in enumerate(kind)}).conclude()
     assert found.guilty == kind[:4]
     found, _ = Texts(set(kind), dict.fromkeys(kind, 3.5)).conclude()
+    assert found.cause is Cause.STATE and not found.guilty
+
+
+def moderate(positions: list[int], by: float) -> dict[int, float]:
+    """By so much harder than others, whose deviation is 0.5, and as scattered."""
+    return {p: float(np.random.default_rng(p).normal(by, 0.5)) for p in positions}
+
+
+@pytest.mark.parametrize("ahead", [0, 10])
+@pytest.mark.parametrize("by", [0.75, 1.25])
+def test_a_new_kind_is_named_where_it_is_worse_and_nobody_else(by: float, ahead: int) -> None:
+    """None is far out by itself; those that are easier than most are let alone. A stranger is accused as well."""
+    bad = every(8, NOW + 16 * ahead)
+    texts = Texts(set(bad), moderate(bad, by))
+    found, looked = texts.conclude([*every(8, NOW)[:8], FIRST + 40])
+    assert found.cause is Cause.DATA and set(found.guilty) <= set(bad)
+    assert texts.losses(np.array(found.guilty)).min() > 3.8, "who is easier than usual is let alone"
+    assert len(found.guilty) >= 0.8 * len(bad) and ahead + 4 <= looked <= ahead + 6
+
+
+def test_a_new_kind_that_is_no_worse_than_others_is_let_alone() -> None:
+    """The hardest of it were looked at; the rest of it is as easy as anybody."""
+    kind = every(4, NOW + 160)
+    texts = Texts(set(kind), moderate(kind, 0.0))
+    met = np.array(every(4, NOW))
+    found, _ = texts.conclude(met[texts.losses(met) > 4.2].tolist())
+    assert found.cause is Cause.STATE and not found.guilty and "no worse" in found.reason
+
+
+def test_a_few_of_a_new_kind_are_no_crowd() -> None:
+    kind = every(24, NOW)
+    found, looked = Texts(set(kind), moderate(kind, 1.5)).conclude(kind)
+    assert len(kind) == 4 and found.cause is Cause.STATE and not found.guilty and not looked
+
+
+def test_a_new_kind_that_comes_to_stay_is_let_alone() -> None:
+    kind = [*every(8, NOW), *(p for p in range(NOW, NOW + 1000) if p % 3)]
+    found, _ = Texts(set(kind), moderate(kind, 1.0)).conclude(every(8, NOW))
+    assert found.cause is Cause.STATE and not found.guilty
+
+
+def test_who_is_far_out_ahead_but_of_another_kind_is_not_named_with_it() -> None:
+    bad, other = every(8, NOW), list(range(NOW + 5, NOW + 60, 9))
+    found, _ = Texts(set(bad), moderate(bad, 1.0) | dict.fromkeys(other, 6.0)).conclude(bad)
+    assert found.guilty and not set(found.guilty) & set(other)
+
+
+def test_a_kind_that_was_there_before_is_nobody() -> None:
+    kind = [*range(3, FIRST, 8), *every(8, NOW + 160)]
+    found, _ = Texts(set(kind), moderate(kind, 1.0)).conclude(every(8, NOW))
     assert found.cause is Cause.STATE and not found.guilty

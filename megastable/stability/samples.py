@@ -86,6 +86,10 @@ FARTHEST_NORM, NORM_FLOOR = 3.5, 0.2
 UNPROVEN = (
     8  # batches of right before it that are none of them, as it may be the last of several that are bad
 )
+# Steps after something was examined for nothing. Another level of the loss takes FIRST_REST to become usual. A look
+# costs 10 to 60 steps of time, so that those that come again and again cost at most 1.5 % of a long run; after
+# LONGEST_REST steps in which none was needed the next rest is a short one.
+FIRST_REST, LONGEST_REST = STEPS // 2, 4096
 REMAINS = 0.5  # of the threshold, by which a suspect is still above its corpus after it was trained on
 
 
@@ -214,12 +218,12 @@ class SampleState(_State):
 
 
 class Waiting(_State):
-    """A case that waits for a good moment to be examined. first, last: its steps. positions, losses: refused, or
-    in the tails since the onset of a trickle. proven: whether the very weights that a batch was refused
-    on are good, as the next one showed (None: that was no better, and neither was trained on). located: where the first
-    number that is not finite arose, a sentence."""
+    """A case that waits for a good moment to be examined. first, last: its steps. positions, losses: refused, in the
+    tails since the onset of a trickle, or of a new kind of text. proven: whether the very weights that a batch was
+    refused on are good, as the next one showed (None: that was no better, and neither was trained on). located: where
+    the first number that is not finite arose, a sentence."""
 
-    kind: Literal["trickle", "batch", "discard", "easy"]
+    kind: Literal["trickle", "kind", "batch", "discard", "easy"]
     first: int
     last: int
     verdict: Verdict
@@ -230,10 +234,24 @@ class Waiting(_State):
     located: str = ""
 
 
+class Rest(_State):
+    """After something was examined for nothing. until: the step up to which it is not suspected again; steps: how long
+    that is."""
+
+    until: int = 0
+    steps: int = 0
+
+    def after(self, step: int) -> Rest:
+        """Twice as long where it comes again soon."""
+        soon = step < self.until + LONGEST_REST
+        steps = min(max(FIRST_REST, 2 * self.steps), LONGEST_REST) if soon else FIRST_REST
+        return Rest(until=step + steps, steps=steps)
+
+
 class WatchState(_State):
     """What checkpoints and rewind points keep of sample_watch.py. easy: the same test of the losses' negatives. quiet:
     steps on the trend, with nothing open. looked: batches that were looked ahead. rest: step until which no more whole
-    batches are suspected; rested: how many steps of rest that is.
+    batches are suspected; rested: how many steps of rest that is. kinds: the same of new kinds of text.
     """
 
     test: SampleState = SampleState()
@@ -243,6 +261,7 @@ class WatchState(_State):
     looked: int = 0
     rest: int = 0
     rested: int = 0
+    kinds: Rest = Rest()
 
 
 class SampleTest:

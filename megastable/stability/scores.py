@@ -248,9 +248,12 @@ def hard(scale: Scale, suspects: Samples) -> Bools:
     return scale.badness(suspects) > np.median(np.append(0.0, scale.harmless(suspects.corpora)))
 
 
-def joined(scale: Scale, suspects: Samples, convicted: Bools, innocent: float) -> tuple[Bools, Kind]:
-    """The convicted and who is of their kind, bool [n], and that kind, learnt from all of them."""
-    guilty = convicted
+def joined(
+    scale: Scale, suspects: Samples, convicted: Bools, innocent: float, accused: Bools | None = None
+) -> tuple[Bools, Kind]:
+    """The convicted and who is of their kind, bool [n], and that kind, learnt from all of them. accused: from whom it
+    is learnt first, where not from the convicted: being accused alone makes nobody one of them."""
+    guilty = convicted if accused is None else accused
     for _ in range(ROUNDS):
         kind = Kind(scale, suspects.of(guilty), innocent)
         found = convicted | kind.members(suspects, guilty)

@@ -216,7 +216,8 @@ class AttributionConfig(Part):
 class SampleConfig(Part):
     """Single samples over time, and refused batches; see samples.py."""
 
-    false_alarms: PositiveFloat = 0.1  # trickles that are none, per 10,000 healthy steps, at most
+    # Trickles that are none, per 10,000 healthy steps, at most; and as many new kinds of text that are none.
+    false_alarms: PositiveFloat = 0.1
     # Groups of batches that are examined for nothing, likewise: it takes some steps of time and convicts nobody.
     examinations: PositiveFloat = 1.0
     known: PositiveInt = 512  # scored samples of a corpus, before which it is not judged

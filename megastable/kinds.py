@@ -1,0 +1,65 @@
+"""Looks for a new kind of text among what was trained on, every few steps: costs no model time. Collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.stability import groups, novelty
+from megastable.stability.samples import Waiting
+from megastable.stability.settings import SampleConfig
+from megastable.stability.signals import Verdict
+
+if TYPE_CHECKING:
+    from megastable.evidence import Laboratory, Trained
+
+Int64s = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+def look(trained: Sequence[Trained], laboratory: Laboratory, config: SampleConfig) -> list[Waiting]:
+    """Cases to examine, one for each corpus that a new kind has come into. trained: the latest steps. Raises
+    DataError."""
+    applied = [t for t in trained if t.applied]
+    if not applied:
+        return []
+    positions = np.concatenate([t.positions for t in applied])
+    losses = np.concatenate([t.losses for t in applied])
+    steps = np.concatenate([np.full(t.positions.size, t.step) for t in applied])
+    corpora = laboratory.corpora(positions)
+    judged = [c for c, n in zip(*np.unique(corpora, return_counts=True), strict=True) if n >= config.known]
+    z = np.nan_to_num(groups.deviations(losses, corpora), nan=0.0)
+    hard = (z > novelty.HARD) & ~laboratory.loader.skips.mask(positions)
+    found = list[Waiting]()
+    for corpus in judged:
+        pool = _first(np.flatnonzero(hard & (corpora == corpus)), steps, novelty.OF_STEP)[-novelty.POOL :]
+        if pool.size < novelty.FEWEST:
+            continue
+        # By who leads alone: of a thousand ranks each would read as much.
+        new = novelty.scan(laboratory.read_tokens(positions[pool]))
+        # All looks of 10,000 steps together may raise so many that are none.
+        if new.p <= config.false_alarms / 1e4 * novelty.PERIOD / len(judged):
+            found.append(_case(pool[new.kind], positions, losses, steps, new.p))
+    return found
+
+
+def _first(chosen: Int64s, steps: Int64s, most: int) -> Int64s:
+    """Of the chosen, indexes of samples in the order of their steps, the first `most` of each step."""
+    _, begin, count = np.unique(steps[chosen], return_index=True, return_counts=True)
+    return chosen[np.arange(chosen.size) - np.repeat(begin, count) < most]
+
+
+def _case(kind: Int64s, positions: Int64s, losses: Floats, steps: Int64s, p: float) -> Waiting:
+    # The first ones may be less hard, or less alike.
+    first, last = max(int(steps.min()), int(steps[kind[0]]) - novelty.PERIOD), int(steps.max())
+    reason = (
+        f"since step {steps[kind[0]]} a kind of text has come that was not there before: {kind.size} hard samples are "
+        f"alike, and by chance as many come so late once in {1 / p:.2g} looks at most"
+    )
+    return Waiting(
+        kind="kind", first=first, last=last, verdict=Verdict.TRICKLE, reason=reason,
+        positions=positions[kind].tolist(), losses=losses[kind].tolist(),
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""A new kind of text among others, by tokens alone, on texts that are made up."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastable.stability.novelty import FEWEST, NEIGHBOURS, _table, scan
+
+Int64s = npt.NDArray[np.int64]
+LENGTH, WORDS = 64, 400
+
+
+def text(kinds: Int64s, seed: int) -> Int64s:
+    """Samples of these kinds: each has its own forty of the words, as often as the common ones."""
+    random = np.random.default_rng(seed)
+    own = np.random.default_rng(99).integers(WORDS, size=(int(kinds.max()) + 1, 40))
+    words = own[kinds[:, None], random.integers(40, size=(kinds.size, LENGTH + 1))]
+    return np.where(random.random(words.shape) < 0.7, words, random.integers(WORDS, size=words.shape))
+
+
+def ordinary(count: int, seed: int, kinds: int = 20) -> Int64s:
+    """Kinds that are there at any time, some of them rare."""
+    return np.minimum(kinds, np.random.default_rng(seed).zipf(1.5, count))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("count", [300, 1000])
+def test_a_new_kind_is_told_by_ten_samples(count: int, seed: int) -> None:
+    kinds = ordinary(count, seed)
+    late = count - 1 - np.random.default_rng(seed).choice(count // 12, 10, replace=False)
+    kinds[late] = 30
+    found = scan(text(kinds, seed))
+    assert found.p < 8e-5
+    assert np.isin(found.kind, late).mean() >= 0.6 and np.isin(late, found.kind).mean() >= 0.8
+    assert np.array_equal(found.kind, np.unique(found.kind))
+
+
+def test_the_few_that_came_before_are_not_of_the_new() -> None:
+    kinds = ordinary(1000, 0)
+    kinds[[5, 50, 500]] = kinds[-20:] = 30
+    found = scan(text(kinds, 0))
+    assert found.p < 8e-5 and found.kind.min() >= 750
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_kind_that_was_there_before_is_not_new(seed: int) -> None:
+    kinds = ordinary(400, seed)
+    kinds[np.random.default_rng(seed).choice(400, 60, replace=False)] = 30
+    kinds[-10:] = np.where(np.arange(10) % 3 == 0, 30, kinds[-10:])
+    assert scan(text(kinds, seed)).p > 0.01
+
+
+def test_chance_is_no_more_often_new_than_is_said() -> None:
+    """Texts of many kinds, in any order."""
+    p = np.array([scan(text(ordinary(160, seed), seed)).p for seed in range(150)])
+    for level in (0.2, 0.05):
+        assert (p <= level).mean() <= level + 2 * math.sqrt(level / p.size)
+
+
+def test_of_equals_none_is_new() -> None:
+    assert scan(np.full((400, LENGTH + 1), 7)).p == 1
+    assert scan(np.arange(400)[:, None] + WORDS * np.arange(LENGTH + 1)).p == 1, "nothing in common"
+
+
+def test_of_few_nothing_is_said() -> None:
+    kinds = ordinary(FEWEST - 1, 0)
+    kinds[-8:] = 30
+    assert scan(text(kinds, 0)).p == 1
+    assert scan(np.empty((0, LENGTH + 1), np.int64)).kind.size == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(4, 9), st.data())
+def test_the_chance_of_late_neighbours_is_that_of_all_draws(others: int, data: st.DataObject) -> None:
+    late = data.draw(st.integers(1, others))
+    k = data.draw(st.integers(1, others))
+    drawn = [sum(at < late for at in draw) for draw in itertools.combinations(range(others), k)]
+    for hits in range(k + 1):
+        assert _table(others, late, others)[k - 1, hits] == pytest.approx(np.mean([d >= hits for d in drawn]))
+
+
+def test_the_chances_of_the_largest_pool_are_probabilities() -> None:
+    table = _table(1023, 255, NEIGHBOURS)
+    assert (table >= 0).all() and (table <= 1 + 1e-9).all()
+    assert all((np.diff(row[: k + 2]) <= 0).all() for k, row in enumerate(table))
