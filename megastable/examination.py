@@ -310,7 +310,7 @@ class Growth:
     def _measure(self, number: int, positions: Int64s) -> None:
         losses = self.of._losses(positions)
         z = self.of._z(positions, losses) - self.of.shared
-        self.looked[number] = Batch(positions, z, losses, self.score.of(self.of.lab.samples(positions, z))[0])
+        self.looked[number] = Batch(positions, z, losses, self.score.of(self.of.lab.samples(positions, z)))
 
     def _behind(self, number: int) -> int | None:
         """The same of what was recorded before the window: costs no model time."""
@@ -324,7 +324,7 @@ class Growth:
             at = order[np.minimum(at, order.size - 1)] if order.size else at
             same = known.positions[at] == step.positions if order.size else np.zeros(z.shape, dtype=bool)
             z = np.where(same, self.of.known_z[at] if order.size else z, z)
-        found, _ = self.score.of(self.of.lab.samples(step.positions, z))
+        found = self.score.of(self.of.lab.samples(step.positions, z))
         self.looked_behind[number] = Batch(step.positions, z, step.losses, found)
         return int(self._bad(self.looked_behind[number]).sum())
 
@@ -415,7 +415,7 @@ class Growth:
         """The suspects that led here."""
         e = self.of
         z = e._z(e.positions, e.losses) - e.shared
-        return Batch(e.positions, z, e.losses, self.score.of(e.lab.samples(e.positions, z), self.accused)[0])
+        return Batch(e.positions, z, e.losses, self.score.of(e.lab.samples(e.positions, z), self.accused))
 
     def _learn_together(self, guilty: Int64s, reach: int) -> bool:
         """Learn what the samples of a crowd are like where there is one all over a long region: its batches have

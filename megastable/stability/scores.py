@@ -111,12 +111,12 @@ class Scale:
 
 class Score:
     """Badness and likeness to the `accused` samples together; without `losses`, likeness alone, and not cut. harmless:
-    of those that calibrate, fp64 [m]; alike: of these likeness alone, nats per token."""
+    of those that calibrate, fp64 [m]."""
 
     def __init__(self, scale: Scale, accused: Samples, losses: bool = True) -> None:
         self._scale, self._resemblance = scale, dict[int, tuple[Resemblance, float, float]]()
         self._losses = losses
-        harmless, alike = [np.empty(0)], [np.empty(0)]
+        harmless = [np.empty(0)]
         for corpus in np.unique(accused.corpora).tolist():
             if (usual := scale.usual.get(corpus)) is None:
                 continue
@@ -124,21 +124,20 @@ class Score:
             likeness = resemblance.of(usual.kept.tokens)
             middle, width = robust(likeness)
             self._resemblance[corpus] = resemblance, middle, width
-            alike.append(likeness)
             harmless.append(self._together(usual.badness, (likeness - middle) / width))
-        self.harmless, self.alike = np.concatenate(harmless), np.concatenate(alike)
+        self.harmless = np.concatenate(harmless)
 
-    def of(self, samples: Samples, among: Bools | None = None) -> tuple[Floats, Floats]:
-        """Scores and likeness of samples, fp64 [n] each; -inf of other corpora than those of the accused. among: which
-        of the samples are of the accused themselves."""
-        scores, alike = np.full(samples.z.shape, -np.inf), np.full(samples.z.shape, -np.inf)
+    def of(self, samples: Samples, among: Bools | None = None) -> Floats:
+        """Of samples, fp64 [n]; -inf of other corpora than those of the accused. among: which of the samples are of the
+        accused themselves."""
+        scores = np.full(samples.z.shape, -np.inf)
         badness = self._scale.badness(samples) if self._losses else np.zeros(samples.z.shape)
         for corpus, (resemblance, middle, width) in self._resemblance.items():
             mine = samples.corpora == corpus
             own = None if among is None else among[mine]
-            alike[mine] = resemblance.of(samples.tokens[mine], own)
-            scores[mine] = self._together(badness[mine], (alike[mine] - middle) / width)
-        return scores, alike
+            alike = resemblance.of(samples.tokens[mine], own)
+            scores[mine] = self._together(badness[mine], (alike - middle) / width)
+        return scores
 
     def _together(self, badness: Floats, likeness: Floats) -> Floats:
         if not self._losses:
@@ -216,7 +215,7 @@ class Kind:
         self.known = self._score.harmless.size >= ENOUGH and convicted.z.size >= LEAST
         if not self.known:
             return
-        own, _ = self._score.of(convicted, np.ones(convicted.z.shape, dtype=bool))
+        own = self._score.of(convicted, np.ones(convicted.z.shape, dtype=bool))
         self.known = int((own > np.quantile(self._score.harmless, 1 - STRAY)).sum()) >= LEAST
         # A pair that they share by chance is nothing, however much alike harmless samples are in not sharing any.
         self._bar = max(between(own, self._score.harmless), SHARED * float(np.median(own)))
@@ -230,7 +229,7 @@ class Kind:
         """
         if not self.known:
             return np.zeros(suspects.z.shape, dtype=bool)
-        alike, _ = self._score.of(suspects, among)
+        alike = self._score.of(suspects, among)
         return fewer_false(chances(alike, self._usual), self._innocent) & (alike >= self._bar)
 
 
@@ -266,12 +265,12 @@ def joined(
 def _judged(guilty: Bools, p: float, score: Score, suspects: Samples, among: Bools) -> Judged:
     if not guilty.any():
         return Judged(guilty, p, None, np.inf)
-    scores = score.of(suspects, among)[0][guilty]
+    scores = score.of(suspects, among)[guilty]
     usual = float(np.quantile(score.harmless, 1 - STRAY)) if score.harmless.size else np.inf
     return Judged(guilty, p, score, max(usual, float(scores.min())))
 
 
 def _named(score: Score, suspects: Samples, among: Bools, innocent: float) -> Bools:
-    scores, _ = score.of(suspects, among)
+    scores = score.of(suspects, among)
     named = crowd(scores, score.harmless, innocent)
     return named & (scores >= between(scores[named], score.harmless)) if named.sum() > 1 else named

@@ -70,7 +70,7 @@ def test_easy_text_that_is_alike_is_named_where_its_gradient_accuses_it(scale: S
         assert judged.guilty[:36].sum() >= 34 and judged.guilty[36:].sum() <= 2
         far = joined(other(random, 16, z), text(random, 200))
         assert judged.score is not None
-        bad = judged.score.of(far)[0] >= judged.bar
+        bad = judged.score.of(far) >= judged.bar
         assert bad[:16].sum() >= 14 and bad[16:].sum() <= 3
 
 
