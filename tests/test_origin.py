@@ -28,8 +28,9 @@ def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def at(corpus: Path, run: Path, steps: int, interval: int = 10, **parts: Any) -> RunConfig:
+    batch = {"steps": steps, "global_batch": 8, "micro_batch": 2, "eval_samples": 8, "eval_interval": 0}
     checkpoint = {"interval": interval, "keep": 9, "healthy_after": 5}
-    return recipe(corpus, run, train={"steps": steps}, checkpoint=checkpoint, **parts)
+    return recipe(corpus, run, train=batch, checkpoint=checkpoint, **parts)
 
 
 def resumed(run: Path) -> list[int]:
