@@ -60,7 +60,7 @@ def write_recipe(config: RunConfig, run: Path) -> None:
 
 
 def sizes(steps: int, batch: int) -> dict[str, Any]:
-    return {"steps": steps, "global_batch": batch, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0}
+    return {"steps": steps, "global_batch": batch, "micro_batch": 4, "eval_samples": 0}
 
 
 def test_handed_over_resumed_twice_and_made_longer(corpora: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ FP8 = {"fp8": {"recipe": "delayed", "backend": "emulated", "history": 4}}
 def run_of(
     corpus: Path, run: Path, policy: dict[str, Any] | None = None, steps: int = STEPS, **parts: Any
 ) -> RunConfig:
-    train = {"steps": steps, "global_batch": 8, "micro_batch": 2, "eval_samples": 8, "eval_interval": 0}
+    train = {"steps": steps} | parts.pop("train", {})
     stability = {"policy": {"fp8_rest": REST, "verify_steps": 8} | (policy or {})} | parts.pop(
         "stability", {}
     )

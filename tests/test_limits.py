@@ -86,7 +86,7 @@ def test_a_rate_that_jumped_is_capped_without_leaving_out_a_sample(
 
 
 def longer(easy: Path, run: Path, steps: int, **policy: Any) -> RunConfig:
-    train = {"steps": steps, "global_batch": 8, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0}
+    train = {"steps": steps, "eval_samples": 0}
     return recipe(
         easy, run, train=train, stability={"policy": {"verify_steps": 10, "rewarm_steps": 10} | policy}
     )

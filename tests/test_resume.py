@@ -35,6 +35,7 @@ def identical(a: Path, b: Path) -> int:
     return len(names[0])
 
 
+STOP, END = 6, 12  # steps: after the warm-up of the rate, and as many again
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "pp2": (2, {"parallel": {"pipeline": 2}}),
@@ -65,16 +66,16 @@ def test_resume_is_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
         }  # fmt: skip
         return tiny(corpus, tmp_path / run, **parts, model=model, train=train)
 
-    run_ranks(world, train, at("straight", 20))
-    run_ranks(world, train, at("stopped", 10))
-    run_ranks(world, train, at("stopped", 20))
-    straight, stopped = (tmp_path / r / "checkpoints/step-20" for r in ("straight", "stopped"))
+    run_ranks(world, train, at("straight", END))
+    run_ranks(world, train, at("stopped", STOP))
+    run_ranks(world, train, at("stopped", END))
+    straight, stopped = (tmp_path / r / f"checkpoints/step-{END}" for r in ("straight", "stopped"))
     assert identical(straight, stopped) == 3 * world
     one, other = (json.loads((p / "state.json").read_text()) for p in (straight, stopped))
-    assert one["cursor"] == other["cursor"] == 20 * batch and one["updates"] == other["updates"]
+    assert one["cursor"] == other["cursor"] == END * batch and one["updates"] == other["updates"]
     assert one["fp8"] == other["fp8"] and bool(one["fp8"]) == ("delayed" in name)
     table, again = (records.read(tmp_path / r / "steps") for r in ("straight", "stopped"))
-    assert table.num_rows == 20
+    assert table.num_rows == END
     for column in (
         "step",
         "first_position",
@@ -87,7 +88,7 @@ def test_resume_is_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
     ):
         assert table.column(column).equals(again.column(column)), column
     events = [json.loads(line) for line in (tmp_path / "stopped/journal.jsonl").read_text().splitlines()]
-    assert [e["step"] for e in events if e["event"] == "resumed"] == [10]
+    assert [e["step"] for e in events if e["event"] == "resumed"] == [STOP]
 
 
 RESHAPES: dict[str, tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]] = {
@@ -118,17 +119,17 @@ def test_another_layout_takes_over_exactly(name: str, kind: str, corpus: Path, t
             corpus, tmp_path / run, **parts, train=batch, precision=precision, checkpoint={"interval": 0}
         )
 
-    run_ranks(world, train, at("straight", 15, parts, 2))
-    run_ranks(world, train, at("moved", 10, parts, 2))
+    run_ranks(world, train, at("straight", END, parts, 2))
+    run_ranks(world, train, at("moved", STOP, parts, 2))
     # Nothing is trained between: loading and saving again must change nothing.
-    before = WholeState(tmp_path / "moved/checkpoints/step-10")
+    before = WholeState(tmp_path / f"moved/checkpoints/step-{STOP}")
     held = {(n, k): before.tensor(n, k) for n in before.names for k in KINDS}
-    run_ranks(other_world, resave, at("moved", 15, other_parts, 4), tmp_path / "again")
-    again = WholeState(tmp_path / "again/step-10")
-    assert again.names == before.names and again.adam_step == before.adam_step == 10
+    run_ranks(other_world, resave, at("moved", END, other_parts, 4), tmp_path / "again")
+    again = WholeState(tmp_path / f"again/step-{STOP}")
+    assert again.names == before.names and again.adam_step == before.adam_step == STOP
     for (name_, kind_), tensor in held.items():
         assert torch.equal(again.tensor(name_, kind_), tensor), (name_, kind_)
-    run_ranks(other_world, train, at("moved", 15, other_parts, 4))
+    run_ranks(other_world, train, at("moved", END, other_parts, 4))
     table, moved = (records.read(tmp_path / r / "steps") for r in ("straight", "moved"))
     for column in ("step", "first_position", "next_position", "lr"):
         assert table.column(column).equals(moved.column(column)), column
@@ -164,9 +165,9 @@ def test_another_deepspeed_file_moves_the_pieces_and_nothing_else(corpus: Path, 
             corpus, tmp_path / run, parallel={"zero": 3}, train=train_part | {"steps": steps}, **parts
         )
 
-    run_ranks(2, train, at("straight", 20))
-    run_ranks(2, train, at("moved", 10))
-    run_ranks(2, train, at("moved", 20, deepspeed=str(other)))
+    run_ranks(2, train, at("straight", END))
+    run_ranks(2, train, at("moved", STOP))
+    run_ranks(2, train, at("moved", END, deepspeed=str(other)))
     events = [json.loads(line) for line in (tmp_path / "moved/journal.jsonl").read_text().splitlines()]
     assert "reshaped" not in [e["event"] for e in events]  # the layout is the same
     table, moved = (records.read(tmp_path / r / "steps") for r in ("straight", "moved"))

@@ -48,7 +48,7 @@ def test_deferred_samples_that_come_with_trouble_again_are_convicted(easy: Path,
     """Alone they are ordinary, on every state: that the trouble came with them twice convicts them. Nobody else is
     lost."""
     run = tmp_path / "run"
-    train = {"steps": 70, "global_batch": 8, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0}
+    train = {"steps": 70, "eval_samples": 0}
     policy = {"recur_steps": 12, "verify_steps": 6}
     (end,) = run_ranks(1, harm, recipe(easy, run, train=train, stability={"policy": policy}))
     assert end["code"] == 0
@@ -69,7 +69,7 @@ def test_a_weak_conviction_is_withdrawn_when_it_was_the_rate(tmp_path: Path) -> 
     run = tmp_path / "run"
     write_corpus(tmp_path / "clean", ids=20)
     (tmp_path / "clean/tokenizer.model").write_bytes(b"")
-    train = {"steps": 60, "global_batch": 8, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0}
+    train = {"steps": 60, "eval_samples": 0}
     config = recipe(tmp_path / "clean", run, train=train)
     what, _ = plant(tmp_path / "clean", tmp_path / "bad", config, step=32, samples=1)
     stability = {"policy": {"rewarm_steps": 10, "verify_steps": 10}}
