@@ -31,9 +31,21 @@ class Source:
 
     def raw_sample(self, position: int) -> Int64s:
         """As `sample`, whatever the ids: also those that no model could be given."""
-        place = self.order.locate_one(position)
-        pieces = self.streams[place.corpus].pieces(place.first_token, self.order.sequence_length + 1)
-        return np.concatenate([shard.raw(at, count) for shard, at, count, _ in pieces]).astype(np.int64)
+        return self.raw_samples(np.array([position]))[0]
+
+    def raw_samples(self, positions: Int64s) -> Int64s:
+        """As `samples`, whatever the ids."""
+        length = self.order.sequence_length + 1
+        tokens = np.empty((len(positions), length), dtype=np.int64)
+        places = self.order.locate(positions)
+        for row, corpus, first in zip(
+            tokens, places.corpus.tolist(), places.first_token.tolist(), strict=True
+        ):
+            pieces = self.streams[corpus].pieces(first, length)
+            np.concatenate(
+                [shard.raw(at, count) for shard, at, count, _ in pieces], out=row, casting="unsafe"
+            )
+        return tokens
 
     def samples(self, positions: Int64s) -> Int64s:
         """The tokens at n positions: int64 [n, L + 1]. Raises DataError as `Stream.read` does."""

@@ -26,14 +26,11 @@ def sample_entropy(source: Source, tokens: int, vocab_size: int) -> float:
     """The unigram entropy of about so many tokens from the beginning of a run's order, which are drawn from its corpora
     as they are blended, nats per token. Ids outside of the vocabulary are left out; nan where a shard cannot be read.
     """
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for position in range(max(1, tokens // source.order.sequence_length)):
-        try:
-            ids = source.raw_sample(position)[:-1]
-        except DataError:
-            return float("nan")
-        counts += np.bincount(ids[(ids >= 0) & (ids < vocab_size)], minlength=vocab_size)
-    return unigram_entropy(counts)
+    try:
+        ids = source.raw_samples(np.arange(max(1, tokens // source.order.sequence_length)))[:, :-1].ravel()
+    except DataError:
+        return float("nan")
+    return unigram_entropy(np.bincount(ids[(ids >= 0) & (ids < vocab_size)], minlength=vocab_size))
 
 
 def unigram_entropy(counts: npt.NDArray[np.integer]) -> float:
