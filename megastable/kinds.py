@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
+EARLIER = 8  # steps before the first hard sample of a kind, in which it may have come already
+
 
 def look(trained: Sequence[Trained], laboratory: Laboratory, config: SampleConfig) -> list[Waiting]:
     """Cases to examine, one for each corpus that a new kind has come into. trained: the latest steps. Raises
@@ -54,7 +56,7 @@ def _first(chosen: Int64s, steps: Int64s, most: int) -> Int64s:
 
 def _case(kind: Int64s, positions: Int64s, losses: Floats, steps: Int64s, p: float) -> Waiting:
     # The first ones may be less hard, or less alike.
-    first, last = max(int(steps.min()), int(steps[kind[0]]) - novelty.PERIOD), int(steps.max())
+    first, last = max(int(steps.min()), int(steps[kind[0]]) - EARLIER), int(steps.max())
     reason = (
         f"since step {steps[kind[0]]} a kind of text has come that was not there before: {kind.size} hard samples are "
         f"alike, and by chance as many come so late once in {1 / p:.2g} looks at most"

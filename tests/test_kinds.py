@@ -59,7 +59,7 @@ def one_of_each(batch: int, begin: int, end: int) -> Int64s:
 def test_a_trickle_of_a_hard_kind_is_a_case() -> None:
     texts = Texts(16, 112, one_of_each(16, 101, 112))
     (case,) = texts.look()
-    assert case.kind == "kind" and case.last == 112 and 101 - novelty.PERIOD <= case.first <= 101
+    assert case.kind == "kind" and case.last == 112 and 101 - kinds.EARLIER <= case.first <= 101
     assert len(case.positions) >= 10 and np.isin(case.positions, texts.other).mean() > 0.8
     assert case.losses == texts.losses[case.positions].tolist()
 
@@ -110,6 +110,6 @@ def test_no_more_are_read_of_a_step_or_of_all_than_are_needed() -> None:
     other = np.concatenate([1024 * step + np.arange(3, 1024, 16) for step in range(85, 90)])
     texts = Texts(1024, 90, other)
     (case,) = texts.look()
-    assert case.last == 90 and 86 - novelty.PERIOD <= case.first <= 86
+    assert case.last == 90 and 86 - kinds.EARLIER <= case.first <= 86
     assert len(texts.read) == novelty.POOL
     assert max(np.bincount(np.array(texts.read) // 1024)) == novelty.OF_STEP

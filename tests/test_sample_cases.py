@@ -18,6 +18,7 @@ from megastable.by_heart import NOBODY, ByHeart
 from megastable.data.skips import Skips
 from megastable.evidence import Known, Laboratory, Trained
 from megastable.sample_watch import CASES, LEFT_OUT, MOST, UNKNOWN, SampleWatch
+from megastable.stability import novelty
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
 from megastable.stability.policy import Policy
@@ -312,18 +313,20 @@ def test_new_kinds_are_looked_for_now_and_then_where_the_state_is_good(
             made.watch._ordinary = ordinary
             made.watch.act(state, [], laboratory, True, True)
 
-    act(20)
-    assert looks == [1, 9, 17]
-    made.watch._waiting.append(case(18, kind="trickle", positions=[3]))
-    act(22)
-    assert looks == [1, 9, 17, 21], "and where losses suspect somebody"
+    every = novelty.PERIOD
+    act(2 * every + 2)
+    assert looks == [1, 1 + every, 1 + 2 * every]
+    made.watch._waiting.append(case(step, kind="trickle", positions=[3]))
+    act(step + 1)
+    suspected = step
+    assert looks[3:] == [suspected], "and where losses suspect somebody"
     act(40, ordinary=False)
-    assert looks == [1, 9, 17, 21]
+    assert len(looks) == 4
     found.append(case(40, kind="kind"))
     act(300)
     assert looks[4:] == [41, 41 + 64, 41 + 64 + 128], "rarer and rarer where nobody is guilty"
     assert [(e["event"], e["step"]) for e in made.events] == [
-        ("samples_examined", n) for n in (21, *looks[4:])
+        ("samples_examined", n) for n in (suspected, *looks[4:])
     ]
     watch = Made().watch
     watch.rewind(WatchState.model_validate_json(made.watch.state.model_dump_json()))
@@ -335,4 +338,4 @@ def test_new_kinds_are_looked_for_now_and_then_where_the_state_is_good(
     made.watch._kinds, ahead = Rest(), 0
     looks.clear()
     act(320)
-    assert looks == [301, 309, 317], "too few to be told may soon be more"
+    assert looks == [*range(301, 321, every)], "too few to be told may soon be more"

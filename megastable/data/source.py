@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -33,27 +33,25 @@ class Source:
         """As `sample`, whatever the ids: also those that no model could be given."""
         return self.raw_samples(np.array([position]))[0]
 
-    def raw_samples(self, positions: Int64s) -> Int64s:
-        """As `samples`, whatever the ids."""
-        length = self.order.sequence_length + 1
-        tokens = np.empty((len(positions), length), dtype=np.int64)
-        places = self.order.locate(positions)
-        for row, corpus, first in zip(
-            tokens, places.corpus.tolist(), places.first_token.tolist(), strict=True
-        ):
-            pieces = self.streams[corpus].pieces(first, length)
-            np.concatenate(
-                [shard.raw(at, count) for shard, at, count, _ in pieces], out=row, casting="unsafe"
-            )
-        return tokens
-
     def samples(self, positions: Int64s) -> Int64s:
         """The tokens at n positions: int64 [n, L + 1]. Raises DataError as `Stream.read` does."""
+        return self._rows(positions, Stream.read)
+
+    def raw_samples(self, positions: Int64s) -> Int64s:
+        """As `samples`, whatever the ids."""
+        return self._rows(positions, _raw)
+
+    def _rows(self, positions: Int64s, read: Callable[[Stream, int, int], Int64s]) -> Int64s:
         count = self.order.sequence_length + 1
         tokens = np.empty((len(positions), count), dtype=np.int64)
         places = self.order.locate(positions)
         for row, corpus, first in zip(
             tokens, places.corpus.tolist(), places.first_token.tolist(), strict=True
         ):
-            row[:] = self.streams[corpus].read(first, count)
+            row[:] = read(self.streams[corpus], first, count)
         return tokens
+
+
+def _raw(stream: Stream, first: int, count: int) -> Int64s:
+    pieces = stream.pieces(first, count)
+    return np.concatenate([shard.raw(at, length) for shard, at, length, _ in pieces]).astype(np.int64)

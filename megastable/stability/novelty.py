@@ -23,7 +23,7 @@ from megastable.stability.likeness import Tokens, words
 Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
 
-PERIOD = 8  # steps between two looks
+PERIOD = 4  # steps between two looks: what is met in between is trained on
 HARD = 1.0  # sigma above its corpus, from which on a sample is looked at: one of eight
 # Of a step, so many hard samples at most, whichever come first: a pool is to span more steps than lie between looks.
 OF_STEP = 16
