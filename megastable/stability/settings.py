@@ -37,7 +37,7 @@ class DetectorConfig(Part):
     difficulty wanders. oscillation: of the residuals on either side over the smallest scatter; swings of 4 sigma are
     noticed, healthy runs reach 1.5 ever.
 
-    false_alarms: rewinds per 10,000 healthy steps that are borne. The limits above were chosen for one at most; another
+    false_alarms: rewinds accepted per 10,000 healthy steps. The limits above were chosen for one at most; another
     rate moves them (detector.Limits). Held on noise of every kind: `tools/bench.py noise`. What neighbouring residuals
     are worth is reduced by the root of their long-run variance, measured over scatter_memory observations, over
     scatter_usual (real healthy runs show 1.5 to 3.5 in their first thousand steps, 1 to 2 later), by scatter_most at
@@ -115,9 +115,10 @@ class DetectorConfig(Part):
 class PolicyConfig(Part):
     """What is done about one, and how often; see policy.py.
 
-    discards: whole batches refused in one incident before the ladder is climbed; the fifth would cost more data than
-    a rewind costs steps. rewinds, swaps, handovers per `budget_window` steps of new ground: what PaLM needed in a
-    whole run (arXiv:2204.02311 section 5.1, about 20 times) is far below; more means that the cause is not the data.
+    discards: the update that would be refused as this many within 16 steps leads to a rewind instead: more would cost
+    more data than a rewind costs steps. rewinds, swaps, handovers per `budget_window` steps of new ground: what PaLM
+    needed in a whole run (arXiv:2204.02311 section 5.1, about 20 times) is far below; more means that the cause is not
+    the data.
     data_rewinds: the same for rewinds after which samples were convicted at `odds_swap`; a corpus with some per cent
     of bad samples needs many. A budget that is spent pauses the remedy, not the run: it trains on with refusals only,
     and a person is told; last_resort=stop ends it with code 76 instead.
@@ -136,7 +137,7 @@ class PolicyConfig(Part):
     """
 
     discards: PositiveInt = 4
-    non_finite: PositiveInt = 3  # discards for non-finite numbers in one incident before a rewind
+    non_finite: PositiveInt = 3  # the same of updates that are not finite
     budget_window: PositiveInt = 2000
     rewinds: NonNegativeInt = 8
     data_rewinds: NonNegativeInt = 32
@@ -237,8 +238,8 @@ class SignsConfig(Part):
     never. The first look is what later ones are compared with. change: of what a layer puts out by one update,
     relative to itself. growth, rms: of the residual stream, both, in models at least `narrowest` wide: narrower ones
     bear a thousandfold growth (docs/stability.md). growth is over the first look, whose scale is that of the initial
-    embedding: healthy runs, too, grow 46 times, to 1.7. rms: the geometric middle of that and the 220 of the best of
-    the bad. collapse: share of its first entropy that is left of a block's attention. below_unigram: nats that the
+    embedding: healthy runs, too, grow 46 times, to 1.7. rms: the geometric middle of that and 222, that of `no-qk-norm`
+    at step 20. collapse: share of its first entropy that is left of a block's attention. below_unigram: nats that the
     loss must lie below the unigram entropy when the rates of all updates add up to `rate_sum`, after `updates` at
     least. sample: tokens of the corpus whose unigram entropy that is.
     """
