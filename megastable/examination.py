@@ -39,7 +39,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio
 PULL = 2.0  # of the gradient norm of an ordinary batch, from which on a batch ahead is bad: clean ones have up to 1.5
 SOLID_END = 2  # clean spots in a row that end a region whose batches are all bad
 INSIDE = 8  # batches inside a region of a crowd, evenly spread, whose gradients must all be extraordinary
-LEARNT = 4096  # samples inside, evenly spread, that are taken for bad then, to learn what they are like
+LEARNT = 4096  # bad samples, evenly spread, that what they are like is learnt from, at most: it takes the cube of that
 
 
 class Batch(NamedTuple):
@@ -149,15 +149,24 @@ class Examination:
             zip(self.positions.tolist(), zip(self.losses.tolist(), z.tolist(), strict=True), strict=True)
         )
         if guilty.size >= (FEW if by_gradient else 1) and judged.score is not None and self.config.region:
-            growth = Growth(self, judged, guilty)
-            shift = growth.shift()
-            if not by_gradient and (growth.ahead.endless or shift > 0):
+            growth: Growth | None = Growth(self, judged, guilty, self.forwards)
+            assert growth is not None
+            if not by_gradient and (shift := growth.shift()) > 0:
+                # The state's doing: what was found by then, the region and its ends, too, is not worth anything.
+                self.shared += shift
+                judged, z = self.judge()
+                guilty, begin = self.positions[judged.guilty], growth.begin
+                growth = Growth(self, judged, guilty, begin) if judged.score is not None else None
+                if growth is not None and growth.shift() > 0:
+                    growth = None
+            if growth is not None and growth.ahead.endless:
                 # As bad wherever one looks: that is the state. Unless some are worse than all of these.
-                judged, z = self.judge(max(shift, growth.level()))
-                guilty = self.positions[judged.guilty]
-            if crowd is not None and growth.ahead.endless:
-                guilty = np.empty(0, np.int64)  # the like of them is everywhere, and was before
-            if guilty.size and not growth.ahead.endless:
+                if not by_gradient:
+                    judged, z = self.judge(growth.level())
+                    guilty = self.positions[judged.guilty]
+                if crowd is not None:
+                    guilty = np.empty(0, np.int64)  # the like of them is everywhere, and was before
+            elif growth is not None and guilty.size:
                 guilty, inferred, found = growth.named(guilty)
                 measured |= growth.measured
         if guilty.size and not by_gradient:
@@ -201,7 +210,8 @@ class Examination:
             # What its gradient proves of one, its loss says of its like.
             like = attribution.LIKE * float(np.nanmin(z[np.isin(self.positions, guilty)], initial=np.inf))
             if math.isfinite(like) and like > attribution.TELLING:
-                _, p = groups.compare(self.losses, self.corpora, self.known.losses, self.known.corpora)
+                losses = groups.lowered(self.losses, self.corpora, self.usual, self.shared)
+                _, p = groups.compare(losses, self.corpora, self.known.losses, self.known.corpora)
                 bad = groups.guilty_by_loss(z, p, min(like, self.config.threshold))
                 guilty = np.union1d(guilty, self.positions[bad])
         return guilty, norms
@@ -227,7 +237,8 @@ class Examination:
         )  # fmt: skip
         expected = np.full(self.losses.shape, np.nan)
         for corpus, usual in self.usual.items():
-            expected[self.corpora == corpus] = usual.centre
+            # What all share is the state's, and speaks for no sample.
+            expected[self.corpora == corpus] = usual.centre + self.shared * usual.scale
         tripped = np.concatenate([t.losses for t in steps])
         told = replace(told, alone=np.intersect1d(guilty, self.alone).tolist())
         return attribution.weighed(told, judged.p, attribution.odds_of_data(self.losses, tripped, expected))
@@ -239,10 +250,18 @@ def half(positions: Int64s, size: int) -> Bools:
     return np.asarray((positions // size).astype(np.uint64) * GOLDEN >> np.uint64(63) == 0)
 
 
-class Growth:
-    """How far the guilty of a window go on, ahead and behind."""
+def _spread(positions: Int64s, most: int) -> Int64s:
+    """At most so many of them, evenly."""
+    if positions.size <= most:
+        return positions
+    return np.asarray(positions[np.linspace(0, positions.size - 1, most).astype(np.int64)])
 
-    def __init__(self, examination: Examination, judged: Judged, guilty: Int64s) -> None:
+
+class Growth:
+    """How far the guilty of a window go on, ahead and behind. begin: forward passes of the examination, from which on
+    they count against the budget."""
+
+    def __init__(self, examination: Examination, judged: Judged, guilty: Int64s, begin: int) -> None:
         assert judged.score is not None
         self.of, self.score, self.bar = examination, judged.score, judged.bar
         self.accused = judged.guilty
@@ -253,7 +272,7 @@ class Growth:
         self.tells: tuple[Likeness, float] | None = None  # with the likeness from which on a sample is bad
         self.measured: dict[int, tuple[float, float]] = {}
         self.budget = region.FORWARD * e.config.region
-        self.begin = e.forwards
+        self.begin = begin
         self.corpora = np.unique(e.lab.corpora(guilty))
         self._cursor = int(max(t.positions.max() for t in e.steps)) + 1
         self._line = np.empty(0, np.int64)
@@ -262,13 +281,18 @@ class Growth:
         share = guilty.size / max(int(between), self.size)
         self.share = min(1.0, max(THINNEST if guilty.size >= FEW else 2 * THINNEST, share))
         farthest = min(region.FARTHEST, REACH // self.size)
-        self.ahead: Side = region.grow(self._ahead, self.size, self.share, self.budget, farthest)
+        self.ahead: Side = region.grow(self._ahead, self.size, self.share, self._left, farthest)
         if self.ahead.found and self.ahead.reach and not self.ahead.clean:
             # Nobody saw it end: of rare corpora there is not so much within reach.
             self.ahead = replace(self.ahead, found=False, endless=True)
         self.ahead = self._followed(farthest)
         self.looked_behind: dict[int, Batch] = {}
         self.back: Side = region.grow(self._behind, self.size, self.share, len(e.behind))
+
+    @property
+    def _left(self) -> int:
+        """Forward passes."""
+        return max(0, self.budget - (self.of.forwards - self.begin))
 
     def _ahead(self, number: int) -> int | None:
         """Bad samples of a batch ahead, of the corpora of the guilty."""
@@ -293,7 +317,7 @@ class Growth:
         if self.ahead.endless or not math.isfinite(self.of.pull) or not self._pulling(self.ahead.reach + 1):
             return self.ahead
         self.follows = True
-        budget = self.budget // (region.FORWARD + 1)
+        budget = self._left // (region.FORWARD + 1)
         # Batches of further epochs have the bad samples, too, among others.
         found = region.grow(self._ahead, self.size, 1.0, budget, farthest, enough=SOLID_END)
         self.follows = found.found and not found.endless and bool(found.clean)
@@ -432,21 +456,27 @@ class Growth:
         """What tells samples like those that are bad from harmless ones, if anything does. guilty: more that are bad,
         of the window: few may be ordinary among them; inside: measured ones of the region, of either kind."""
         lab, usual = self.of.lab, [u for c, u in self.of.scale.usual.items() if c in self.corpora]
-        both = np.union1d(bad, guilty)
+        both = _spread(np.union1d(bad, guilty), LEARNT)
         if not usual or min(np.bincount(half(both, self.size), minlength=2)) < ENOUGH_ALIKE // 4:
             return
         learnt, kept = (np.concatenate([getattr(u, of).tokens for u in usual]) for of in ("learnt", "kept"))
         found = Likeness(lab.tokens(both), half(both, self.size), learnt)
         # Those beyond the region are of the same days as those inside.
         beyond = [self.looked[n].positions for n in self.ahead.clean[1:]]
-        harmless = [found.of(kept, np.arange(len(kept)) % 2 == 0), *(self._like(p, found) for p in beyond)]
+        # Of either line both for choosing a cut and for trying it, as `separation` takes every second one for that.
+        harmless = [
+            found.of(kept, np.arange(len(kept)) // 2 % 2 == 0),
+            *(self._like(p, found) for p in beyond),
+        ]
         every = self._like(np.unique(np.concatenate([bad, *inside])), found)
         cut = separation(self._like(bad, found), np.concatenate(harmless), every[np.isfinite(every)])
         self.tells = None if cut is None else (found, cut)
 
     def _like(self, positions: Int64s, likeness: Likeness) -> Floats:
-        """Of samples; -inf of corpora of which too little is known."""
-        known = self.of.scale.judges(self.of.lab.corpora(positions))
+        """Of samples; -inf of other corpora than those of the guilty, of whose harmless samples it knows nothing, and of
+        those of which too little is known."""
+        corpora = self.of.lab.corpora(positions)
+        known = self.of.scale.judges(corpora) & np.isin(corpora, self.corpora)
         found = np.full(positions.size, -np.inf)
         found[known] = likeness.of(self.of.lab.tokens(positions[known]), half(positions[known], self.size))
         return found

@@ -19,32 +19,43 @@ if TYPE_CHECKING:
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
+SAMPLES = 256  # of a step that are looked at, the first, whatever the size of a batch
 EARLIER = 8  # steps before the first hard sample of a kind, in which it may have come already
 
 
-def look(trained: Sequence[Trained], laboratory: Laboratory, config: SampleConfig) -> list[Waiting]:
-    """Cases to examine, one for each corpus that a new kind has come into. trained: the latest steps. Raises
-    DataError."""
+Texts = dict[int, npt.NDArray[np.int32]]  # tokens by position
+
+
+def look(
+    trained: Sequence[Trained], laboratory: Laboratory, config: SampleConfig, read: Texts
+) -> list[Waiting]:
+    """Cases to examine, one for each corpus that a new kind has come into. trained: the latest steps. read: what the
+    last look has read, and after this one what it has. Raises DataError."""
     applied = [t for t in trained if t.applied]
     if not applied:
         return []
-    positions = np.concatenate([t.positions for t in applied])
-    losses = np.concatenate([t.losses for t in applied])
-    steps = np.concatenate([np.full(t.positions.size, t.step) for t in applied])
+    positions = np.concatenate([t.positions[:SAMPLES] for t in applied])
+    losses = np.concatenate([t.losses[:SAMPLES] for t in applied])
+    steps = np.concatenate([np.full(t.positions[:SAMPLES].size, t.step) for t in applied])
     corpora = laboratory.corpora(positions)
     judged = [c for c, n in zip(*np.unique(corpora, return_counts=True), strict=True) if n >= config.known]
     z = np.nan_to_num(groups.deviations(losses, corpora), nan=0.0)
     hard = (z > novelty.HARD) & ~laboratory.loader.skips.mask(positions)
-    found = list[Waiting]()
+    found, pools = list[Waiting](), set[int]()
     for corpus in judged:
         pool = _first(np.flatnonzero(hard & (corpora == corpus)), steps, novelty.OF_STEP)[-novelty.POOL :]
         if pool.size < novelty.FEWEST:
             continue
         # By who leads alone: of a thousand ranks each would read as much.
-        new = novelty.scan(laboratory.read_tokens(positions[pool]))
+        unread = np.array([p for p in positions[pool].tolist() if p not in read], dtype=np.int64)
+        read.update(zip(unread.tolist(), laboratory.read_tokens(unread), strict=True))
+        pools.update(positions[pool].tolist())
+        new = novelty.scan(np.stack([read[p] for p in positions[pool].tolist()]))
         # All looks of 10,000 steps together may raise so many that are none.
         if new.p <= config.false_alarms / 1e4 * novelty.PERIOD / len(judged):
             found.append(_case(pool[new.kind], positions, losses, steps, new.p))
+    for position in read.keys() - pools:
+        del read[position]
     return found
 
 

@@ -21,6 +21,7 @@ from megastable.checkpoint.store import RunState
 from megastable.data.loader import Loader, Step
 from megastable.data.skips import Selection
 from megastable.engine import Measured
+from megastable.errors import DataError
 from megastable.evidence import Laboratory, Trained, harmless
 from megastable.stability import novelty, samples
 from megastable.stability.actions import Action, Cause, Decision
@@ -86,6 +87,7 @@ class SampleWatch:
         # Whoever is far below is skipped without going back: no more of them than of a trickle may be none.
         self._easy = SampleTest(self.config.samples, state.easy, self.config.samples.false_alarms)
         self._waiting, self._quiet = [case.model_copy() for case in state.waiting], state.quiet
+        self._read: kinds.Texts = {}  # samples may have changed places since
         self._due = 0  # step from which on new kinds are looked for again
         self._ordinary, self._looked = False, max(state.looked, self._looked)
         # Only of a checkpoint: what looks have cost is spent.
@@ -202,7 +204,7 @@ class SampleWatch:
         calm: bool,
     ) -> list[Conclusion]:
         """Examine what waits, if this is a good moment: skip who is guilty, and go on. What convicted somebody. Raises
-        DataError, SpaceError.
+        SpaceError.
 
         trained: the latest steps. clear: no incident is open, and nothing is being proven; calm: the update was applied
         and lies on the trend, too. A trickle may hold the loss up for as long as it lasts, and an incident open: that
@@ -221,19 +223,28 @@ class SampleWatch:
         due = trickle or state.step >= self._due
         if due and self._ordinary and state.step >= self._kinds.until:
             self._due = state.step + novelty.PERIOD
-            for case in self._new_kinds(trained, laboratory):
+            for case in self._new_kinds(state.step, trained, laboratory):
                 looked = self._looked
                 found = self._examine(case, state, trained, laboratory)
                 convicted += [found] if found is not None else []
-                # Of too few nothing can be told, and that has cost nothing: there may be more by the next time.
-                if found is None and self._looked > looked:
-                    self._kinds = self._kinds.after(state.step)
+                if found is None:
+                    ahead = self._looked > looked
+                    self._kinds = self._kinds.after(state.step) if ahead else self._kinds.briefly(state.step)
         return convicted
 
-    def _new_kinds(self, trained: Sequence[Trained], laboratory: Laboratory) -> list[Waiting]:
+    def _new_kinds(self, step: int, trained: Sequence[Trained], laboratory: Laboratory) -> list[Waiting]:
         """A case for each corpus that a new kind of text has come into, of which one is known."""
         self.phase("look for new kinds of text")
-        return laboratory.led(lambda lab: kinds.look(trained, lab, self.config.samples))
+        try:
+            return laboratory.led(lambda lab: kinds.look(trained, lab, self.config.samples, self._read))
+        except (
+            DataError
+        ) as error:  # on every rank: what cannot be read again has been trained on all the same
+            self._kinds = self._kinds.after(step)
+            text = f"new kinds of text are not looked for until step {self._kinds.until}: {error}"
+            self.note("warning", step=step, text=text)
+            self.say(f"step {step}: warning: {text}")
+            return []
 
     def _wait(self, case: Waiting) -> None:
         every = [*self._waiting, case]
@@ -265,9 +276,13 @@ class SampleWatch:
             window = [t for t in trained if case.first - EARLIER <= t.step <= case.last]
             window = window[-max(2, MOST // laboratory.batch) :]
             history = [t for t in history if t.step < case.first - EARLIER]
-        found, self._looked = laboratory.led(
-            lambda lab: (self._concluded(case, window, history, state, lab, left_out), self._looked)
-        )
+        try:
+            found, self._looked = laboratory.led(
+                lambda lab: (self._concluded(case, window, history, state, lab, left_out), self._looked)
+            )
+        except DataError as error:  # on every rank; if it is to be trained on, that will say so
+            self.drop(case, state.step, str(error))
+            return None
         if found is None:
             self.drop(case, state.step, LEFT_OUT if window or case.positions else UNKNOWN)
             return None

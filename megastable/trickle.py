@@ -28,6 +28,7 @@ CALIBRATING = 2048  # harmless samples whose tokens are read: half of them says 
 READ = 4096  # of the samples since the onset, the latest: so many are read
 # Batches ahead without a bad sample until it is over: so many, or so many times the mean distance.
 CLEAN, GAPS = 4, 3
+HARDER = 0.5  # sigma that a new kind lies above its corpus, at least: all new text is a little harder
 
 
 class Ahead(NamedTuple):
@@ -82,6 +83,8 @@ class Trickle:
         if not by_loss.any() and met.sum() < groups.CROWD:
             return _nobody(f"only {met.sum()} samples can be told to be of one kind")
         ahead = self._ahead(kind, int(met.sum()), budget)
+        if not by_loss.any() and self.looked < CLEAN:
+            return _nobody(f"{met.sum()} samples are of one kind, but the budget for looking ahead is spent")
         count, like = ahead.like.size, ahead.like
         if ahead.alone.sum() > samples.HALF * count:
             return _nobody(
@@ -93,7 +96,10 @@ class Trickle:
         others = texts.of(met & ~by_loss).with_(ahead.texts.of(like & ~alone))
         # What is everywhere ahead is no trickle; and being like the guilty is no guilt without being worse than others.
         error, significance = groups.shared_error(self.known), self.config.attribution.significance
-        if like.sum() > samples.HALF * count or not scores.worse(scale, others, significance, error):
+        worse = scores.worse(scale, others, significance, error)
+        if not by_loss.any():
+            worse = worse and float(np.median(others.z)) >= HARDER
+        if like.sum() > samples.HALF * count or not worse:
             if not by_loss.any():
                 return _nobody(
                     f"{met.sum()} samples are of one kind, and {like.sum()} of the {count} that come next, but no "

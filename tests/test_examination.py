@@ -15,7 +15,7 @@ from megastable import evidence
 from megastable.data.skips import Skips
 from megastable.evidence import Known, Norms, Trained
 from megastable.examination import Examination, half
-from megastable.stability import groups
+from megastable.stability import groups, likeness
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
 from megastable.stability.settings import AttributionConfig
@@ -228,3 +228,59 @@ def test_evenly_spread_batches_are_of_both_halves_and_neighbours_of_one(every: i
     batches = 77 + every * np.arange(64)
     of = half(BATCH * batches[:, None] + np.arange(BATCH), BATCH)
     assert (of == of[:, :1]).all() and 24 <= of[:, 0].sum() <= 40
+
+
+class Blend(Laboratory):
+    """Every second sample is of another corpus, which uses the very words that the bad ones of the first use."""
+
+    def corpora(self, positions: Int64s) -> Int64s:
+        return np.asarray(positions % 2)
+
+    def tokens(self, positions: Int64s) -> Int64s:
+        random = np.random.default_rng(int(positions.sum()))
+        other = WORDS + random.integers(WORDS // 4, size=(positions.size, LENGTH + 1))
+        return np.where(positions[:, None] % 2 == 1, other, super().tokens(positions))
+
+
+def test_no_sample_of_another_corpus_is_named_for_being_like_the_bad_of_one() -> None:
+    laboratory = Blend(FIRST + 4 + 2 * np.arange(480))
+    found = laboratory.concluded()
+    assert found.inferred and judged(laboratory, found) == (0, 0)
+
+
+@pytest.mark.parametrize(("lift", "steps"), [(1.0, 2), (1.5, 2), (2.0, 8)])
+def test_a_state_that_is_worse_convicts_hardly_anybody(lift: float, steps: int) -> None:
+    """One sample is far out by itself. All of the others are as far up, also ahead: nothing goes on there."""
+    innocent = 0
+    for seed in range(200, 206):
+        laboratory = Laboratory(FIRST + np.array([5]), alike=False, out=12.0, seed=seed)
+        laboratory._losses[FIRST:] += lift * 0.3
+        missed, wrong = judged(laboratory, laboratory.concluded(steps=steps))
+        assert missed == 0
+        innocent += wrong
+    assert innocent <= 6  # before what was found on such a state was thrown away: 169 to 669 in most of them
+
+
+def test_what_all_samples_share_is_no_evidence_of_data() -> None:
+    odds = []
+    for lift in (0.0, 1.0):
+        laboratory = Laboratory(FIRST + np.array([5]), alike=False, out=12.0, seed=200)
+        laboratory._losses[FIRST:] += lift * 0.3
+        odds.append(laboratory.concluded(steps=8).odds)
+    assert odds[1] <= odds[0] + 0.5
+
+
+def test_what_the_bad_are_like_is_learnt_from_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the cube of that, on one rank while the others wait."""
+    sizes = list[int]()
+    line = likeness.Line.__init__
+
+    def counted(self: Any, accused: Any, harmless: Any) -> None:
+        sizes.append(len(accused))
+        line(self, accused, harmless)
+
+    monkeypatch.setattr(likeness.Line, "__init__", counted)
+    monkeypatch.setattr("megastable.examination.LEARNT", 200)
+    laboratory = Laboratory(FIRST + 4 + np.arange(2000))
+    assert judged(laboratory, laboratory.concluded(steps=32)) == (0, 0)
+    assert sizes and max(sizes) <= 130

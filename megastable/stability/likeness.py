@@ -121,7 +121,9 @@ class Line:
         x = np.concatenate([_roots(accused), _roots(harmless)])
         kind = np.repeat([1.0, -1.0], [len(accused), len(harmless)])
         ridge = RIDGE * np.where(kind > 0, len(accused), len(harmless)) / len(kind)
-        solved = np.linalg.solve((x @ x.T).astype(np.float64) + 1.0 + np.diag(ridge), kind)
+        products = (x @ x.T).astype(np.float64) + 1.0
+        products.flat[:: len(kind) + 1] += ridge
+        solved = np.linalg.solve(products, kind)
         self._weights, self._offset = x.T @ solved, float(solved.sum())
 
     def of(self, tokens: Tokens) -> Floats:

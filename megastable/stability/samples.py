@@ -90,6 +90,7 @@ UNPROVEN = (
 # costs 10 to 60 steps of time, so that those that come again and again cost at most 1.5 % of a long run; after
 # LONGEST_REST steps in which none was needed the next rest is a short one.
 FIRST_REST, LONGEST_REST = STEPS // 2, 4096
+SHORT_REST = 4  # where it was examined without a forward pass, as there is too little of it yet
 REMAINS = 0.5  # of the threshold, by which a suspect is still above its corpus after it was trained on
 
 
@@ -245,6 +246,11 @@ class Rest(_State):
         """Twice as long where it comes again soon."""
         soon = step < self.until + LONGEST_REST
         steps = min(max(FIRST_REST, 2 * self.steps), LONGEST_REST) if soon else FIRST_REST
+        return Rest(until=step + steps, steps=steps)
+
+    def briefly(self, step: int) -> Rest:
+        """There may soon be more of what there was too little of."""
+        steps = min(max(SHORT_REST, 2 * self.steps), FIRST_REST)
         return Rest(until=step + steps, steps=steps)
 
 
