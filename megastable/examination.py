@@ -473,8 +473,8 @@ class Growth:
         self.tells = None if cut is None else (found, cut)
 
     def _like(self, positions: Int64s, likeness: Likeness) -> Floats:
-        """Of samples; -inf of other corpora than those of the guilty, of whose harmless samples it knows nothing, and of
-        those of which too little is known."""
+        """Of samples; -inf of other corpora than those of the guilty, of whose harmless samples it knows nothing, and
+        of those of which too little is known."""
         corpora = self.of.lab.corpora(positions)
         known = self.of.scale.judges(corpora) & np.isin(corpora, self.corpora)
         found = np.full(positions.size, -np.inf)

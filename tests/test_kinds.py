@@ -26,6 +26,7 @@ class Texts:
     def __init__(self, batch: int, steps: int, other: Int64s, hard: bool = True, of: int = 1) -> None:
         self.batch, self.other, self.of = batch, other, of
         self.loader, self.read = SimpleNamespace(skips=Skips.of([])), list[int]()
+        self.kept: kinds.Texts = {}
         random = np.random.default_rng(3)
         self.losses = random.normal(4, 0.5, batch * steps)
         if hard:
@@ -41,14 +42,14 @@ class Texts:
         theirs = [np.random.default_rng(p).integers(400, 450, 65) for p in positions.tolist()]
         return np.where(np.isin(positions, self.other)[:, None], theirs, rows)
 
-    def look(self, applied: bool = True, **config: float) -> list[Waiting]:
-        """applied: whether the last twenty updates were."""
+    def look(self, applied: bool = True, until: int | None = None, **config: float) -> list[Waiting]:
+        """applied: whether the last twenty updates were. until: the step of the look; the last."""
         trained = [
             Trained(step, at, self.losses[at], applied or step <= len(self.steps) - 20)
-            for step, at in enumerate(self.steps, 1)
+            for step, at in enumerate(self.steps[:until], 1)
         ]
         lab: Any = self
-        return kinds.look(trained, lab, SampleConfig.model_validate(config))
+        return kinds.look(trained, lab, SampleConfig.model_validate(config), self.kept)
 
 
 def one_of_each(batch: int, begin: int, end: int) -> Int64s:
@@ -113,3 +114,15 @@ def test_no_more_are_read_of_a_step_or_of_all_than_are_needed() -> None:
     assert case.last == 90 and 86 - kinds.EARLIER <= case.first <= 86
     assert len(texts.read) == novelty.POOL
     assert max(np.bincount(np.array(texts.read) // 1024)) == novelty.OF_STEP
+
+
+def test_the_next_look_reads_what_came_since() -> None:
+    texts = Texts(64, 124, np.empty(0, np.int64))
+    texts.look(until=120)
+    before = {*texts.read}
+    assert len(texts.read) == len(before) == len(texts.kept) == novelty.POOL
+    texts.read.clear()
+    texts.look(until=124)
+    # One or the other is hard only now, among its contemporaries.
+    assert 0 < len(texts.read) <= 5 * novelty.OF_STEP and not before & {*texts.read}
+    assert len(texts.kept) == novelty.POOL, "what fell out of the pool is forgotten"

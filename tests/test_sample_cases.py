@@ -16,6 +16,7 @@ import torch
 from megastable import evidence, kinds
 from megastable.by_heart import NOBODY, ByHeart
 from megastable.data.skips import Skips
+from megastable.errors import DataError
 from megastable.evidence import Known, Laboratory, Trained
 from megastable.sample_watch import CASES, LEFT_OUT, MOST, UNKNOWN, SampleWatch
 from megastable.stability import novelty
@@ -337,5 +338,24 @@ def test_new_kinds_are_looked_for_now_and_then_where_the_state_is_good(
     assert watch.state.kinds.steps == 0 and watch.state.rest == 0
     made.watch._kinds, ahead = Rest(), 0
     looks.clear()
-    act(320)
-    assert looks == [*range(301, 321, every)], "too few to be told may soon be more"
+    act(500)
+    assert looks == [301, 305, 313, 329, 361, 425, 489], "too few to be told may soon be more"
+
+
+def test_a_sample_that_cannot_be_read_again_is_told_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made()
+
+    def unreadable(*_: Any) -> Any:
+        raise DataError("shard-7.bin: a read error")
+
+    monkeypatch.setattr(kinds, "look", unreadable)
+    monkeypatch.setattr(SampleWatch, "_concluded", unreadable)
+    made.watch._waiting.append(case(18, kind="trickle", positions=[3]))
+    made.watch._ordinary = True
+    laboratory: Any = Texts(16, set())
+    state: Any = SimpleNamespace(cursor=320, step=20)
+    assert made.watch.act(state, [], laboratory, True, True) == []
+    assert [(e["event"], "shard-7.bin" in str(e)) for e in made.events] == [
+        ("samples_dropped", True), ("warning", True)
+    ]  # fmt: skip
+    assert made.watch.state.kinds.until == 84 and not made.watch.state.waiting

@@ -45,8 +45,8 @@ class Texts:
 
     samples = Laboratory.samples
 
-    def conclude(self, accused: list[int] | None = None) -> tuple[Conclusion, int]:
-        """accused: of being a new kind."""
+    def conclude(self, accused: list[int] | None = None, budget: int = 32) -> tuple[Conclusion, int]:
+        """accused: of being a new kind. budget: batches ahead."""
         met, usual = np.arange(FIRST, NOW), np.arange(FIRST)
         kind: Any = "trickle" if accused is None else "kind"
         case = Waiting(
@@ -57,7 +57,7 @@ class Texts:
         kept: Any = Skips.of([])
         seen, before = (Seen(p, self.losses(p), self.corpora(p)) for p in (met, usual))
         search = Trickle(lab, StabilityConfig(), seen, before, case, NOW, kept)
-        return search.conclude(32), search.looked
+        return search.conclude(budget), search.looked
 
 
 def every(period: int, end: int) -> list[int]:
@@ -146,3 +146,18 @@ def test_a_kind_that_was_there_before_is_nobody() -> None:
     kind = [*range(3, FIRST, 8), *every(8, NOW + 160)]
     found, _ = Texts(set(kind), moderate(kind, 1.0)).conclude(every(8, NOW))
     assert found.cause is Cause.STATE and not found.guilty
+
+
+@pytest.mark.parametrize("budget", [32, 1, 0])
+def test_a_new_kind_that_has_come_to_stay_convicts_nobody_whatever_is_left_for_looking_ahead(
+    budget: int,
+) -> None:
+    kind = [*every(8, NOW), *(p for p in range(NOW, NOW + 1000) if p % 3)]
+    found, looked = Texts(set(kind), moderate(kind, 1.0)).conclude(every(8, NOW), budget)
+    assert found.guilty == [] and looked <= budget
+
+
+def test_a_new_kind_that_is_hardly_harder_convicts_nobody() -> None:
+    bad = every(8, NOW)
+    found, _ = Texts(set(bad), moderate(bad, 0.2)).conclude(bad)
+    assert found.guilty == []
