@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-SAMPLES = 256  # of a step that are looked at, the first, whatever the size of a batch
+# Of a step so many samples are looked at, the first, and of the latest steps so many in all: a pool is full with that.
+SAMPLES, LATEST = 256, 16384
 EARLIER = 8  # steps before the first hard sample of a kind, in which it may have come already
 
 
@@ -34,6 +35,7 @@ def look(
     applied = [t for t in trained if t.applied]
     if not applied:
         return []
+    applied = applied[-(LATEST // min(SAMPLES, applied[-1].positions.size)) :]
     positions = np.concatenate([t.positions[:SAMPLES] for t in applied])
     losses = np.concatenate([t.losses[:SAMPLES] for t in applied])
     steps = np.concatenate([np.full(t.positions[:SAMPLES].size, t.step) for t in applied])

@@ -20,7 +20,7 @@ RESAMPLES = 2000
 # By component: the stopwatches whose sum it is, and the two kinds of step whose difference it is.
 COMPONENTS: dict[str, tuple[tuple[str, ...], tuple[str, str] | None]] = {
     "gate": (("norm", "collect", "finite", "losses", "counters", "rest"), ("gate", "bare")),
-    "guard": (("judge", "samples", "signs", "settle"), ("guard", "gate")),
+    "guard": (("judge", "samples", "kinds", "signs", "settle"), ("guard", "gate")),
     "snapshot": (("take",), ("snapshot", "guard")),
     "norms": (("statistics",), None),
     "layers": (("look", "tell"), ("layers", "guard")),
@@ -37,6 +37,7 @@ MEANING = {
     "guard": "detector, policy, record",
     "judge": "detector and policy",
     "samples": "test of single samples",
+    "kinds": "looks for new kinds",
     "signs": "signs of the start",
     "settle": "record, carrying out",
     "snapshot": "rewind point in memory",

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megastable import deepspeed_config, engine, rundir
+from megastable import deepspeed_config, engine, kinds, rundir
 from megastable.bench.common import Stopwatch, machine, random_corpus
 from megastable.bench.costs import Costs, assess
 from megastable.checkpoint.store import LayoutState, RunState
@@ -39,6 +39,7 @@ from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.loader import Loader, Step
 from megastable.data.skips import Skips
 from megastable.engine import Engine, Measured
+from megastable.evidence import Trained
 from megastable.model.flops import parameters
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
@@ -47,6 +48,7 @@ from megastable.recovery import Recovery
 from megastable.report.observer import Observer
 from megastable.rundir import RunDirectory
 from megastable.skipping import Skipping
+from megastable.stability import novelty
 from megastable.stability.actions import Action
 from megastable.stability.signals import Signals
 
@@ -132,6 +134,13 @@ class Bench:
         self.observer.live.console.quiet = True
         self.observer.steps.flush_steps = sys.maxsize  # written here, when it is timed
         self.batches = [next(loader) for _ in range(BATCHES)]
+        # As many steps as are remembered, whose samples are as hard as any: of the corpus there are too few.
+        drawn, size = np.random.default_rng(0), c.train.global_batch
+        self.trained = list[Trained]()
+        for n in range(self.recovery.points.trained.maxlen or 0):
+            positions = np.arange(n * size, (n + 1) * size)
+            self.trained.append(Trained(n, positions, drawn.standard_normal(size), applied=True))
+        self.read: kinds.Texts = {}
         self.disturbed = 0
         self.order = random.Random(0)
 
@@ -269,6 +278,10 @@ class Bench:
         with _stopwatches(inside, calls), watch.time("settle"):
             self._settle(batch, measured, applied)
         watch.seconds["settle"] -= sum(inside.seconds.values())
+        assert r.points.laboratory is not None
+        with inside.time("kinds"):
+            kinds.look(self.trained, r.points.laboratory, self.config.stability.samples, self.read)
+        inside.seconds["kinds"] /= novelty.PERIOD
         watch.seconds |= inside.seconds
 
     def _timed_layers(self, batch: Step, watch: Stopwatch) -> None:
