@@ -149,14 +149,14 @@ class Examination:
             zip(self.positions.tolist(), zip(self.losses.tolist(), z.tolist(), strict=True), strict=True)
         )
         if guilty.size >= (FEW if by_gradient else 1) and judged.score is not None and self.config.region:
-            growth: Growth | None = Growth(self, judged, guilty, self.forwards)
-            assert growth is not None
-            if not by_gradient and (shift := growth.shift()) > 0:
+            first = Growth(self, judged, guilty, self.forwards)
+            growth: Growth | None = first
+            if not by_gradient and (shift := first.shift()) > 0:
                 # The state's doing: what was found by then, the region and its ends, too, is not worth anything.
                 self.shared += shift
                 judged, z = self.judge()
-                guilty, begin = self.positions[judged.guilty], growth.begin
-                growth = Growth(self, judged, guilty, begin) if judged.score is not None else None
+                guilty = self.positions[judged.guilty]
+                growth = Growth(self, judged, guilty, first.begin) if judged.score is not None else None
                 if growth is not None and growth.shift() > 0:
                     growth = None
             if growth is not None and growth.ahead.endless:
