@@ -242,21 +242,16 @@ class Laboratory:
             return nobody
         batch = found.batches[worst].positions
         budget = max(found.budget, attribution.halvings(batch.size))
-        group, norm = attribution.narrow(batch, float(found.norms[worst]), self.gradient_norm, budget)
-        least = attribution.GRADIENT_RATIO * attribution.usual_norm(
-            found.whole, found.alone, self.batch, group.size
-        )
-        if group.size > 1 or not norm > least:
+        one, norm = attribution.narrow(batch, float(found.norms[worst]), self.gradient_norm, budget)
+        usual = attribution.usual_norm(found.whole, found.alone, self.batch, 1)
+        if one.size > 1 or not norm > attribution.GRADIENT_RATIO * usual:
             return nobody
-        for corpus in np.unique(self.corpora(group)).tolist():
-            own = known.positions[known.corpora == corpus]
-            if own.size < groups.ENOUGH:
-                return nobody
-            alone = float(np.median([self.gradient_norm(p[None]) for p in own[-CONTROLS:]]))
-            usual = attribution.usual_norm(found.whole, alone, self.batch, group.size)
-            if not norm > attribution.GRADIENT_RATIO * usual:
-                return nobody
-        return group, norm
+        own = known.positions[known.corpora == self.corpora(one)]
+        if own.size < groups.ENOUGH:
+            return nobody
+        alone = float(np.median([self.gradient_norm(p[None]) for p in own[-CONTROLS:]]))
+        usual = attribution.usual_norm(found.whole, alone, self.batch, 1)
+        return (one, norm) if norm > attribution.GRADIENT_RATIO * usual else nobody
 
 
 class Leading(Laboratory):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from megastable.data.skips import Selection, Skips
 from megastable.stability import attribution, groups, region, scores
 from megastable.stability.attribution import Conclusion, Suspect
-from megastable.stability.likeness import ENOUGH_ALIKE, Likeness, separation
+from megastable.stability.likeness import ENOUGH_ALIKE, GOLDEN, Likeness, separation
 from megastable.stability.region import Region, Side
 from megastable.stability.scores import Judged, Samples, Scale, Score
 
@@ -35,7 +35,6 @@ THINNEST, FEW = (
     0.125,
     3,
 )  # share of bad samples below which no region is looked for; fewer of them are individuals
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio
 PULL = 2.0  # of the gradient norm of an ordinary batch, from which on a batch ahead is bad: clean ones have up to 1.5
 SOLID_END = 2  # clean spots in a row that end a region whose batches are all bad
 INSIDE = 8  # batches inside a region of a crowd, evenly spread, whose gradients must all be extraordinary
@@ -149,20 +148,11 @@ class Examination:
             zip(self.positions.tolist(), zip(self.losses.tolist(), z.tolist(), strict=True), strict=True)
         )
         if guilty.size >= (FEW if by_gradient else 1) and judged.score is not None and self.config.region:
-            first = Growth(self, judged, guilty, self.forwards)
-            growth: Growth | None = first
-            if not by_gradient and (shift := first.shift()) > 0:
-                # The state's doing: what was found by then, the region and its ends, too, is not worth anything.
-                self.shared += shift
-                judged, z = self.judge()
-                guilty = self.positions[judged.guilty]
-                growth = Growth(self, judged, guilty, first.begin) if judged.score is not None else None
-                if growth is not None and growth.shift() > 0:
-                    growth = None
+            judged, guilty, growth = self._grown(judged, guilty, by_gradient)
             if growth is not None and growth.ahead.endless:
                 # As bad wherever one looks: that is the state. Unless some are worse than all of these.
                 if not by_gradient:
-                    judged, z = self.judge(growth.level())
+                    judged, _ = self.judge(growth.level())
                     guilty = self.positions[judged.guilty]
                 if crowd is not None:
                     guilty = np.empty(0, np.int64)  # the like of them is everywhere, and was before
@@ -176,6 +166,26 @@ class Examination:
         norms = {p: norm for p, norm in norms.items() if not math.isnan(norm)}
         suspects = [Suspect(p, loss, deviation, norms.get(p)) for p, (loss, deviation) in measured.items()]
         return self._told(suspects, guilty, inferred, found, judged, recurred)
+
+    def _grown(
+        self, judged: Judged, guilty: Int64s, by_gradient: bool
+    ) -> tuple[Judged, Int64s, Growth | None]:
+        """How far the guilty go on, None where that cannot be told; and who they are.
+
+        Where clean samples ahead lie higher, too, that is the state's doing: what was found by then, the region and its
+        ends, too, is not worth anything, and all is judged anew, once.
+        """
+        growth = Growth(self, judged, guilty, self.forwards)
+        shift = growth.shift()
+        if by_gradient or not shift > 0:
+            return judged, guilty, growth
+        self.shared += shift
+        judged, _ = self.judge()
+        guilty = self.positions[judged.guilty]
+        if judged.score is None:
+            return judged, guilty, None
+        again = Growth(self, judged, guilty, growth.begin)
+        return judged, guilty, None if again.shift() > 0 else again
 
     def _accuse(self, guilty: Bools) -> Judged:
         """Those whose gradient convicts them, to look for their like."""
@@ -205,7 +215,7 @@ class Examination:
 
     def _by_gradient(self, z: Floats, gradients: Norms) -> tuple[Int64s, dict[int, float]]:
         guilty, norm = self.lab.by_gradient(gradients, self.known)
-        norms = {int(guilty[0]): norm} if guilty.size == 1 else {}
+        norms = dict.fromkeys(guilty.tolist(), norm)
         if guilty.size:
             # What its gradient proves of one, its loss says of its like.
             like = attribution.LIKE * float(np.nanmin(z[np.isin(self.positions, guilty)], initial=np.inf))
@@ -248,13 +258,6 @@ def half(positions: Int64s, size: int) -> Bools:
     """Of which half samples are: neighbours are of one, as they may be of one text. By multiples of the golden ratio,
     or every second batch, or every eighth, would be of one half, too."""
     return np.asarray((positions // size).astype(np.uint64) * GOLDEN >> np.uint64(63) == 0)
-
-
-def _spread(positions: Int64s, most: int) -> Int64s:
-    """At most so many of them, evenly."""
-    if positions.size <= most:
-        return positions
-    return np.asarray(positions[np.linspace(0, positions.size - 1, most).astype(np.int64)])
 
 
 class Growth:
@@ -456,7 +459,8 @@ class Growth:
         """What tells samples like those that are bad from harmless ones, if anything does. guilty: more that are bad,
         of the window: few may be ordinary among them; inside: measured ones of the region, of either kind."""
         lab, usual = self.of.lab, [u for c, u in self.of.scale.usual.items() if c in self.corpora]
-        both = _spread(np.union1d(bad, guilty), LEARNT)
+        both = np.union1d(bad, guilty)
+        both = both[sorted(region.spread(0, both.size, LEARNT))]
         if not usual or min(np.bincount(half(both, self.size), minlength=2)) < ENOUGH_ALIKE // 4:
             return
         learnt, kept = (np.concatenate([getattr(u, of).tokens for u in usual]) for of in ("learnt", "kept"))

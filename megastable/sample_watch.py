@@ -237,9 +237,8 @@ class SampleWatch:
         self.phase("look for new kinds of text")
         try:
             return laboratory.led(lambda lab: kinds.look(trained, lab, self.config.samples, self._read))
-        except (
-            DataError
-        ) as error:  # on every rank: what cannot be read again has been trained on all the same
+        except DataError as error:
+            # On every rank. What cannot be read again has been trained on all the same.
             self._kinds = self._kinds.after(step)
             text = f"new kinds of text are not looked for until step {self._kinds.until}: {error}"
             self.note("warning", step=step, text=text)
@@ -280,7 +279,8 @@ class SampleWatch:
             found, self._looked = laboratory.led(
                 lambda lab: (self._concluded(case, window, history, state, lab, left_out), self._looked)
             )
-        except DataError as error:  # on every rank; if it is to be trained on, that will say so
+        except DataError as error:
+            # On every rank. If it is yet to be trained on, that will say so.
             self.drop(case, state.step, str(error))
             return None
         if found is None:

@@ -78,12 +78,12 @@ class Trickle:
         near = self.met.of(np.flatnonzero(read | np.isin(self.met.positions, chosen)))
         texts = self._texts(near)
         by_loss = np.isin(near.positions, first.positions)
-        accused = np.isin(near.positions, chosen)
+        accused, alarmed = np.isin(near.positions, chosen), bool(by_loss.any())
         met, kind = scores.joined(scale, texts, by_loss, self.innocent, accused)
-        if not by_loss.any() and met.sum() < groups.CROWD:
+        if not alarmed and met.sum() < groups.CROWD:
             return _nobody(f"only {met.sum()} samples can be told to be of one kind")
         ahead = self._ahead(kind, int(met.sum()), budget)
-        if not by_loss.any() and self.looked < CLEAN:
+        if not alarmed and self.looked < CLEAN:
             return _nobody(f"{met.sum()} samples are of one kind, but the budget for looking ahead is spent")
         count, like = ahead.like.size, ahead.like
         if ahead.alone.sum() > samples.HALF * count:
@@ -92,15 +92,15 @@ class Trickle:
                 "single samples, but of the state"
             )
         # A few are always far out: without an alarm that is no guilt.
-        alone = ahead.alone & (like | by_loss.any())
+        alone = ahead.alone & (like | alarmed)
         others = texts.of(met & ~by_loss).with_(ahead.texts.of(like & ~alone))
         # What is everywhere ahead is no trickle; and being like the guilty is no guilt without being worse than others.
         error, significance = groups.shared_error(self.known), self.config.attribution.significance
         worse = scores.worse(scale, others, significance, error)
-        if not by_loss.any():
+        if not alarmed:
             worse = worse and float(np.median(others.z)) >= HARDER
         if like.sum() > samples.HALF * count or not worse:
-            if not by_loss.any():
+            if not alarmed:
                 return _nobody(
                     f"{met.sum()} samples are of one kind, and {like.sum()} of the {count} that come next, but no "
                     "worse than others, or that is how most are from here on"
@@ -117,7 +117,7 @@ class Trickle:
             f"{guilty.positions.size} of {self.met.positions.size} samples since step {self.case.first} are of a kind "
             "that was not there before and is worse as a group than harmless ones"
         )
-        if by_loss.any():
+        if alarmed:
             more = guilty.positions.size - first.positions.size
             joined = f", {more} are like them," if more else ""
             told = (

@@ -34,7 +34,7 @@ UNLIKE = 0.01  # share of measured samples that likeness may take for the other 
 FEATURES = 1 << 12  # buckets of single tokens that a line is drawn through, and as many of pairs
 RIDGE = 1.0  # how stiff it is: smaller ones fit the accused themselves, and tell their like no better
 PART = 256  # samples whose features are in memory at a time
-_ODD = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio: its multiples scatter
 
 
 def words(tokens: Tokens) -> Int64s:
@@ -45,14 +45,14 @@ def words(tokens: Tokens) -> Int64s:
 def pairs(tokens: Tokens) -> Int64s:
     """The bucket of each token together with the one before it: int64 [n, L], BUCKETS to 2 BUCKETS."""
     known = tokens[:, : READ + 1].astype(np.uint64)
-    return _bucket(known[:, 1:] + known[:, :-1] * _ODD) + BUCKETS
+    return _bucket(known[:, 1:] + known[:, :-1] * GOLDEN) + BUCKETS
 
 
 def _bucket(numbers: npt.NDArray[np.uint64]) -> Int64s:
     with np.errstate(over="ignore"):
-        mixed = (numbers + np.uint64(1)) * _ODD
+        mixed = (numbers + np.uint64(1)) * GOLDEN
         mixed ^= mixed >> np.uint64(31)
-        mixed *= _ODD
+        mixed *= GOLDEN
     return np.asarray(mixed >> np.uint64(48), dtype=np.int64)
 
 

@@ -200,9 +200,8 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=60)
     *progress, last = errors.splitlines()
     assert (process.returncode, last) == (130, "interrupted")
-    assert all(
-        line.startswith("prepared ") for line in progress
-    )  # on a busy machine it is told from time to time
+    # On a busy machine it has told of its progress.
+    assert all(line.startswith("prepared ") for line in progress)
     assert names(tmp_path) == ["slow.jsonl", "tokenizer.model"]
     assert not psutil.wait_procs(workers, timeout=30)[1]
 
