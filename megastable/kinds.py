@@ -24,40 +24,36 @@ SAMPLES, LATEST = 256, 16384
 EARLIER = 8  # steps before the first hard sample of a kind, in which it may have come already
 
 
-Texts = dict[int, npt.NDArray[np.int32]]  # tokens by position
+Pools = dict[int, novelty.Pool]  # by corpus
 
 
 def look(
-    trained: Sequence[Trained], laboratory: Laboratory, config: SampleConfig, read: Texts
+    trained: Sequence[Trained], laboratory: Laboratory, config: SampleConfig, pools: Pools
 ) -> list[Waiting]:
-    """Cases to examine, one for each corpus that a new kind has come into. trained: the latest steps. read: what the
-    last look has read, and after this one what it has. Raises DataError."""
+    """Cases to examine, one for each corpus that a new kind has come into. trained: the latest steps. pools: of the
+    last look, and after it of this one. Raises DataError."""
     applied = [t for t in trained if t.applied]
     if not applied:
         return []
     applied = applied[-(LATEST // min(SAMPLES, applied[-1].positions.size)) :]
     positions = np.concatenate([t.positions[:SAMPLES] for t in applied])
     losses = np.concatenate([t.losses[:SAMPLES] for t in applied])
-    steps = np.concatenate([np.full(t.positions[:SAMPLES].size, t.step) for t in applied])
+    steps = np.repeat([t.step for t in applied], [min(SAMPLES, t.positions.size) for t in applied])
     corpora = laboratory.corpora(positions)
     judged = [c for c, n in zip(*np.unique(corpora, return_counts=True), strict=True) if n >= config.known]
     z = np.nan_to_num(groups.deviations(losses, corpora), nan=0.0)
     hard = (z > novelty.HARD) & ~laboratory.loader.skips.mask(positions)
-    found, pools = list[Waiting](), set[int]()
+    found = list[Waiting]()
     for corpus in judged:
         pool = _first(np.flatnonzero(hard & (corpora == corpus)), steps, novelty.OF_STEP)[-novelty.POOL :]
         if pool.size < novelty.FEWEST:
             continue
+        known = pools.setdefault(int(corpus), novelty.Pool())
         # By who leads alone: of a thousand ranks each would read as much.
-        unread = np.array([p for p in positions[pool].tolist() if p not in read], dtype=np.int64)
-        read.update(zip(unread.tolist(), laboratory.read_tokens(unread), strict=True))
-        pools.update(positions[pool].tolist())
-        new = novelty.scan(np.stack([read[p] for p in positions[pool].tolist()]))
+        new = known.scan(positions[pool], laboratory.read_tokens(known.missing(positions[pool])))
         # All looks of 10,000 steps together may raise so many that are none.
         if new.p <= config.false_alarms / 1e4 * novelty.PERIOD / len(judged):
             found.append(_case(pool[new.kind], positions, losses, steps, new.p))
-    for position in read.keys() - pools:
-        del read[position]
     return found
 
 

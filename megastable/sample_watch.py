@@ -87,7 +87,7 @@ class SampleWatch:
         # Whoever is far below is skipped without going back: no more of them than of a trickle may be none.
         self._easy = SampleTest(self.config.samples, state.easy, self.config.samples.false_alarms)
         self._waiting, self._quiet = [case.model_copy() for case in state.waiting], state.quiet
-        self._read: kinds.Texts = {}  # samples may have changed places since
+        self._pools: kinds.Pools = {}  # samples may have changed places since
         self._due = 0  # step from which on new kinds are looked for again
         self._ordinary, self._looked = False, max(state.looked, self._looked)
         # Only of a checkpoint: what looks have cost is spent.
@@ -236,7 +236,7 @@ class SampleWatch:
         """A case for each corpus that a new kind of text has come into, of which one is known."""
         self.phase("look for new kinds of text")
         try:
-            return laboratory.led(lambda lab: kinds.look(trained, lab, self.config.samples, self._read))
+            return laboratory.led(lambda lab: kinds.look(trained, lab, self.config.samples, self._pools))
         except DataError as error:
             # On every rank. What cannot be read again has been trained on all the same.
             self._kinds = self._kinds.after(step)

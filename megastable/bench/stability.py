@@ -140,7 +140,7 @@ class Bench:
         for n in range(self.recovery.points.trained.maxlen or 0):
             positions = np.arange(n * size, (n + 1) * size)
             self.trained.append(Trained(n, positions, drawn.standard_normal(size), applied=True))
-        self.read: kinds.Texts = {}
+        self.pools: kinds.Pools = {}
         self.disturbed = 0
         self.order = random.Random(0)
 
@@ -280,7 +280,7 @@ class Bench:
         watch.seconds["settle"] -= sum(inside.seconds.values())
         assert r.points.laboratory is not None
         with inside.time("kinds"):
-            kinds.look(self.trained, r.points.laboratory, self.config.stability.samples, self.read)
+            kinds.look(self.trained, r.points.laboratory, self.config.stability.samples, self.pools)
         inside.seconds["kinds"] /= novelty.PERIOD
         watch.seconds |= inside.seconds
 

@@ -1,8 +1,8 @@
 """Has a new kind of text come into a corpus? Told by tokens alone, among samples that are a little hard.
 
 Samples of a corpus are shuffled, so when a sample came says nothing of what it is like: as long as nothing new comes,
-the ones nearest to it by their tokens are of any time. A scan over the latest samples asks whether those nearest to one
-of them are late, too, more often than chance brings. For a sample and a number of neighbours chance is hypergeometric,
+the ones nearest to it by their tokens are of any time. A scan over what came since the last look asks whether those
+nearest to one of these are late, too, more often than chance brings. For a sample and a number of neighbours chance is hypergeometric,
 as if times were drawn; the bound of Bonferroni over all that is tried holds whatever text is like, and without draws.
 So a kind that is no harder than a corpus's own tail is seen after ten samples or so, where no loss says anything.
 
@@ -11,7 +11,6 @@ That a kind is new is no guilt (trickle.py). Pure.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -42,51 +41,93 @@ class Found(NamedTuple):
     kind: Int64s
 
 
-def scan(tokens: Tokens) -> Found:
-    """Of samples of one corpus, oldest first, [n, L + 1]: the kind that is the least likely to be new by chance."""
-    count = len(tokens)
-    best = Found(1.0, np.empty(0, np.int64))
-    if count < FEWEST:
+class Pool:
+    """The latest hard samples of one corpus, kept from look to look: most stay the same, and those that are not were
+    compared with the others then. So a look costs as much as is new in it."""
+
+    def __init__(self) -> None:
+        self._at: dict[int, int] = {}  # row of a position
+        # How often a sample has each token, as log(1 + n), and its square: rows are written once, and never moved.
+        self._rows = np.zeros((2, POOL, DIRECTIONS), np.float32)
+        self._having = np.zeros(DIRECTIONS, np.int64)  # samples that have each token
+
+    def missing(self, positions: Int64s) -> Int64s:
+        """Those of them whose tokens are not known yet."""
+        return np.array([p for p in positions.tolist() if p not in self._at], dtype=np.int64)
+
+    def scan(self, positions: Int64s, tokens: Tokens) -> Found:
+        """The kind that is the least likely to be new by chance, around one of the samples that are new to the pool.
+
+        positions: all of the pool from now on, oldest first, POOL at most. tokens: of the missing, [n, L + 1].
+        """
+        fresh = self._exchange(positions, self.missing(positions), tokens)
+        best, count = Found(1.0, np.empty(0, np.int64)), positions.size
+        seeds = fresh[fresh >= count - int(max(SHARES) * count)]
+        if count < FEWEST or not seeds.size:
+            return best
+        nearest = self._nearest(positions, seeds)
+        for late in (int(share * count) for share in SHARES):
+            of, most = nearest[seeds >= count - late], min(nearest.shape[1], late - 1)
+            if not of.size:
+                continue
+            hits = np.cumsum(of[:, :most] >= count - late, axis=1)
+            tried = len(of) * most * len(SHARES)
+            p = _table(count - 1, late - 1, most)[np.arange(most), hits] * tried
+            seed, last = np.unravel_index(np.argmin(p), p.shape)
+            if p[seed, last] < best.p:
+                chosen = of[seed, : last + 1]
+                kind = np.append(chosen[chosen >= count - late], seeds[seeds >= count - late][seed])
+                best = Found(float(p[seed, last]), np.sort(kind))
         return best
-    nearest = _nearest(tokens, int(max(SHARES) * count))
-    for late in (int(share * count) for share in SHARES):
-        of, most = nearest[-late:], min(nearest.shape[1], late - 1)
-        hits = np.cumsum(of[:, :most] >= count - late, axis=1)
-        p = _table(count - 1, late - 1, most)[np.arange(most), hits] * (late * most * len(SHARES))
-        seed, last = np.unravel_index(np.argmin(p), p.shape)
-        if p[seed, last] < best.p:
-            chosen = of[seed, : last + 1]
-            kind = np.append(chosen[chosen >= count - late], count - late + seed)
-            best = Found(float(p[seed, last]), np.sort(kind))
-    return best
+
+    def _exchange(self, positions: Int64s, missing: Int64s, tokens: Tokens) -> Int64s:
+        """Forget who is in the pool no more, and learn the missing: their indexes."""
+        gone = self._at.keys() - set(positions.tolist())
+        left = np.array([self._at.pop(p) for p in gone], dtype=np.int64)
+        self._having -= np.count_nonzero(self._rows[0, left], axis=0)
+        self._rows[:, left] = 0
+        free = np.setdiff1d(np.arange(POOL), np.fromiter(self._at.values(), np.int64))[: missing.size]
+        if missing.size:
+            learnt = _counts(tokens)
+            self._rows[0, free], self._rows[1, free] = learnt, learnt**2
+            self._having += np.count_nonzero(learnt, axis=0)
+        self._at.update(zip(missing.tolist(), free.tolist(), strict=True))
+        return np.flatnonzero(np.isin(positions, missing))
+
+    def _nearest(self, positions: Int64s, seeds: Int64s) -> Int64s:
+        """Indexes of those that the seeds are most like, but for themselves: int64 [seeds, NEIGHBOURS]."""
+        at = np.array([self._at[p] for p in positions.tolist()])
+        used = int(at.max()) + 1
+        # The rarer a token the more it says.
+        rarity = -np.log(np.maximum(self._having, 1) / positions.size).astype(np.float32)
+        lengths = np.sqrt(self._rows[1, :used] @ rarity**2)[at]
+        like = (self._rows[0, at[seeds]] * rarity**2 @ self._rows[0, :used].T)[:, at]
+        unlike = 1 - like / np.maximum(lengths[seeds, None] * lengths, 1e-9)
+        unlike[np.arange(seeds.size), seeds] = np.inf
+        # Of equals the older ones come first, which errs on the side of chance.
+        return np.argsort(unlike, axis=1, kind="stable")[:, :NEIGHBOURS]
 
 
-def _nearest(tokens: Tokens, late: int) -> Int64s:
-    """Indexes of those that the `late` latest are most like, but for themselves: int64 [late, NEIGHBOURS]."""
-    rows, count = _directions(tokens), len(tokens)
-    unlike = 1 - rows[-late:] @ rows.T
-    unlike[np.arange(late), np.arange(count - late, count)] = np.inf
-    # Of equals the older ones come first, which errs on the side of chance.
-    return np.argsort(unlike, axis=1, kind="stable")[:, :NEIGHBOURS]
-
-
-def _directions(tokens: Tokens) -> npt.NDArray[np.float32]:
-    """How often each sample has each token, the rarer the token the more: unit rows, fp32 [n, DIRECTIONS]."""
+def _counts(tokens: Tokens) -> npt.NDArray[np.float32]:
+    """log(1 + how often each sample has each token), hashed: fp32 [n, DIRECTIONS]."""
     at = words(tokens) % DIRECTIONS + DIRECTIONS * np.arange(len(tokens))[:, None]
     counts = np.bincount(at.ravel(), minlength=DIRECTIONS * len(tokens)).reshape(len(tokens), -1)
-    rarity = -np.log(np.maximum(np.count_nonzero(counts, axis=0), 1) / len(tokens))
-    rows = np.log1p(np.arange(counts.max() + 1)).astype(np.float32)[counts] * rarity.astype(np.float32)
-    return np.asarray(rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-9))
+    return np.log1p(np.arange(counts.max() + 1)).astype(np.float32)[counts]
 
 
 @lru_cache(maxsize=64)
 def _table(others: int, late: int, most: int) -> Floats:
     """How often so many of the k = 1.. `most` nearest of `others`, of which `late` are, are late or more: fp64
     [most, most + 1]."""
-    found = np.zeros((most, most + 1))
-    for k in range(1, most + 1):
-        ways = [
-            math.comb(late, h) * math.comb(others - late, k - h) / math.comb(others, k) for h in range(k + 1)
-        ]
-        found[k - 1, : k + 1] = np.cumsum(ways[::-1])[::-1]
-    return found
+    k, hits = np.arange(1, most + 1)[:, None], np.arange(most + 1)
+    with np.errstate(invalid="ignore"):
+        p = np.exp(_ways(late, hits) + _ways(others - late, k - hits) - _ways(others, k))
+    return np.asarray(np.minimum(np.cumsum(np.nan_to_num(p)[:, ::-1], axis=1)[:, ::-1], 1))
+
+
+def _ways(of: int, chosen: Int64s) -> Floats:
+    """Logarithm of in how many ways so many of them are chosen, -inf where that cannot be."""
+    logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, of + 1)))])
+    can = (chosen >= 0) & (chosen <= of)
+    taken = np.where(can, chosen, 0)
+    return np.where(can, logs[of] - logs[taken] - logs[of - taken], -np.inf)

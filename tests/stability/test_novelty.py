@@ -11,10 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.stability.novelty import FEWEST, NEIGHBOURS, _table, scan
+from megastable.stability.novelty import FEWEST, NEIGHBOURS, Found, Pool, _table
 
 Int64s = npt.NDArray[np.int64]
 LENGTH, WORDS = 64, 400
+
+
+def scan(tokens: Int64s) -> Found:
+    """Of samples all of which are new to the pool."""
+    return Pool().scan(np.arange(len(tokens)), tokens)
 
 
 def text(kinds: Int64s, seed: int) -> Int64s:
@@ -67,6 +72,44 @@ def test_chance_is_no_more_often_new_than_is_said() -> None:
 def test_of_equals_none_is_new() -> None:
     assert scan(np.full((400, LENGTH + 1), 7)).p == 1
     assert scan(np.arange(400)[:, None] + WORDS * np.arange(LENGTH + 1)).p == 1, "nothing in common"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_from_look_to_look_only_what_is_new_is_read_and_nothing_is_forgotten(seed: int) -> None:
+    """Each look finds what one that reads all anew finds around the same samples."""
+    random, pool, begin, end = np.random.default_rng(seed), Pool(), 0, 200
+    kinds = ordinary(600, seed)
+    kinds[300:][random.random(300) < 0.3] = 30
+    tokens = text(kinds, seed)
+    while end < kinds.size:
+        at = np.arange(begin, end)
+        at = at[(at % 50 != 7) | (end % 2 == 0)]  # a sample may be in the pool, out of it, and in it again
+        missing = pool.missing(at)
+        assert missing.size <= 64 + at.size // 50 + 1 or begin == 0
+        found = pool.scan(at, tokens[missing])
+        anew, old = Pool(), np.setdiff1d(at, missing)
+        anew.scan(old, tokens[old])
+        again = anew.scan(at, tokens[missing])
+        assert found.p == pytest.approx(again.p, rel=1e-9) and np.array_equal(found.kind, again.kind)
+        end += int(random.integers(1, 64))
+        begin = max(0, end - 250)
+    assert pool.missing(at).size == 0
+
+
+def test_the_same_pool_again_says_nothing_new() -> None:
+    kinds = ordinary(300, 0)
+    kinds[-10:] = 30
+    tokens, at, pool = text(kinds, 0), np.arange(300), Pool()
+    assert pool.scan(at, tokens).p < 8e-5
+    assert pool.scan(at, tokens[:0]).p == 1
+
+
+def test_a_kind_is_told_by_the_samples_that_came_since_the_last_look() -> None:
+    kinds = ordinary(300, 0)
+    kinds[[*range(240, 300, 4)]] = 30
+    tokens, pool = text(kinds, 0), Pool()
+    looks = [pool.scan(np.arange(n), tokens[pool.missing(np.arange(n))]).p for n in range(200, 301, 4)]
+    assert min(looks[:10]) > 0.01 and min(looks) < 8e-5
 
 
 def test_of_few_nothing_is_said() -> None:
