@@ -2,8 +2,9 @@
 
 Samples of a corpus are shuffled, so when a sample came says nothing of what it is like: as long as nothing new comes,
 the ones nearest to it by their tokens are of any time. A scan over what came since the last look asks whether those
-nearest to one of these are late, too, more often than chance brings. For a sample and a number of neighbours chance is hypergeometric,
-as if times were drawn; the bound of Bonferroni over all that is tried holds whatever text is like, and without draws.
+nearest to one of these are late, too, more often than chance brings. For a sample and a number of neighbours chance is
+hypergeometric, as if times were drawn; the bound of Bonferroni over all that is tried holds whatever text is like, and
+without draws.
 So a kind that is no harder than a corpus's own tail is seen after ten samples or so, where no loss says anything.
 
 That a kind is new is no guilt (trickle.py). Pure.
