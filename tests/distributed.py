@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from tests.patience import PATIENCE
+
 CONTEXT = mp.get_context("forkserver")
 # Beside torch and the package: what torch and DeepSpeed import only on the first engine and step, 1,500 modules a
 # rank, and what the modules of the tests import.
@@ -46,7 +48,7 @@ def _rank(
 
     torch.set_num_threads(1)
     try:
-        engine.start_distributed(timeout=120)
+        engine.start_distributed(timeout=PATIENCE)
         # As bytes: a tensor sent through the queue itself would live in memory that ends with this process.
         results.put((rank, "ok", pickle.dumps(fn(*args))))
         engine.stop_distributed()
@@ -57,7 +59,7 @@ def _rank(
         os._exit(1)
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = PATIENCE) -> list[Any]:
     """`fn(*args)` on `world` ranks of one process group; their results by rank. A failed rank fails the test."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -87,7 +89,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 2
                 raise AssertionError(f"rank {rank} of {world}, ended already: {ended}: {value}")
             answers[rank] = pickle.loads(value)
         for process in processes:
-            process.join(timeout=60)
+            process.join(timeout=PATIENCE)
             assert process.exitcode == 0, f"a rank ended with {process.exitcode}"
     finally:
         for process in processes:

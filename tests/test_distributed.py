@@ -22,7 +22,6 @@ def end(rank: int, how: str) -> int:
     raise ValueError("on purpose")
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("how", "message"),
     [("killed", r"ended without an answer .*\{1: -9\}"), ("failed", "rank 1 of 2.* on purpose")],

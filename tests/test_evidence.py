@@ -27,6 +27,7 @@ from megastable.stability.settings import AttributionConfig
 from tests import reference
 from tests.conftest import VOCABULARY, tiny
 from tests.distributed import run_ranks
+from tests.patience import PATIENCE
 
 STEPS, RATE, BATCH = 2, 3e-3, 8
 ASKED = [
@@ -195,7 +196,7 @@ def measure(configs: list[RunConfig], world: int) -> list[dict[str, Any]]:
     def run(c: RunConfig, measuring: bool) -> dict[str, Any]:
         torch.manual_seed(1)
         layout = Layout(c.parallel.tensor, c.parallel.pipeline, deepspeed_config.data_parallel(c, world))
-        topology = Topology(layout, dist.get_rank(), timeout=120)
+        topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
         engine = Engine(c, deepspeed_config.build(c, world), topology)
         source = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed).train
         found: dict[str, Any] = {}

@@ -25,6 +25,7 @@ from megastable.data.skip_ledger import SkipEntry, append
 from megastable.rundir import RunDirectory
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
+from tests.patience import PATIENCE
 from tests.test_resume import identical
 
 
@@ -333,7 +334,7 @@ train.main(sys.argv[1:])
         env=os.environ | place,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert done.returncode == errors.FAILED and "RuntimeError: the chip is gone" in done.stderr
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.patience import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[1]
 # A host with a GPU, as far as an import can tell. Each of the two calls starts CUDA; NVML, which counts, does not.
 GPU_HOST = """
@@ -70,7 +72,7 @@ except MegastableError as error:
 def on_a_gpu_host(script: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", GPU_HOST + script], cwd=ROOT, env=environment, timeout=120, text=True,
+        [sys.executable, "-c", GPU_HOST + script], cwd=ROOT, env=environment, timeout=PATIENCE, text=True,
         capture_output=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -19,6 +19,7 @@ from megastable.heartbeat import Heartbeat
 from megastable.messages import Control, LastWords, Progress, attempt_of, folder_of, mark
 from megastable.ranks import shared
 from megastable.rundir import RunDirectory
+from tests.patience import PATIENCE
 
 
 class Stop:
@@ -43,7 +44,7 @@ def state(step: int) -> RunState:
 
 
 def soon(what: Callable[[], Any]) -> Any:
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE
     while not (found := what()):
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -111,7 +112,7 @@ def test_a_superseded_rank_ends_itself(run: RunDirectory) -> None:
     )
     want(run, attempt=4)
     root = Path(__file__).resolve().parents[1]
-    done = subprocess.run([sys.executable, "-c", program, str(run.root)], cwd=root, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program, str(run.root)], cwd=root, timeout=PATIENCE)
     assert done.returncode == errors.SUPERSEDED
 
 

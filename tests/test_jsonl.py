@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megastable import jsonl
 from megastable.errors import DataError
 from tests.full_disk import files_no_larger_than
+from tests.patience import PATIENCE
 
 ENTRIES = st.lists(
     st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=5), max_size=3), max_size=5
@@ -114,6 +115,6 @@ def test_whoever_appends_waits_for_the_other(tmp_path: Path) -> None:
         thread.join(timeout=0.3)
         assert thread.is_alive()
         other.write(b" 1}\n")
-    thread.join(timeout=60)
+    thread.join(timeout=PATIENCE)
     assert values(path) == [{"n": 1}, {"n": 2}]
     assert not (tmp_path / "a.jsonl.torn").exists()

@@ -14,6 +14,7 @@ from megastable import errors, train
 from megastable.errors import ConfigError
 from megastable.membership import ALONE, VARIABLES, check_alone, membership
 from tests.distributed import CONTEXT
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[1]
 # As Slurm 23.11 sets them: in a batch script of 8 tasks, in the shell of salloc (a step of one task), in a task.
@@ -155,7 +156,7 @@ def test_training_is_refused_once_for_all(
 def test_a_second_supervisor_is_refused() -> None:
     done = subprocess.run(
         [sys.executable, "launch/supervise.py", "no-such-recipe.yaml"], cwd=ROOT, env={**os.environ, **TASK},
-        text=True, capture_output=True, timeout=60,
+        text=True, capture_output=True, timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == errors.BAD_INPUT and "would start all ranks" in done.stderr
     assert "Traceback" not in done.stderr
@@ -186,7 +187,7 @@ def test_tasks_of_srun_are_one_world() -> None:
     tasks = [CONTEXT.Process(target=joined, args=(n, store.port, results), daemon=True) for n in range(2)]
     for task in tasks:
         task.start()
-    assert {results.get(timeout=60) for _ in tasks} == {(0, 2), (1, 2)}
+    assert {results.get(timeout=PATIENCE) for _ in tasks} == {(0, 2), (1, 2)}
     for task in tasks:
-        task.join(timeout=60)
+        task.join(timeout=PATIENCE)
         assert task.exitcode == 0

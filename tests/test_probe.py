@@ -22,6 +22,7 @@ from megastable.probe import INDICATORS, Statistics, attention_chunks
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.parallel.test_layouts import OLMO2, batches, config, mine
+from tests.patience import PATIENCE
 
 STEPS, RATE = 3, 3e-3
 CLIP = 0.1  # far below the norms: what is measured is what the gradients were before
@@ -70,7 +71,7 @@ def engine_of(parts: dict[str, Any], world: int) -> tuple[Any, list[list[Any]]]:
     c = recipe(**{key: value for key, value in parts.items() if key not in ("apart", "buffer")})
     p = c.parallel
     layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(c, world), p.context)
-    topology = Topology(layout, dist.get_rank(), timeout=120)
+    topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
     json = deepspeed_config.build(c, world)
     if buffer:
         json["zero_optimization"]["sub_group_size"] = buffer

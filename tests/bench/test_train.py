@@ -232,9 +232,7 @@ def late(config: RunConfig) -> Speed:
 
 def test_who_is_not_warm_in_time_is_a_row() -> None:
     """And what was measured until then is there, in as many rounds as there was time for, but at least in two."""
-    begun = time.monotonic()
     found = run_ranks(1, late, config_of())[0]
-    assert time.monotonic() - begun < 60
     problem = found.row("never_warm").problem
     assert problem is not None and problem.startswith("it was not warm in the time that there was")
     samples = [found.row(name).samples_ms for name in (OURS, "bare")]

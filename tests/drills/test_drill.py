@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from megastable.drills.plan import VARIABLE
 from megastable.drills.runner import damage
 from megastable.drills.scenarios import NAMES, QUICK
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools/drill.py"
@@ -49,11 +50,10 @@ def shared_memory() -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)  # a CPU without instructions for bf16 takes some minutes
 def test_quick_drills_meet_their_targets(tmp_path: Path) -> None:
     shared = shared_memory()
     tool = start(tmp_path, "--quick", "--json", "drills.json", "--keep", "kept")
-    out, errors = tool.communicate(timeout=900)
+    out, errors = tool.communicate(timeout=PATIENCE)
     assert tool.returncode == 0, out + errors
     assert left(tmp_path) == [] and shared_memory() <= shared
     scores = {s["scenario"]: s for s in json.loads((tmp_path / "drills.json").read_text())}
@@ -73,7 +73,7 @@ def test_quick_drills_meet_their_targets(tmp_path: Path) -> None:
 
     # Called again, it has nothing to do but to tell it again.
     again = start(tmp_path, "--quick", "--json", "again.json", "--keep", "kept")
-    out, errors = again.communicate(timeout=280)
+    out, errors = again.communicate(timeout=PATIENCE)
     assert again.returncode == 0, out + errors
     assert (tmp_path / "again.json").read_text() == (tmp_path / "drills.json").read_text()
     assert journal.stat().st_mtime_ns == before
@@ -82,12 +82,12 @@ def test_quick_drills_meet_their_targets(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_interrupted_drill_leaves_no_process(tmp_path: Path) -> None:
     tool = start(tmp_path, "--quick", NAMES[0], "--keep", "kept")
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE
     while not any("--local_rank=1" in command for command in left(tmp_path)):
         assert tool.poll() is None and time.monotonic() < end, tool.communicate()
         time.sleep(0.2)
     tool.send_signal(signal.SIGTERM)  # as Ctrl-C
-    _, errors = tool.communicate(timeout=60)
+    _, errors = tool.communicate(timeout=PATIENCE)
     assert (tool.returncode, errors) == (130, "interrupted\n")
     assert left(tmp_path) == []
 
@@ -124,7 +124,7 @@ def test_bad_input_is_told_before_anything_begins(
 
 def test_a_user_sees_what_was_wrong_and_no_traceback(tmp_path: Path) -> None:
     tool = start(tmp_path, "flood")
-    out, errors = tool.communicate(timeout=60)
+    out, errors = tool.communicate(timeout=PATIENCE)
     assert (tool.returncode, out) == (2, "") and "Traceback" not in errors
     message = "flood: there is no such scenario: all, gross, thin, random-tokens"
     assert message in " ".join(errors.replace("│", "").split()) and not list(tmp_path.iterdir())

@@ -21,6 +21,7 @@ from megastable.parallel.layout import Layout
 from megastable.parallel.topology import TensorParallel, Topology
 from tests.distributed import run_ranks
 from tests.parallel import test_layouts as layouts
+from tests.patience import PATIENCE
 
 RECIPES = ("current", "delayed", "block")
 
@@ -128,7 +129,7 @@ def train_rank(c: RunConfig, world: int) -> dict[str, Any]:
 
     p = c.parallel
     layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(c, world), p.context)
-    topology = Topology(layout, dist.get_rank(), timeout=120)
+    topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
     engine = Engine(c, deepspeed_config.build(c, world), topology)
     losses, norms = [], []
     for step, (one, lr) in enumerate(zip(layouts.batches(), layouts.RATES, strict=True)):
@@ -170,7 +171,7 @@ def refusing(c: RunConfig) -> None:
     from megastable import deepspeed_config
     from megastable.engine import Engine
 
-    topology = Topology(Layout(), 0, timeout=120)
+    topology = Topology(Layout(), 0, timeout=PATIENCE)
     engine = Engine(c, deepspeed_config.build(c, 1), topology)
     assert isinstance(engine.fp8, Emulated)
     steps = [layouts.mine(one, topology, 2) for one in layouts.batches()]

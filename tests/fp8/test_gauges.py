@@ -20,6 +20,7 @@ from megastable.parallel.topology import Topology
 from tests.distributed import run_ranks
 from tests.fp8.test_apply import RECIPES, batch, built, config, fitted, gradients
 from tests.parallel import test_layouts as layouts
+from tests.patience import PATIENCE
 
 Seen = dict[tuple[str, str], tuple[float, float, int]]
 
@@ -104,7 +105,7 @@ def beside_zero3(c: Any) -> list[tuple[int, tuple[int, ...]]]:
     from megastable import deepspeed_config
     from megastable.engine import Engine
 
-    topology = Topology(Layout(), 0, timeout=120)
+    topology = Topology(Layout(), 0, timeout=PATIENCE)
     engine = Engine(c, deepspeed_config.build(c, 1), topology)
     linear = linears(engine.ds.module)["blocks.1.mlp.down"]
     shown: list[tuple[int, tuple[int, ...]]] = []

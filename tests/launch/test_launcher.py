@@ -16,6 +16,7 @@ from megastable.drills import runner
 from megastable.drills.plan import Policy
 from megastable.rundir import RunDirectory
 from megastable.supervise.processes import LAUNCHER, command, free_port
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -32,7 +33,9 @@ def launch(ranks: int, *arguments: str, port: int = 0) -> subprocess.CompletedPr
         "launch/recipes/quickstart.yaml", *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, timeout=240, text=True, capture_output=True)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, timeout=PATIENCE, text=True, capture_output=True
+    )
 
 
 def test_tensor_and_pipeline_parallel_on_four_ranks(corpus: Path, tmp_path: Path) -> None:
@@ -88,5 +91,5 @@ def test_the_launcher_needs_no_script_beside_the_interpreter(tmp_path: Path) -> 
     for made in started:
         assert made[0] == sys.executable
         command_line = [alone, *made[1:3], "--help"]
-        done = subprocess.run(command_line, env=environment, timeout=60, text=True, capture_output=True)
+        done = subprocess.run(command_line, env=environment, timeout=PATIENCE, text=True, capture_output=True)
         assert done.returncode == 0 and "--master_port" in done.stdout, done.stderr

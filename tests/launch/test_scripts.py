@@ -11,6 +11,7 @@ import pytest
 from deepspeed.launcher.runner import fetch_hostfile
 
 from megastable import errors
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [
@@ -63,7 +64,7 @@ def install(clone: Path, **environment: str) -> subprocess.CompletedProcess[str]
         env={**os.environ, **offline, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
 
 
@@ -125,7 +126,7 @@ def test_slurm_requeues_a_run_that_stopped_with_a_checkpoint(code: int, tmp_path
         },
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE,
     )
     assert done.returncode == code
     assert "3/4 1/2 1/2\nn1:20042\n<-u><-m><megastable.train><recipe.yaml><data.skip=[[1, 2]]>" in done.stdout

@@ -12,6 +12,7 @@ import pytest
 
 from megastable import records
 from megastable.supervise.processes import LAUNCHER, free_port
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO_HOSTS = Path(__file__).with_name("two_hosts.sh")
@@ -34,7 +35,7 @@ def missing() -> str | None:
     if absent:
         return f"not installed: {', '.join(absent)} (Debian: apt-get install iproute2 openssh-server pdsh)"
     unshare = "unshare --mount --net --pid --ipc --uts --fork --mount-proc".split()
-    trial = subprocess.run([*unshare, "sh", "-c", TRIAL], capture_output=True, text=True, timeout=30)
+    trial = subprocess.run([*unshare, "sh", "-c", TRIAL], capture_output=True, text=True, timeout=PATIENCE)
     return f"namespaces may not be made here: {trial.stderr.strip()}" if trial.returncode else None
 
 
@@ -51,7 +52,9 @@ def arguments(corpus: Path, run: Path) -> list[str]:
 def train(*command: str | Path) -> str:
     """What it printed. Fails with all of it unless it ends with 0."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=200, text=True, capture_output=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, timeout=PATIENCE, text=True, capture_output=True
+    )
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
@@ -64,7 +67,6 @@ def measured(run: Path) -> dict[str, list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(450)
 def test_two_hosts_train_what_one_does(corpus: Path, tmp_path: Path) -> None:
     if reason := missing():
         pytest.skip(reason)

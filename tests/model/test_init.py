@@ -19,6 +19,7 @@ from megastable.model.gpt import GPT, layers
 from megastable.model.init import Part, fill, initialise, threads_to_draw, whole_weight
 from megastable.parallel.sharding import Placement, placement_of, shard, unshard
 from megastable.parallel.topology import TensorParallel
+from tests.patience import PATIENCE
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -178,7 +179,7 @@ def test_every_number_of_threads_and_ranks_gives_the_same_bytes(
 @pytest.mark.parametrize("threads", [1, 4])
 def test_so_many_threads_draw_at_once(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits for the others; of torch's own threads they have one each, or there would be threads x threads."""
-    together, own = threading.Barrier(threads, timeout=30), []
+    together, own = threading.Barrier(threads, timeout=PATIENCE), []
 
     def drawn(part: Part, **_: Any) -> None:
         together.wait()

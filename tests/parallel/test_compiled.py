@@ -12,6 +12,7 @@ from megastable.parallel.topology import Topology
 from tests.distributed import run_ranks
 from tests.parallel.compiling import without_kernels
 from tests.parallel.test_layouts import OLMO2, batches, config, mine
+from tests.patience import PATIENCE
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "sequence-tp2-selective": (
@@ -33,7 +34,7 @@ def both(c: RunConfig, world: int) -> list[tuple[list[float], list[int], int, di
 
     p = c.parallel
     layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(c, world), p.context)
-    topology = Topology(layout, dist.get_rank(), timeout=120)
+    topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
     with without_kernels():
         found = []
         for compiled in (False, True):

@@ -15,6 +15,7 @@ from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from megastable.products import is_cast, linear, linear_of_parameter
 from tests.distributed import run_ranks
+from tests.patience import PATIENCE
 
 LENGTH, BLOCKS = 8, 6
 CASES: dict[str, dict[str, Any]] = {
@@ -55,7 +56,7 @@ def kept(case: str) -> tuple[int, int, list[float]]:
         "stage3_prefetch_bucket_size": 1000,
         "stage3_param_persistence_threshold": 1000,
     }
-    engine = Engine(c, settings, Topology(Layout(data=2), dist.get_rank(), timeout=120))
+    engine = Engine(c, settings, Topology(Layout(data=2), dist.get_rank(), timeout=PATIENCE))
     if case == "FP8, off":
         assert engine.fp8 is not None
         engine.fp8.on = False

@@ -24,6 +24,7 @@ from megastable.parallel.topology import Topology
 from tests import reference
 from tests.distributed import run_ranks
 from tests.parallel.test_layouts import RATES, batches, config, mine, plain, relative
+from tests.patience import PATIENCE
 
 STEPS = 2
 # How far bf16's gradients may be from fp32's: of each tensor in all (measured up to 0.031, in QK-norms), and of all
@@ -49,7 +50,7 @@ def steps_of_rank(c: RunConfig, world: int, apart: bool) -> dict[str, Any]:
 
     p = c.parallel
     layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(c, world), p.context)
-    topology = Topology(layout, dist.get_rank(), timeout=120)
+    topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
     engine = Engine(c, deepspeed_config.build(c, world), topology)
     parameters = {placement_of(p).name: p for p in engine.ds.module.parameters()}
     seen: dict[str, list[Tensor]] = defaultdict(list)

@@ -17,6 +17,7 @@ from megastable.parallel.sharding import Placement, placement_of, unshard
 from megastable.parallel.topology import TensorParallel, Topology
 from tests import reference
 from tests.distributed import run_ranks
+from tests.patience import PATIENCE
 
 VOCABULARY, LENGTH, BATCH, STEPS = 250, 32, 8, 10
 SEED = RunConfig().run.seed
@@ -75,7 +76,7 @@ def train_rank(c: RunConfig, world: int, apart: bool) -> dict[str, Any]:
 
     p = c.parallel
     layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(c, world), p.context)
-    topology = Topology(layout, dist.get_rank(), timeout=120)
+    topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
     engine = Engine(c, deepspeed_config.build(c, world), topology)
     losses, norms, samples = [], [], []
     for batch, lr in zip(batches(apart, c.train.global_batch), RATES, strict=True):

@@ -15,6 +15,7 @@ from megastable.parallel.topology import Topology
 from tests.distributed import run_ranks
 from tests.parallel.compiling import without_kernels
 from tests.parallel.test_layouts import OLMO2, batches, config
+from tests.patience import PATIENCE
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp3-tied": (3, {"tied": True, "precision": "bf16", "model": {"layers": 2}}),
@@ -66,7 +67,7 @@ def both_ways(c: RunConfig, world: int) -> list[dict[str, Any]]:
 
     p = c.parallel
     layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(c, world), p.context)
-    topology = Topology(layout, dist.get_rank(), timeout=120)
+    topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
     with without_kernels():
         engine = Engine(c, deepspeed_config.build(c, world), topology)
         assert engine.kernels.compile is c.kernels.compile

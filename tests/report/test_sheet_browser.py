@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -152,11 +151,9 @@ def hostile_sheet() -> Sheet:
     )  # fmt: skip
 
 
-def test_ten_thousand_rows_open_at_once_and_few_of_them_are_drawn(page: Pages, large_file: Path) -> None:
-    started = time.monotonic()
+def test_of_ten_thousand_rows_few_are_drawn(page: Pages, large_file: Path) -> None:
     page.open(large_file)
     page.until(lambda: page.shown == "10,000 rows")
-    assert time.monotonic() - started < 5  # 2 s, on a machine that does nothing else
     assert large_file.stat().st_size > 20e6
     assert page.run("return document.querySelectorAll('*').length") < 2500
     assert page.places()[0] == 0 and len(page.places()) < 60

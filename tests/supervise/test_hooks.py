@@ -19,6 +19,7 @@ import pytest
 from megastable.errors import ConfigError
 from megastable.supervise.hooks import KEPT, PROBLEMS, Hooks, check
 from megastable.supervise.settings import SuperviseConfig
+from tests.patience import PATIENCE
 
 Failures = list[tuple[str, str]]
 
@@ -71,14 +72,14 @@ def receiver(
     return Handler, got
 
 
-def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.01)
 
 
-def told(config: SuperviseConfig, *texts: str, timeout: float = 30.0) -> Failures:
+def told(config: SuperviseConfig, *texts: str, timeout: float = PATIENCE) -> Failures:
     failures: Failures = []
     hooks = Hooks(config, lambda kind, problem: failures.append((kind, problem)))
     for text in texts:

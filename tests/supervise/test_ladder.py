@@ -208,10 +208,9 @@ def test_a_handover_is_started_again_at_once(ladder: Ladder) -> None:
 
 
 def test_a_hang_is_ended_and_what_is_known_of_it_is_kept(ladder: Ladder) -> None:
-    begin = time.monotonic()
     code, ends = ladder({"begin": 0, "until": 9, "hang": True}, FINISHED)
     assert code == errors.OK and ends[0]["hung"] and ends[0]["what"] == "hang in step"
-    assert time.monotonic() - begin < 50  # it would have slept for a minute
+    assert ends[0]["code"] != 0, "by itself it would have slept for a minute, and ended with 0"
     (hang,) = ladder.run.events("hang")
     assert hang["phase"] == "step" and hang["step"] == 9
     assert ladder.incidents() == [("hang", "process", "recoverable", "healed")]

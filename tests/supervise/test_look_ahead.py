@@ -17,6 +17,7 @@ from megastable.supervise import scout
 from megastable.supervise.scout import ScoutProcess
 from tests.forensics.test_ahead import clean, left_out, planted
 from tests.forensics.test_history import events_of, positions_of
+from tests.patience import PATIENCE
 from tests.supervise.test_supervisor import Supervised
 
 __all__ = ["clean"]  # the fixture
@@ -48,7 +49,7 @@ def test_one_that_fails_is_started_again_and_then_given_up(
     said: list[str] = []
     config = RunConfig.model_validate({"data": {"look_ahead": {"steps": 5}}})
     process = ScoutProcess(config, RunDirectory(tmp_path), "no-such-recipe.yaml", [], said.append)
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE
     while sum("ended with 2" in line for line in said) < 2 and time.monotonic() < until:
         process.poll()
         time.sleep(0.05)
@@ -67,7 +68,7 @@ def test_one_whose_supervisor_died_while_it_started_ends(clean: Path, tmp_path: 
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     command = [sys.executable, "-m", "megastable.forensics.scout", "--parent", str(gone.pid)]
-    assert not subprocess.run([*command, str(tmp_path / "run"), str(recipe)], timeout=60).returncode
+    assert not subprocess.run([*command, str(tmp_path / "run"), str(recipe)], timeout=PATIENCE).returncode
 
 
 def test_a_recipe_that_wants_none_starts_none(tmp_path: Path) -> None:

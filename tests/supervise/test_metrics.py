@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from megastable.errors import ConfigError
 from megastable.supervise.metrics import Metrics
 from megastable.supervise.status import Status, read_status
+from tests.patience import PATIENCE
 from tests.supervise.runs import incident, journal
 
 
@@ -22,7 +23,7 @@ def scrape(metrics: Metrics) -> dict[str, float]:
     """`name{label values in order}` -> value."""
     address = f"http://127.0.0.1:{metrics.port}/metrics"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(address, timeout=20) as answer:
+    with opener.open(address, timeout=PATIENCE) as answer:
         text = answer.read().decode()
     return {
         "|".join([sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "run")]): sample.value
@@ -132,6 +133,6 @@ def test_a_port_in_use_is_said() -> None:
 def test_a_visitor_who_says_nothing_holds_nobody_up(status: Status) -> None:
     metrics = Metrics(0)
     metrics.update(status)
-    with socket.create_connection(("127.0.0.1", metrics.port), timeout=20):
+    with socket.create_connection(("127.0.0.1", metrics.port), timeout=PATIENCE):
         assert scrape(metrics)["megastable_step"] == 7
         metrics.close()

@@ -22,6 +22,7 @@ from megastable.config import RunConfig
 from megastable.rundir import RunDirectory
 from tests.conftest import tiny
 from tests.distributed import run_ranks
+from tests.patience import PATIENCE
 from tests.test_resume import identical, train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,14 +55,14 @@ class Supervised:
                 self.command(), cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
             )
 
-    def finish(self, timeout: float = 150) -> int:
+    def finish(self, timeout: float = PATIENCE) -> int:
         assert self.process is not None
         return self.process.wait(timeout)
 
     def again(self, *more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(self.command(*more), cwd=ROOT, text=True, capture_output=True, timeout=60)
+        return subprocess.run(self.command(*more), cwd=ROOT, text=True, capture_output=True, timeout=PATIENCE)
 
-    def until(self, what: Callable[[], Any], timeout: float = 240) -> Any:
+    def until(self, what: Callable[[], Any], timeout: float = PATIENCE) -> Any:
         end = time.monotonic() + timeout
         while not (found := what()):
             assert time.monotonic() < end, self.output.read_text()[-3000:]
@@ -148,7 +149,6 @@ def settings(corpus: Path, run: Path) -> RunConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_whatever_is_killed_the_run_ends_with_the_same_bytes(
     supervised: Supervised, corpus: Path, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ from megastable.config import RunConfig
 from megastable.data.manifest import adopt
 from megastable.data.shards import ShardWriter
 from megastable.data.train_tokenizer import train_sentencepiece
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "convert_checkpoint.py"
@@ -160,7 +161,7 @@ def test_ctrl_c_leaves_nothing(place: Path) -> None:
     assert process.stderr.readline() == "comparing: our logits ...\n"  # written, not yet in its place
     assert any(path.name.startswith("interrupted.tmp-") for path in place.iterdir())
     process.send_signal(signal.SIGINT)
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE
     while process.poll() is None and time.monotonic() < until:
         time.sleep(0.05)
     assert process.returncode == 130

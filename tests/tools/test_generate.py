@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.generate.runs import run_with_tokenizer
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
@@ -97,7 +98,7 @@ def test_a_terminal_has_a_loop_with_a_prompt(run: Path) -> None:
 
     def wait_for(text: str, count: int) -> None:
         nonlocal shown
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE
         while shown.count(text) < count:
             assert time.monotonic() < end, shown
             shown += os.read(primary, 4096).decode(errors="replace")

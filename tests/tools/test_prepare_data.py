@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.data.texts import EOD_NAME, documents, hugging_face_file, sentencepiece_file
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "xterm"}
@@ -197,13 +198,13 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
         assert len(workers) >= 2
         assert names(tmp_path) == ["out", "slow.jsonl", "tokenizer.model"]  # out.tmp-...
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE)
     *progress, last = errors.splitlines()
     assert (process.returncode, last) == (130, "interrupted")
     # On a busy machine it has told of its progress.
     assert all(line.startswith("prepared ") for line in progress)
     assert names(tmp_path) == ["slow.jsonl", "tokenizer.model"]
-    assert not psutil.wait_procs(workers, timeout=30)[1]
+    assert not psutil.wait_procs(workers, timeout=PATIENCE)[1]
 
 
 def test_after_a_kill_no_worker_lives_on_and_the_next_run_cleans_up(tmp_path: Path) -> None:
@@ -212,7 +213,7 @@ def test_after_a_kill_no_worker_lives_on_and_the_next_run_cleans_up(tmp_path: Pa
         assert len(workers) >= 2
         process.kill()
         process.wait()
-    assert not psutil.wait_procs(workers, timeout=30)[1]
+    assert not psutil.wait_procs(workers, timeout=PATIENCE)[1]
     assert names(tmp_path) == ["out", "slow.jsonl", "tokenizer.model"]
     assert not (tmp_path / "out").exists()
     (tmp_path / "slow.jsonl").unlink()

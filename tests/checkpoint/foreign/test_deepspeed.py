@@ -26,6 +26,7 @@ from megastable.parallel.sharding import placement_of
 from megastable.rundir import RunDirectory
 from tests.checkpoint.foreign.junk import spoilt
 from tests.distributed import run_ranks
+from tests.patience import PATIENCE
 
 VOCABULARY, LENGTH, STEPS = 250, 16, 3
 EXAMPLES = 60
@@ -80,7 +81,7 @@ def go_on(runs: dict[str, Path], world: int) -> dict[str, list[float]]:
     found = {}
     for name, checkpoint in runs.items():
         c = run_of(checkpoint).model_copy(update={"train": recipe(world=world).train})
-        topology = Topology(Layout(1, 1, world), dist.get_rank(), timeout=120)
+        topology = Topology(Layout(1, 1, world), dist.get_rank(), timeout=PATIENCE)
         engine = Engine(c, deepspeed_config.build(c, world), topology)
         load(checkpoint, store.read_state(checkpoint), engine)
         engine.refresh_weights()
@@ -96,7 +97,7 @@ def train_ours(folder: Path, world: int) -> dict[str, Any]:
     from megastable.engine import Engine
     from megastable.parallel.topology import Topology
 
-    topology = Topology(Layout(1, 1, world), dist.get_rank(), timeout=120)
+    topology = Topology(Layout(1, 1, world), dist.get_rank(), timeout=PATIENCE)
     found: dict[str, dict[str, Any]] = {}
     for zero, precision, more in SETTINGS:
         c = recipe(zero, precision, world)

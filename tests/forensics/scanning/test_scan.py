@@ -33,6 +33,7 @@ from tests.conftest import VOCABULARY, write_corpus
 from tests.data.texts import sentencepiece_file
 from tests.forensics.shelves import Plain, write
 from tests.full_disk import files_no_larger_than
+from tests.patience import PATIENCE
 
 OUTSIDE, REPEATED, COPY, LIKE, NONE = 300, 301, 302, 303, 304  # documents that are planted
 TIMES = {"seconds", "yardstick_seconds", "duplicates_seconds", "measured_tokens", "workers"}
@@ -233,7 +234,7 @@ def test_a_scan_that_was_killed_goes_on(
         [sys.executable, child, shards, folder], cwd=Path(__file__).parents[2],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE
     while len(list((folder / "parts").glob("*.parquet"))) < 5 and process.poll() is None:
         assert time.monotonic() < until
         time.sleep(0.001)
