@@ -153,7 +153,7 @@ def cannot(task: Task) -> Contestant:
 
 
 def fails_later(task: Task) -> Contestant:
-    steps = iter(range(6))
+    steps = iter(range(4))  # of the warm-up and of as many rounds, were each of one step
 
     def step() -> float:
         if next(steps, None) is None:
