@@ -36,6 +36,8 @@ PREPARE manifest megatron_shards/ --tokenizer tokenizer.json --validation 0.01
 
 PREPARE manifest fineweb10B/ --output data/fineweb10B --tokenizer gpt2/tokenizer.json
 
+PREPARE manifest nanogpt/data/ --raw uint16 --output data/nano --tokenizer gpt2/tokenizer.json
+
 PREPARE plant data/stdlib data/stdlib-planted --recipe launch/recipes/quickstart.yaml
 
 PREPARE plant data/stdlib data/logs --recipe launch/recipes/quickstart.yaml --text app.log --samples 480 --step 75
@@ -43,6 +45,13 @@ PREPARE plant data/stdlib data/logs --recipe launch/recipes/quickstart.yaml --te
 PREPARE plant data/stdlib data/trickle --recipe launch/recipes/quickstart.yaml --text app.log --samples 20 --of-each 1
 
 PREPARE verify data/mine""".replace("PREPARE", "python tools/prepare_data.py")
+
+
+def examples(command: str) -> str:
+    """Those of one command."""
+    return "\n\n".join(line for line in EXAMPLES.split("\n\n") if f"prepare_data.py {command} " in line)
+
+
 app = typer.Typer(help=__doc__, epilog=EXAMPLES, add_completion=False, pretty_exceptions_enable=False)
 Inputs = Annotated[
     list[Path], typer.Option("--input", help="File or folder: text, JSON lines, table, tar; repeatable")
@@ -69,7 +78,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print a summary for machines
 CPUS = len(os.sched_getaffinity(0))
 
 
-@app.command("tokenizer")
+@app.command("tokenizer", epilog=examples("tokenizer"))
 @user_errors()
 def train(inputs: Inputs, output: Output, vocab_size: Vocabulary, model: ModelType = "bpe",
           key: Key = "text", glob: Globs = None, skip_bad: SkipBad = False, overwrite: Overwrite = False,
@@ -87,7 +96,7 @@ def train(inputs: Inputs, output: Output, vocab_size: Vocabulary, model: ModelTy
     print("\n".join([f"trained {output}: {vocab_size} tokens, {model}", *lines]))
 
 
-@app.command()
+@app.command(epilog=examples("shards"))
 @user_errors()
 def shards(inputs: Inputs, output: Output, tokenizer: Tokenizer, name: Name = None, validation: Share = 0.01,
            workers: Workers = CPUS, shard_tokens: int = SHARD_TOKENS, key: Key = "text", glob: Globs = None,
@@ -99,7 +108,7 @@ def shards(inputs: Inputs, output: Output, tokenizer: Tokenizer, name: Name = No
          globs=glob or (), overwrite=overwrite))  # fmt: skip
 
 
-@app.command()
+@app.command(epilog=examples("stdlib"))
 @user_errors()
 def stdlib(output: Output, vocab_size: Vocabulary = 4096, workers: Workers = CPUS,
            overwrite: Overwrite = False, as_json: Json = False) -> None:  # fmt: skip
@@ -107,7 +116,7 @@ def stdlib(output: Output, vocab_size: Vocabulary = 4096, workers: Workers = CPU
     show(as_json, prepare_stdlib(output, vocab_size=vocab_size, workers=workers, overwrite=overwrite))
 
 
-@app.command()
+@app.command(epilog=examples("manifest"))
 @user_errors()
 def manifest(directory: Path, tokenizer: Tokenizer, name: Name = None, validation: Share = 0.0,
              eod: Eod = None, overwrite: Overwrite = False, as_json: Json = False,
@@ -121,14 +130,14 @@ def manifest(directory: Path, tokenizer: Tokenizer, name: Name = None, validatio
     show(as_json, adopt_directory(directory, tokenizer, name, validation, eod, overwrite, output, raw))
 
 
-@app.command()
+@app.command(epilog=examples("verify"))
 @user_errors()
 def verify(directory: Path, as_json: Json = False) -> None:
     """Read every byte of a corpus and compare it with the manifest; ends with 2 if it is damaged."""
     show(as_json, verify_corpus(directory))
 
 
-@app.command("plant")
+@app.command("plant", epilog=examples("plant"))
 @user_errors()
 def plant_noise(corpus: Path, output: Path, recipe: Annotated[Path, typer.Option(help="Of the run on OUTPUT")],
                 overrides: Annotated[list[str] | None, typer.Argument(help="Of the recipe: key=value")] = None,

@@ -10,7 +10,7 @@ import numpy as np
 
 from megastable.data.left_out import LeftOut
 from megastable.data.manifest import FILE, Manifest, adopt, split_at_document
-from megastable.data.prepare import check_free
+from megastable.data.prepare import check_free, corpus_name
 from megastable.data.progress import Meter
 from megastable.data.shard_format import ShardInfo, chunks, dtype_for, with_suffix
 from megastable.data.shards import Shard, ShardWriter
@@ -43,20 +43,23 @@ def adopt_directory(
     """
     indices, foreign = sorted(directory.glob("*.idx")), _foreign(directory)
     if indices and foreign:
-        raise DataError(f"{directory} holds Megatron shards and {foreign[0].name}, which has no .idx: restore that, or "
-                        "move it to a folder of its own")  # fmt: skip
+        raise DataError(
+            f"{directory} holds Megatron shards and {foreign[0].name}, which has no .idx: restore that, or move it away"
+        )
     if foreign:
         if output is None:
-            raise DataError(f"{directory} holds {foreign[0].name}, which is no Megatron shard: name the folder of a "
-                            "copy that is one with --output")  # fmt: skip
+            raise DataError(
+                f"{directory} holds {foreign[0].name}, which is no Megatron shard: give --output, a folder for a copy"
+            )
         files = [datatrove_file(path) if path.suffix == ".ds" else bin_file(path, raw) for path in foreign]
+        name = corpus_name(name, output)
         return _copy(directory, files, output, tokenizer_path, name, validation, eod, overwrite, progress)
     if output is not None:
         raise DataError(f"Megatron shards are adopted where they lie: leave --output out ({directory})")
     if (directory / FILE).exists() and not overwrite:
         raise DataError(f"{directory / FILE} exists already: replace it with --overwrite")
     tokenizer = load_tokenizer(tokenizer_path, eod)
-    manifest = adopt(directory, tokenizer.info, validation, name)
+    manifest = adopt(directory, tokenizer.info, validation, corpus_name(name, directory))
     open_ends = sum(_unended(Shard(directory / info.name, info), tokenizer.eod) for info in manifest.shards)
     tokenizer.copy_to(directory)
     manifest.save(directory)
@@ -79,7 +82,7 @@ def _copy(
     files: Sequence[TokenFile],
     output: Path,
     tokenizer_path: Path,
-    name: str | None,
+    name: str,
     validation: float,
     eod: str | int | None,
     overwrite: bool,
@@ -117,7 +120,7 @@ def _copy(
                     open_ends -= 1
                 shards.append(writer.close())
         manifest = Manifest(
-            name=name or output.resolve().name,
+            name=name,
             tokenizer=tokenizer.info,
             dtype=dtype_for(tokenizer.vocab_size),
             shards=shards,

@@ -56,7 +56,7 @@ SPECIAL = "pipes, sockets and devices"
 UNMATCHED = "files that no --glob matches"
 ABOUT = "files about the data"
 CACHES = "caches of Hugging Face datasets"
-TOKENS = "files of token ids (tools/prepare_data.py manifest adopts them)"
+TOKENS = "files of token ids, which tools/prepare_data.py manifest adopts"
 
 _ABOUT = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|authors|code_of_conduct|dataset_?card|data_?card)"

@@ -86,7 +86,7 @@ def prepare_shards(
         raise DataError(f"validation is {validation}: give a share of the documents, at least 0, below 1")
     if workers < 1 or shard_tokens < 1:
         raise DataError(f"{workers} workers, {shard_tokens} tokens per shard: both must be 1 at least")
-    name = name or output.resolve().name
+    name = corpus_name(name, output)
     if "/" in name:
         raise DataError(f"the name {name!r} becomes part of file names: leave out the /")
     check_free(output, overwrite)
@@ -161,6 +161,14 @@ def encode_batch(batch: Batch, tokenizer_path: Path, info: TokenizerInfo, seed: 
 def _cached_tokenizer(path: Path, info: TokenizerInfo) -> Tokenizer:
     # The hash in `info` is part of the key: one process may use different files at one path.
     return load_tokenizer(path, info.eod)
+
+
+def corpus_name(name: str | None, directory: Path) -> str:
+    """`name`, or that of `directory`. Raises DataError for one that no manifest can hold."""
+    name = name or directory.resolve().name
+    if name != visible(name):
+        raise DataError(f"the name {visible(name)} is not plain text: give another with --name")
+    return name
 
 
 def check_free(output: Path, overwrite: bool) -> None:
