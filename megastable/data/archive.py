@@ -43,9 +43,7 @@ class _Header(tarfile.TarInfo):
         try:
             return super().fromtarfile(archive)
         except tarfile.HeaderError as error:
-            if (
-                type(error).__name__ == "EOFHeaderError"
-            ):  # a block of zeros, the end mark; it has no public name
+            if type(error).__name__ == "EOFHeaderError":  # a block of zeros: the end mark
                 raise
             raise tarfile.ReadError(f"{error} at byte {archive.offset}") from error
 

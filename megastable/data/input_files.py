@@ -59,10 +59,10 @@ CACHES = "caches of Hugging Face datasets"
 TOKENS = "files of token ids, which tools/prepare_data.py manifest adopts"
 
 _ABOUT = re.compile(
-    r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|authors|code_of_conduct|dataset_?card|data_?card)"
-    r"([-_.].*)?|dataset_infos?\.json|dataset_dict\.json|state\.json|croissant\.json|tokenizer(_config)?\.json|"
-    r"special_tokens_map\.json|_success|_(common_)?metadata|(sha\d+|md5)sums?(\.txt)?|checksums?(\.txt)?|"
-    r".*\.(sha\d+|md5|crc)",
+    r"(readme|licen[cs]e)([-_.][\w-]*)?(\.(md|txt|rst|html))?|"
+    r"(copying|notice|citation|changelog|contributing|authors|code_of_conduct|data_?card)(\.(md|txt|rst|html|cff|bib))?|"
+    r"dataset_infos?\.json|dataset_dict\.json|state\.json|croissant\.json|tokenizer(_config)?\.json|"
+    r"special_tokens_map\.json|_success|(sha\d+|md5)sums?(\.txt)?|checksums?(\.txt)?|.*\.(sha\d+|md5|crc)",
     re.IGNORECASE,
 )
 _DATATROVE = re.compile(r".*\.ds(\.index|\.metadata|\.loss)?")
@@ -131,6 +131,7 @@ def find_files(inputs: Sequence[Path], globs: Sequence[str] = ()) -> Files:
 def _add_folder(found: Files, folder: Path, globs: Sequence[str]) -> set[str]:
     """Returns the globs that match a file."""
     paths = sorted(_walk(folder, found), key=lambda file: file.relative_to(folder).parts)
+    datasets = {path.parent for path in paths if path.name in ("state.json", "dataset_info.json")}
     matching = {pattern: set(_matches(folder, pattern)).intersection(paths) for pattern in globs}
     if globs:
         matched = set[Path]().union(*matching.values())
@@ -138,23 +139,29 @@ def _add_folder(found: Files, folder: Path, globs: Sequence[str]) -> set[str]:
             if path not in matched:
                 found.leave_out(UNMATCHED, path)
         paths = [path for path in paths if path in matched]
-    datasets = {path.parent for path in paths if path.name in ("state.json", "dataset_info.json")}
+    about = {path for path in paths if _is_about_data(path.name)}
     with_data = {
         parent
         for path in paths
-        if format_of(path.name).kind in DATA and not _ABOUT.fullmatch(path.name)
+        if format_of(path.name).kind in DATA and path not in about
         for parent in path.parents
     }
     for path in paths:
         if _is_tokens(path):
             found.leave_out(TOKENS, path)
-        elif _ABOUT.fullmatch(path.name) and path.parent in with_data:
+        elif path in about and path.parent in with_data:
             found.leave_out(ABOUT, path)
         elif path.match("cache-*.arrow") and path.parent in datasets:
             found.leave_out(CACHES, path)
         else:
             found.paths.append(path)
     return {pattern for pattern, files in matching.items() if files}
+
+
+def _is_about_data(name: str) -> bool:
+    """By its name; a table such as licenses.csv or readme.parquet is data itself."""
+    kind = format_of(name).kind
+    return _ABOUT.fullmatch(name) is not None and (kind == "text" or name.lower().endswith(".json"))
 
 
 def _matches(folder: Path, pattern: str) -> Iterator[Path]:

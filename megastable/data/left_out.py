@@ -25,8 +25,8 @@ class LeftOut:
         self.counts[reason] += 1
 
     def file(self, reason: str, name: str, group: str | None = None) -> None:
-        """One more file. Those of one `group` (the members of an archive with one ending) are told as the first of
-        them and a number: there may be millions."""
+        """One more file, or place in one. Those of one `group` (the members of an archive with one ending, the lines of
+        a file) are told as the first of them and a number: there may be millions."""
         self.counts[reason] += 1
         names = self._names.setdefault(reason, {})
         first, count = names.get(group or name, (name, 0))

@@ -22,6 +22,8 @@ CHUNK = 1 << 20  # bytes read at a time
 SNIFFED = 8192  # a NUL byte among the first so many makes a file binary, as for git
 
 BINARY = "binary files"
+EMPTY = "empty files"
+BAD = "bad documents"
 NOT_READ = "archives and tables of kinds that are not read"
 NOT_PLAIN = "links, devices and sparse files in archives"
 OTHER_PARTS = "other parts of WebDataset samples"
@@ -36,7 +38,7 @@ class Corpus:
     ends too early always raises.
 
     `total_bytes` is the size of the files, `read_bytes` how much of it the current iteration has consumed,
-    `left_out` has what it left out, by reason.
+    `left_out` has what it left out, by reason; of bad documents the first of each file, and how many more.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Corpus:
         self.files, self.key, self.skip_bad = self._found.paths, key, skip_bad
         self.total_bytes = sum(path.stat().st_size for path in self.files if path.exists())
         self.read_bytes = 0
+        self._reading = ""
         self.left_out = LeftOut(self._found.left_out)
         for path in self.files:  # before hours are spent on the others
             if format_of(path.name).kind == "unread":
@@ -55,6 +58,7 @@ class Corpus:
         self.read_bytes = 0
         self.left_out = LeftOut(self._found.left_out)
         for path in self.files:
+            self._reading = str(path)
             try:
                 for text in self._documents(path):
                     if text:
@@ -163,7 +167,9 @@ class Corpus:
                 self.left_out.file(BINARY, where, group)
                 return
         text = self._decode(where, bytes(content))
-        if text is not None:
+        if text == "":
+            self.left_out.file(EMPTY, where, group)
+        elif text is not None:
             yield text
 
     def _json_lines(self, path: str, chunks: Iterable[bytes]) -> Iterator[str]:
@@ -219,7 +225,7 @@ class Corpus:
     def _bad(self, where: str, problem: str) -> None:
         if not self.skip_bad:
             raise DataError(f"{where}: {problem}; correct it, or leave such documents out with --skip-bad")
-        self.left_out.document("bad documents")
+        self.left_out.file(BAD, where, group=self._reading)  # the first of each file, and how many more
 
     def _unread(self, where: str, group: str | None = None) -> None:
         if not self.skip_bad:

@@ -56,8 +56,10 @@ def test_members_are_read_in_their_order(tmp_path: Path, ending: str) -> None:
     for _ in range(2):
         assert list(corpus) == TEXTS
         assert corpus.read_bytes == corpus.total_bytes == path.stat().st_size
-        assert corpus.left_out.counts == {"empty documents": 1, "binary files": 1}
-        assert corpus.left_out.files == {"binary files": [f"{path}!photo.png"]}
+        assert corpus.left_out.files == {
+            "empty files": [f"{path}!empty.txt"],
+            "binary files": [f"{path}!photo.png"],
+        }
     assert os.listdir(tmp_path) == [path.name]
 
 

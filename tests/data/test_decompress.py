@@ -30,7 +30,8 @@ def chunked(data: bytes, size: int = 1000) -> list[bytes]:
 def test_streams_in_a_row_and_padding_between_them(ending: str) -> None:
     one, two = COMPRESS[ending](TEXT), COMPRESS[ending](b"the end")
     for whole in (one + two, one + b"\0" * 8 + two + b"\0" * 1024):
-        assert b"".join(decompress("a", chunked(whole), ending)) == TEXT + b"the end"
+        for size in (1000, len(whole)):
+            assert b"".join(decompress("a", chunked(whole, size), ending)) == TEXT + b"the end"
     assert list(decompress("a", [], ending)) == []
 
 

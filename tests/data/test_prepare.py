@@ -302,7 +302,8 @@ def test_an_empty_corpus_is_refused(tmp_path: Path, tokenizer: Path) -> None:
     (folder / "a.bin").write_bytes(b"\0")
     (folder / "a.txt").write_bytes(b"")
     with pytest.raises(
-        DataError, match=r"in 2 file\(s\) .*; left out: 1 binary files \(.*a\.bin\); 1 empty documents"
+        DataError,
+        match=r"in 2 file\(s\) .*; left out: 1 binary files \(.*a\.bin\); 1 empty files \(.*a\.txt\)",
     ):
         prepare_shards([folder], tmp_path / "out", tokenizer)
     assert sorted(os.listdir(tmp_path)) == ["in"]

@@ -110,8 +110,8 @@ def test_folders_are_read_in_order_without_hidden_and_binary_files(tmp_path: Pat
     corpus = Corpus([tmp_path / "b.txt", tmp_path])
     for _ in range(2):
         assert list(corpus) == ["b.txt", "a/x/y.txt", "b/1.txt", "b/2.txt", "b.txt"]
-        assert corpus.left_out.counts["empty documents"] == 1
         assert corpus.left_out.files == {
+            "empty files": [f"{tmp_path}/empty.txt"],
             "hidden files and folders": [f"{tmp_path}/.git/", f"{tmp_path}/a/.hidden.txt"],
             "pipes, sockets and devices": [f"{tmp_path}/pipe.txt"],
             "binary files": [f"{tmp_path}/late.bin", f"{tmp_path}/picture.png", f"{tmp_path}/utf16.txt"],
@@ -139,9 +139,11 @@ def test_bad_lines_are_refused_with_their_place_or_left_out(
     path.write_bytes(GOOD + b"\n" + line + GOOD)
     with pytest.raises(DataError, match=rf"a\.jsonl:3: {message}.*--skip-bad"):
         read(path)
+    path.write_bytes(path.read_bytes() + 2 * line)
     corpus = Corpus([path], skip_bad=True)
     assert list(corpus) == ["good", "good"]
-    assert corpus.left_out.counts == {"bad documents": 1}
+    assert corpus.left_out.counts == {"bad documents": 3}
+    assert corpus.left_out.files == {"bad documents": [f"{path}:3 and 2 more"]}
 
 
 def test_text_that_is_not_utf8_is_refused_or_left_out(tmp_path: Path) -> None:
@@ -149,7 +151,9 @@ def test_text_that_is_not_utf8_is_refused_or_left_out(tmp_path: Path) -> None:
     path.write_bytes("café".encode("latin-1"))
     with pytest.raises(DataError, match=r"latin\.txt: not UTF-8 \(byte 3 is 0xe9\)"):
         read(path)
-    assert read(path, skip_bad=True) == []
+    corpus = Corpus([path], skip_bad=True)
+    assert list(corpus) == []
+    assert corpus.left_out.files == {"bad documents": [str(path)]}
 
 
 def test_bad_cells_are_refused_with_their_row_or_left_out(tmp_path: Path) -> None:
