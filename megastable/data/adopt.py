@@ -51,7 +51,7 @@ def adopt_directory(
             raise DataError(
                 f"{directory} holds {foreign[0].name}, which is no Megatron shard: give --output, a folder for a copy"
             )
-        files = [datatrove_file(path) if path.suffix == ".ds" else bin_file(path, raw) for path in foreign]
+        files = [_opened(path, raw) for path in foreign]
         name = corpus_name(name, output)
         return _copy(directory, files, output, tokenizer_path, name, validation, eod, overwrite, progress)
     if output is not None:
@@ -75,6 +75,13 @@ def _foreign(directory: Path) -> list[Path]:
         for path in found
         if path.suffix == ".ds" or not with_suffix(path.with_suffix(""), ".idx").exists()
     )
+
+
+def _opened(path: Path, raw: IdType | None) -> TokenFile:
+    try:
+        return datatrove_file(path) if path.suffix == ".ds" else bin_file(path, raw)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _copy(

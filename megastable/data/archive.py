@@ -59,7 +59,7 @@ def members(where: str, chunks: Iterable[bytes], passed_over: Note) -> Iterator[
         while (info := archive.next()) is not None:
             archive.members.clear()  # type: ignore[attr-defined]  # it would remember them all
             if info.isreg() and not info.issparse():
-                yield Member(info.name, _content(archive, info))
+                yield Member(info.name, _content(where, archive, info))
             elif not info.isdir():
                 passed_over(info.name)
     except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
@@ -71,10 +71,13 @@ def members(where: str, chunks: Iterable[bytes], passed_over: Note) -> Iterator[
             )
 
 
-def _content(archive: tarfile.TarFile, info: tarfile.TarInfo) -> Iterator[bytes]:
-    content = archive.extractfile(info)
-    while content is not None and (piece := content.read(PIECE)):
-        yield piece
+def _content(where: str, archive: tarfile.TarFile, info: tarfile.TarInfo) -> Iterator[bytes]:
+    try:
+        content = archive.extractfile(info)
+        while content is not None and (piece := content.read(PIECE)):
+            yield piece
+    except tarfile.TarError as error:
+        _damaged(where, error)
 
 
 def _damaged(where: str, error: Exception) -> NoReturn:
@@ -94,15 +97,14 @@ def text_endings(key: str) -> list[str]:
 
 
 def is_webdataset(found: Iterable[Member], key: str) -> bool:
-    """Whether the first two samples (or the only one) have the same parts, two or more, and one may hold the text."""
-    names = [split_name(member.name) for member in islice(found, LOOKED_AT)]
-    parts = [sorted(ending for _, ending in group) for _, group in groupby(names, key=lambda name: name[0])]
-    first = parts[0] if parts else []
-    return (
-        len(first) > 1
-        and bool(set(text_endings(key)) & set(first))
-        and first == parts[min(1, len(parts) - 1)]
-    )
+    """Whether the first two samples (or the only one) have the same parts, two or more, and one may hold the text.
+
+    Reads no further than these: what comes behind may be long.
+    """
+    names = (split_name(member.name) for member in islice(found, LOOKED_AT))
+    parts = (sorted(ending for _, ending in group) for _, group in groupby(names, key=lambda name: name[0]))
+    first = next(parts, [])
+    return len(first) > 1 and not set(text_endings(key)).isdisjoint(first) and next(parts, first) == first
 
 
 def samples(found: Iterable[Member]) -> Iterator[Sample]:

@@ -71,10 +71,14 @@ def test_datatrove(tmp_path: Path, tokenizer: Path, letter: str, metadata: bool)
     (tmp_path / "in").mkdir()
     write_datatrove(tmp_path / "in" / "00001_shuffled.ds", found[40:], letter, metadata)
     write_datatrove(tmp_path / "in" / "00000_shuffled.ds", found[:40], letter, metadata)
+    if metadata:
+        write_datatrove(
+            tmp_path / "in" / "00002_shuffled.ds", [], letter
+        )  # of a process that got no documents
     made = adopt_directory(tmp_path / "in", tokenizer, validation=0.2, output=tmp_path / "out")
     assert read_back(tmp_path / "out") == found
     assert sum(made.documents.values()) == 60 and made.documents["validation"] > 5
-    assert [made.name, made.shards, made.warnings] == ["out", 2, []]
+    assert [made.name, made.shards, made.warnings] == ["out", 2 + metadata, []]
     assert verify_corpus(tmp_path / "out").fingerprint == made.fingerprint
 
     before = shard_bytes(tmp_path / "out")
@@ -84,7 +88,7 @@ def test_datatrove(tmp_path: Path, tokenizer: Path, letter: str, metadata: bool)
         tmp_path / "in", tokenizer, validation=0.2, output=tmp_path / "out", overwrite=True
     )
     assert again.fingerprint == made.fingerprint
-    assert shard_bytes(tmp_path / "out") == before and len(before) == 4
+    assert shard_bytes(tmp_path / "out") == before and len(before) == 2 * made.shards
 
 
 def test_what_datatrove_files_lack_is_said(tmp_path: Path, tokenizer: Path) -> None:
@@ -184,6 +188,10 @@ def test_what_cannot_be_adopted_is_refused_by_name(tmp_path: Path, tokenizer: Pa
     refused(r"a\.bin holds llm.c's multiple-choice questions")
     write_llm_c(path, [1, 60_000])
     refused(r"a contains the token id 60000")
+    path.unlink()
+    path.symlink_to("gone")
+    refused(r"a\.bin cannot be read: No such file")
+    path.unlink()
     write_llm_c(path, [1, 2])
     write_datatrove(folder / "a.ds", [[1, 2]])
     refused("two files have one name but for the ending")
