@@ -20,6 +20,8 @@ from megastable.data.token_files import IdType, TokenFile, bin_file, datatrove_f
 from megastable.data.tokenizer import load_tokenizer
 from megastable.errors import DataError
 
+TOLD_EVERY = 1000  # documents
+
 
 def adopt_directory(
     directory: Path,
@@ -121,7 +123,8 @@ def _copy(
                     open_ends += not ended
                     writer.add_document(ids)
                     documents += 1
-                    meter.update(read, documents, read)
+                    if documents % TOLD_EVERY == 0:
+                        meter.update(read, documents, read)
                 # Without an index the last document ends where the file was cut, which is as it should be.
                 if not ended and file.ends is None and writer.documents > 1:
                     open_ends -= 1
