@@ -43,16 +43,16 @@ class LeftOut:
         }
 
 
-def told(counts: Mapping[str, int], files: Mapping[str, Sequence[str]]) -> list[str]:
-    """One text per reason: the number, the reason, and the first names."""
+def told(
+    counts: Mapping[str, int], files: Mapping[str, Sequence[str]], where_all: str = ": --json has all"
+) -> list[str]:
+    """One text per reason: the number, the reason, and the first names. where_all: behind how many more there are."""
     return [
-        f"{count:,} {reason}" + (f" ({_some(files[reason])})" if reason in files else "")
+        f"{count:,} {reason}" + (f" ({_some(files[reason], where_all)})" if reason in files else "")
         for reason, count in counts.items()
     ]
 
 
-def _some(names: Sequence[str]) -> str:
-    rest = len(names) - SHOWN
-    return ", ".join(map(visible, names[:SHOWN])) + (
-        f", and {rest:,} more: --json has all" if rest > 0 else ""
-    )
+def _some(names: Sequence[str], where_all: str) -> str:
+    shown, rest = ", ".join(map(visible, names[:SHOWN])), len(names) - SHOWN
+    return f"{shown}, and {rest:,} more{where_all}" if rest > 0 else shown

@@ -303,7 +303,7 @@ def _batches(corpus: Corpus) -> Iterator[Batch]:
 
 
 def _nothing_found(inputs: Sequence[Path], corpus: Corpus) -> str:
-    left_out = "; ".join(told(corpus.left_out.counts, corpus.left_out.files))
+    left_out = "; ".join(told(corpus.left_out.counts, corpus.left_out.files, where_all=""))
     where = ", ".join(str(path) for path in inputs[:3]) + (", ..." if len(inputs) > 3 else "")
     return (
         f"the corpus is empty: no text in {len(corpus.files)} file(s) of {where}"

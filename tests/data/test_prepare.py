@@ -306,6 +306,10 @@ def test_an_empty_corpus_is_refused(tmp_path: Path, tokenizer: Path) -> None:
         match=r"in 2 file\(s\) .*; left out: 1 binary files \(.*a\.bin\); 1 empty files \(.*a\.txt\)",
     ):
         prepare_shards([folder], tmp_path / "out", tokenizer)
+    for number in range(2, 10):
+        (folder / f"{number}.bin").write_bytes(b"\0")
+    with pytest.raises(DataError, match=r"9 binary files \(.*2\.bin, .*4\.bin, and 6 more\); 1 empty files"):
+        prepare_shards([folder], tmp_path / "out", tokenizer)
     assert sorted(os.listdir(tmp_path)) == ["in"]
 
 
