@@ -181,13 +181,14 @@ class Corpus:
 
     def _record(self, where: str, line: str) -> Iterator[str]:
         """The text of one JSON object."""
+        lines = " (jq -c '.[]' makes lines of an array)" if line.lstrip().startswith("[") else ""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            self._bad(where, f"not one JSON object per line ({error})")
+            self._bad(where, f"not one JSON object per line ({error}){lines}")
             return
         if not isinstance(record, dict):
-            self._bad(where, f"not one JSON object per line (a {type(record).__name__})")
+            self._bad(where, f"not one JSON object per line (a {type(record).__name__}){lines}")
             return
         if self.key not in record:
             keys = ", ".join(map(repr, list(record)[:8])) or "none"

@@ -121,7 +121,7 @@ def test_folders_are_read_in_order_without_hidden_and_binary_files(tmp_path: Pat
 GOOD = b'{"text": "good"}\n'
 BAD_LINES = [
     (b'{"text": "bro\n', "not one JSON object per line"),
-    (b'["text"]\n', r"not one JSON object per line \(a list\)"),
+    (b'["text"]\n', r"not one JSON object per line \(a list\) \(jq -c '\.\[\]' makes lines of an array\)"),
     (b"[" * 100_000 + b"\n", "not one JSON object per line"),
     (b'{"content": "x", "id": 3}\n', r"no key 'text' \(its keys: 'content', 'id'\), name another with --key"),
     (b'{"text": null}\n', "'text' is NoneType, not text"),
