@@ -223,3 +223,13 @@ def test_megatron_shards_without_end_of_document_are_adopted_with_a_warning(
     assert len(made.warnings) == 1
     assert made.warnings[0].startswith("5 of 21 documents do not end with the end-of-document token (2)")
     assert "warning: 5 of 21 documents" in str(made)
+
+
+def test_empty_documents_of_megatron_shards_do_not_count(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(struct.pack("<3H", 5, 2, 7))
+    arrays = (
+        struct.pack("<5i", 0, 2, 0, 1, 0) + struct.pack("<5q", 0, 0, 4, 4, 6) + struct.pack("<6q", *range(6))
+    )
+    (tmp_path / "a.idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 5, 6) + arrays)
+    made = adopt_directory(tmp_path, tokenizer)
+    assert [warning.split(" do not")[0] for warning in made.warnings] == ["1 of 5 documents"]
