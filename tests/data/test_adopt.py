@@ -116,6 +116,11 @@ def test_what_datatrove_files_lack_is_said(tmp_path: Path, tokenizer: Path) -> N
         (tmp_path / "in" / "a.ds.index").write_bytes(ends)
         with pytest.raises(DataError, match=message):
             adopt_directory(tmp_path / "in", tokenizer, output=tmp_path / "new")
+    # Half of the tokens would be all of them if ids had twice the bytes.
+    write_datatrove(path, [[1, 2], [3, 4]])
+    (tmp_path / "in" / "a.ds.index").write_bytes(struct.pack("<Q", 2))
+    with pytest.raises(DataError, match=r"a\.ds has 8 bytes, but a\.ds\.index tells of 2 tokens of 2 bytes"):
+        adopt_directory(tmp_path / "in", tokenizer, output=tmp_path / "new")
     (tmp_path / "in" / "a.ds.index").unlink()
     with pytest.raises(DataError, match=r"a\.ds has no a\.ds\.index beside it"):
         adopt_directory(tmp_path / "in", tokenizer, output=tmp_path / "new")
