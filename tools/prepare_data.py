@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megastable.data.prepare import SHARD_TOKENS, adopt_directory, prepare_shards
+from megastable.data.adopt import adopt_directory
+from megastable.data.left_out import told
+from megastable.data.prepare import SHARD_TOKENS, prepare_shards
 from megastable.data.stdlib import prepare_stdlib
 from megastable.data.summary import Summary
-from megastable.data.text import Corpus, find_files
+from megastable.data.text import Corpus
+from megastable.data.token_files import IdType
 from megastable.data.train_tokenizer import ModelType, train_sentencepiece
 from megastable.data.verify import verify_corpus
 from megastable.errors import DataError, user_errors
@@ -24,7 +28,15 @@ PREPARE tokenizer --input texts/ --output my.model --vocab-size 32000
 
 PREPARE shards --input texts/ --input more.jsonl.zst --output data/mine --tokenizer my.model
 
+PREPARE shards --input fineweb/ --glob '*.parquet' --glob 'extra/**/*.csv' --output data/web --tokenizer my.model
+
+PREPARE shards --input reviews.tsv.xz --input saved_dataset/ --key review --output data/reviews --tokenizer my.model
+
 PREPARE manifest megatron_shards/ --tokenizer tokenizer.json --validation 0.01
+
+PREPARE manifest fineweb10B/ --output data/fineweb10B --tokenizer gpt2/tokenizer.json
+
+PREPARE manifest nanogpt/data/ --raw uint16 --output data/nano --tokenizer gpt2/tokenizer.json
 
 PREPARE plant data/stdlib data/stdlib-planted --recipe launch/recipes/quickstart.yaml
 
@@ -33,47 +45,70 @@ PREPARE plant data/stdlib data/logs --recipe launch/recipes/quickstart.yaml --te
 PREPARE plant data/stdlib data/trickle --recipe launch/recipes/quickstart.yaml --text app.log --samples 20 --of-each 1
 
 PREPARE verify data/mine""".replace("PREPARE", "python tools/prepare_data.py")
+
+
+def examples(command: str) -> str:
+    """Those of one command."""
+    return "\n\n".join(line for line in EXAMPLES.split("\n\n") if f"prepare_data.py {command} " in line)
+
+
 app = typer.Typer(help=__doc__, epilog=EXAMPLES, add_completion=False, pretty_exceptions_enable=False)
-Inputs = Annotated[list[Path], typer.Option("--input", help="Text, .jsonl, .parquet or folder; repeatable")]
+Inputs = Annotated[
+    list[Path], typer.Option("--input", help="File or folder: text, JSON lines, table, tar; repeatable")
+]
 Output = Annotated[Path, typer.Option(help="What to make; it appears whole or not at all")]
 Vocabulary = Annotated[int, typer.Option("--vocab-size", min=1, help="Tokens")]
 Tokenizer = Annotated[Path, typer.Option("--tokenizer", help="A .model, a tokenizer.json, or their folder")]
 Eod = Annotated[str | None, typer.Option(help="End-of-document token, name or id; else the usual one")]
 Name = Annotated[str | None, typer.Option(help="Name of the corpus; else that of its folder")]
 Share = Annotated[float, typer.Option(help="Share to hold back for validation")]
-Key = Annotated[str, typer.Option(help="JSON key or Parquet column of the text")]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave broken documents out and count them")]
+Key = Annotated[
+    str, typer.Option(help="JSON key, column (Parquet, Arrow, CSV) or WebDataset ending of the text")
+]
+Globs = Annotated[
+    list[str] | None,
+    typer.Option("--glob", help="Which files of a folder: '*.csv', 'train/**/*.csv'; repeatable"),
+]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Leave out broken documents and unknown archives, and count them")
+]
 Workers = Annotated[int, typer.Option(min=1, help="Processes", show_default="one per CPU")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there")]
 Json = Annotated[bool, typer.Option("--json", help="Print a summary for machines")]
 CPUS = len(os.sched_getaffinity(0))
 
 
-@app.command("tokenizer")
+@app.command("tokenizer", epilog=examples("tokenizer"))
 @user_errors()
 def train(inputs: Inputs, output: Output, vocab_size: Vocabulary, model: ModelType = "bpe",
-          key: Key = "text", skip_bad: SkipBad = False, overwrite: Overwrite = False,
+          key: Key = "text", glob: Globs = None, skip_bad: SkipBad = False, overwrite: Overwrite = False,
           as_json: Json = False) -> None:  # fmt: skip
     """Train a SentencePiece tokenizer with byte fallback: every text survives encoding and decoding."""
     if output.exists() and not overwrite:
         raise DataError(f"{output} exists already: choose another --output, or replace it with --overwrite")
-    info = train_sentencepiece(Corpus(find_files(inputs), key, skip_bad), output, vocab_size, model).info
-    print(info.model_dump_json() if as_json else f"trained {output}: {vocab_size} tokens, {model}")
+    corpus = Corpus(inputs, key, skip_bad, glob or ())
+    info = train_sentencepiece(corpus, output, vocab_size, model).info
+    left_out = corpus.left_out
+    if as_json:
+        print(json.dumps(info.model_dump() | {"left_out": left_out.counts, "left_out_files": left_out.files}))
+        return
+    lines = [f"  left out: {text}" for text in told(left_out.counts, left_out.files)]
+    print("\n".join([f"trained {output}: {vocab_size} tokens, {model}", *lines]))
 
 
-@app.command()
+@app.command(epilog=examples("shards"))
 @user_errors()
 def shards(inputs: Inputs, output: Output, tokenizer: Tokenizer, name: Name = None, validation: Share = 0.01,
-           workers: Workers = CPUS, shard_tokens: int = SHARD_TOKENS, key: Key = "text", eod: Eod = None,
-           seed: int = 0, skip_bad: SkipBad = False, overwrite: Overwrite = False,
+           workers: Workers = CPUS, shard_tokens: int = SHARD_TOKENS, key: Key = "text", glob: Globs = None,
+           eod: Eod = None, seed: int = 0, skip_bad: SkipBad = False, overwrite: Overwrite = False,
            as_json: Json = False) -> None:  # fmt: skip
     """Encode text into a corpus of Megatron .bin/.idx shards."""
     show(as_json, prepare_shards(inputs, output, tokenizer, name=name, validation=validation, workers=workers,
          shard_tokens=shard_tokens, key=key, eod=eod, seed=seed, skip_bad=skip_bad,
-         overwrite=overwrite))  # fmt: skip
+         globs=glob or (), overwrite=overwrite))  # fmt: skip
 
 
-@app.command()
+@app.command(epilog=examples("stdlib"))
 @user_errors()
 def stdlib(output: Output, vocab_size: Vocabulary = 4096, workers: Workers = CPUS,
            overwrite: Overwrite = False, as_json: Json = False) -> None:  # fmt: skip
@@ -81,22 +116,28 @@ def stdlib(output: Output, vocab_size: Vocabulary = 4096, workers: Workers = CPU
     show(as_json, prepare_stdlib(output, vocab_size=vocab_size, workers=workers, overwrite=overwrite))
 
 
-@app.command()
+@app.command(epilog=examples("manifest"))
 @user_errors()
 def manifest(directory: Path, tokenizer: Tokenizer, name: Name = None, validation: Share = 0.0,
-             eod: Eod = None, overwrite: Overwrite = False, as_json: Json = False) -> None:  # fmt: skip
-    """Adopt Megatron shards that another program wrote: check them and write their manifest."""
-    show(as_json, adopt_directory(directory, tokenizer, name, validation, eod, overwrite))
+             eod: Eod = None, overwrite: Overwrite = False, as_json: Json = False,
+             output: Annotated[Path | None, typer.Option(help="The corpus, of files that are not Megatron's")] = None,
+             raw: Annotated[IdType | None, typer.Option(help="Type of the ids in .bin files without a header")] = None,
+             ) -> None:  # fmt: skip
+    """Adopt token ids that another program wrote: check them and write their manifest.
+
+    Megatron's .bin/.idx stay where they are; datatrove's .ds and llm.c's .bin are copied to --output.
+    """
+    show(as_json, adopt_directory(directory, tokenizer, name, validation, eod, overwrite, output, raw))
 
 
-@app.command()
+@app.command(epilog=examples("verify"))
 @user_errors()
 def verify(directory: Path, as_json: Json = False) -> None:
     """Read every byte of a corpus and compare it with the manifest; ends with 2 if it is damaged."""
     show(as_json, verify_corpus(directory))
 
 
-@app.command("plant")
+@app.command("plant", epilog=examples("plant"))
 @user_errors()
 def plant_noise(corpus: Path, output: Path, recipe: Annotated[Path, typer.Option(help="Of the run on OUTPUT")],
                 overrides: Annotated[list[str] | None, typer.Argument(help="Of the recipe: key=value")] = None,

@@ -20,16 +20,18 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megastable.data.manifest import FILE, Manifest, Segment, TokenizerInfo, adopt
+from megastable.data.left_out import told
+from megastable.data.manifest import FILE, Manifest, Segment, TokenizerInfo
 from megastable.data.pool import ordered_map
 from megastable.data.progress import Meter
 from megastable.data.shard_format import ShardInfo, dtype_for
 from megastable.data.shards import ShardWriter
 from megastable.data.staging import staged_directory
 from megastable.data.summary import Summary
-from megastable.data.text import Corpus, find_files
+from megastable.data.text import Corpus
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
 from megastable.errors import DataError
+from megastable.report.told import visible
 
 SHARD_TOKENS = 1 << 30
 BATCH = 1 << 20  # characters of text that a worker gets at a time
@@ -66,11 +68,12 @@ def prepare_shards(
     eod: str | int | None = None,
     seed: int = 0,
     skip_bad: bool = False,
+    globs: Sequence[str] = (),
     overwrite: bool = False,
     source: str | None = None,
     progress: bool = True,
 ) -> Summary:
-    """Make the corpus `output` of the text in `inputs` (files and folders, see `text.py`).
+    """Make the corpus `output` of the text in `inputs` (files, and of folders what `globs` match, see `text.py`).
 
     `validation` is the share of the documents to hold back; with two different documents or more, both splits
     get one at least. A shard is closed after the document that brings it to `shard_tokens`. `output` appears
@@ -83,7 +86,7 @@ def prepare_shards(
         raise DataError(f"validation is {validation}: give a share of the documents, at least 0, below 1")
     if workers < 1 or shard_tokens < 1:
         raise DataError(f"{workers} workers, {shard_tokens} tokens per shard: both must be 1 at least")
-    name = name or output.resolve().name
+    name = corpus_name(name, output)
     if "/" in name:
         raise DataError(f"the name {name!r} becomes part of file names: leave out the /")
     check_free(output, overwrite)
@@ -91,7 +94,7 @@ def prepare_shards(
         if output.resolve().is_relative_to(folder.resolve()):
             raise DataError(f"the output {output} is inside of the input {folder}: it would be read as well")
     tokenizer = load_tokenizer(tokenizer_path, eod)
-    corpus = Corpus(find_files(inputs), key, skip_bad)
+    corpus = Corpus(inputs, key, skip_bad, globs)
     with staged_directory(output) as staging:
         tokenizer = load_tokenizer(tokenizer.copy_to(staging), tokenizer.eod)
         job = _Job(corpus, staging, tokenizer, name, workers, shard_tokens, seed, progress)
@@ -104,7 +107,7 @@ def prepare_shards(
             first, written = written, job.write(settled)
             if written.hashes != first.hashes:
                 raise DataError("the input changed while it was read, or is a pipe: put it into a file")
-        manifest = written.manifest(name, tokenizer, source or ", ".join(str(path) for path in inputs))
+        manifest = written.manifest(name, tokenizer, source or visible(", ".join(map(str, inputs))))
         manifest.save(staging)
     warnings = []
     if validation and "validation" not in manifest.splits:
@@ -120,7 +123,7 @@ def prepare_shards(
         output,
         manifest,
         seconds=time.monotonic() - begin,
-        left_out=dict(corpus.left_out),
+        left_out=corpus.left_out,
         warnings=warnings,
     )
 
@@ -160,6 +163,14 @@ def _cached_tokenizer(path: Path, info: TokenizerInfo) -> Tokenizer:
     return load_tokenizer(path, info.eod)
 
 
+def corpus_name(name: str | None, directory: Path) -> str:
+    """`name`, or that of `directory`. Raises DataError for one that no manifest can hold."""
+    name = name or directory.resolve().name
+    if name != visible(name):
+        raise DataError(f"the name {visible(name)} is not plain text: give another with --name")
+    return name
+
+
 def check_free(output: Path, overwrite: bool) -> None:
     """Raise a DataError unless a corpus may be put at `output`.
 
@@ -174,28 +185,6 @@ def check_free(output: Path, overwrite: bool) -> None:
     own |= {shard.name + suffix for shard in manifest.shards for suffix in (".bin", ".idx")}
     if foreign := sorted(path.name for path in output.iterdir() if path.name not in own):
         raise DataError(f"{output} will not be replaced: {foreign[0]} in it is not part of its corpus")
-
-
-def adopt_directory(
-    directory: Path,
-    tokenizer_path: Path,
-    name: str | None = None,
-    validation: float = 0.0,
-    eod: str | int | None = None,
-    overwrite: bool = False,
-) -> Summary:
-    """Make a corpus of Megatron shards that another program wrote: check them, add tokenizer and manifest.
-
-    Raises DataError for shards that are damaged or were made with a larger vocabulary, and for a directory
-    that has a manifest already, unless `overwrite`.
-    """
-    if (directory / FILE).exists() and not overwrite:
-        raise DataError(f"{directory / FILE} exists already: replace it with --overwrite")
-    tokenizer = load_tokenizer(tokenizer_path, eod)
-    manifest = adopt(directory, tokenizer.info, validation, name)
-    tokenizer.copy_to(directory)
-    manifest.save(directory)
-    return Summary.of("adopted", directory, manifest)
 
 
 @dataclass
@@ -314,10 +303,10 @@ def _batches(corpus: Corpus) -> Iterator[Batch]:
 
 
 def _nothing_found(inputs: Sequence[Path], corpus: Corpus) -> str:
-    left_out = ", ".join(f"{count} {reason}" for reason, count in corpus.left_out.items())
+    left_out = "; ".join(told(corpus.left_out.counts, corpus.left_out.files, where_all=""))
     where = ", ".join(str(path) for path in inputs[:3]) + (", ..." if len(inputs) > 3 else "")
     return (
         f"the corpus is empty: no text in {len(corpus.files)} file(s) of {where}"
-        + (f" ({left_out} left out)" if left_out else "")
-        + ", give other --input"
+        + (f"; left out: {left_out}" if left_out else "")
+        + "; give other --input"
     )

@@ -9,6 +9,7 @@ from typing import Literal, Self
 
 from rich.filesize import decimal
 
+from megastable.data.left_out import LeftOut, told
 from megastable.data.manifest import Manifest
 
 
@@ -27,7 +28,8 @@ class Summary:
     text_bytes: int | None
     seconds: float | None = None
     tokens_per_second: float | None = None
-    left_out: dict[str, int] = field(default_factory=dict)  # by reason
+    left_out: dict[str, int] = field(default_factory=dict)  # numbers by reason
+    left_out_files: dict[str, list[str]] = field(default_factory=dict)  # names by reason
     warnings: list[str] = field(default_factory=list)
 
     @classmethod
@@ -38,7 +40,7 @@ class Summary:
         manifest: Manifest,
         *,
         seconds: float | None = None,
-        left_out: dict[str, int] | None = None,
+        left_out: LeftOut | None = None,
         warnings: list[str] | None = None,
     ) -> Self:
         tokens = {split: manifest.tokens(split) for split in manifest.splits}
@@ -56,7 +58,8 @@ class Summary:
             text_bytes=manifest.text_bytes,
             seconds=round(seconds, 3) if seconds else None,
             tokens_per_second=round(sum(tokens.values()) / seconds, 1) if seconds else None,
-            left_out=left_out or {},
+            left_out=dict(left_out.counts) if left_out else {},
+            left_out_files=left_out.files if left_out else {},
             warnings=warnings or [],
         )
 
@@ -74,6 +77,6 @@ class Summary:
             lines.append(f"  {decimal(self.text_bytes)} of text, {per_token:.2f} bytes per token")
         if self.tokens_per_second is not None:
             lines.append(f"  {self.seconds:.1f} s, {self.tokens_per_second:,.0f} tokens/s")
-        lines += [f"  left out: {count:,} {reason}" for reason, count in self.left_out.items()]
+        lines += [f"  left out: {text}" for text in told(self.left_out, self.left_out_files)]
         lines += [f"  warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)

@@ -1,185 +1,220 @@
-"""Documents out of files: plain text, JSON lines and Parquet, compressed or not, one after another.
+"""Documents out of files, one after another: plain text, JSON lines, tables and archives, compressed or not.
 
-The ending of a name decides: `.jsonl`, `.ndjson` and `.json` hold one JSON object per line, `.parquet` a
-table, any other file is one document. `.gz`, `.zst` and `.zstd` may follow each but Parquet.
+The ending of a name decides: `.jsonl`, `.ndjson` and `.json` hold one JSON object per line; `.parquet`, `.arrow`,
+`.feather`, `.csv` and `.tsv` a table; `.tar` files of all these (but Parquet) or the samples of a WebDataset; any other
+file is one document. `.gz`, `.zst`, `.xz` and `.bz2` may follow each but Parquet.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import NoReturn, Protocol
+from pathlib import Path, PurePosixPath
 
-import zstandard
-
+from megastable.data.archive import Member, Sample, is_webdataset, members, samples, split_name, text_endings
+from megastable.data.decompress import decompress
+from megastable.data.input_files import HIDDEN, Format, find_files, format_of
+from megastable.data.left_out import LeftOut
+from megastable.data.tables import Cells, Flaw, arrow_cells, csv_cells, parquet_cells
 from megastable.errors import DataError
 
 CHUNK = 1 << 20  # bytes read at a time
 SNIFFED = 8192  # a NUL byte among the first so many makes a file binary, as for git
-JSON_LINES = {".jsonl", ".ndjson", ".json"}
-ROWS = 1024  # of a Parquet file, at a time
 
-
-class _Decoder(Protocol):
-    """What zlib and zstandard have in common."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, /) -> bytes: ...
-
-
-DECODERS: dict[str, Callable[[], _Decoder]] = {
-    ".gz": lambda: zlib.decompressobj(wbits=31),
-    ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
-    ".zstd": lambda: zstandard.ZstdDecompressor().decompressobj(),
-}
-
-
-def find_files(inputs: Sequence[Path]) -> list[Path]:
-    """The files of `inputs` in their order; folders recursively, sorted, without hidden files and folders.
-
-    Links to folders are not followed. Raises DataError for an input that is not there.
-    """
-    files: list[Path] = []
-    for path in inputs:
-        if path.is_dir():
-            files += sorted(_walk(path), key=lambda file: file.relative_to(path).parts)
-        elif path.exists():
-            files.append(path)
-        else:
-            raise DataError(f"the input {path} does not exist")
-    return files
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    def refuse(error: OSError) -> NoReturn:
-        raise DataError(f"{error.filename} cannot be read: {error.strerror}")
-
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            path = Path(parent, name)
-            # A broken link is lost data and refused on reading; sockets and pipes would block.
-            if not name.startswith(".") and (path.is_file() or not path.exists()):
-                yield path
+BINARY = "binary files"
+EMPTY = "empty files"
+BAD = "bad documents"
+NOT_READ = "archives and tables of kinds that are not read"
+NOT_PLAIN = "links, devices and sparse files in archives"
+OTHER_PARTS = "other parts of WebDataset samples"
 
 
 class Corpus:
-    """The documents of some files, in order, as often as one iterates; none is empty.
+    """The documents of files and folders, in order, as often as one iterates; none is empty.
 
-    A document that cannot be used (broken JSON, no text under `key`, not UTF-8) raises a DataError that names
-    file and line; with `skip_bad` it is left out and counted. A file that ends too early always raises.
+    inputs, globs: as of `find_files`. A document that cannot be used (broken JSON, no text under `key`, not UTF-8)
+    raises a DataError that names file and line; with `skip_bad` it is left out and counted. So is a file that is no
+    text though it is named in `inputs`, or is of a kind that holds documents and is not read. A file that is damaged or
+    ends too early always raises.
 
     `total_bytes` is the size of the files, `read_bytes` how much of it the current iteration has consumed,
-    `left_out` counts what it left out, by reason.
+    `left_out` has what it left out, by reason; of bad documents the first of each file, and how many more.
     """
 
-    def __init__(self, files: Sequence[Path], key: str = "text", skip_bad: bool = False) -> None:
-        self.files, self.key, self.skip_bad = list(files), key, skip_bad
+    def __init__(
+        self, inputs: Sequence[Path], key: str = "text", skip_bad: bool = False, globs: Sequence[str] = ()
+    ) -> None:
+        self._found = find_files(inputs, globs)
+        self.files, self.key, self.skip_bad = self._found.paths, key, skip_bad
         self.total_bytes = sum(path.stat().st_size for path in self.files if path.exists())
         self.read_bytes = 0
-        self.left_out: Counter[str] = Counter()
+        self._reading = ""
+        self.left_out = LeftOut(self._found.left_out)
+        for path in self.files:  # before hours are spent on the others
+            if format_of(path.name).kind == "unread":
+                self._unread(str(path))
 
     def __iter__(self) -> Iterator[str]:
         self.read_bytes = 0
-        self.left_out.clear()
+        self.left_out = LeftOut(self._found.left_out)
         for path in self.files:
+            self._reading = str(path)
             try:
                 for text in self._documents(path):
                     if text:
                         yield text
                     else:
-                        self.left_out["empty documents"] += 1
+                        self.left_out.document("empty documents")
             except OSError as error:
                 raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
     def _documents(self, path: Path) -> Iterator[str]:
-        suffixes = [suffix.lower() for suffix in path.suffixes]
-        new_decoder = DECODERS.get(suffixes[-1]) if suffixes else None
-        if new_decoder:
-            suffixes.pop()
-        kind = suffixes[-1] if suffixes else ""
-        if kind == ".parquet" and not new_decoder:
-            yield from self._parquet(path)
-            return
-        chunks = self._chunks(path)
-        if new_decoder:
-            chunks = _decompress(path, chunks, new_decoder)
-        yield from self._json_lines(path, chunks) if kind in JSON_LINES else self._whole(path, chunks)
+        where, form = str(path), format_of(path.name)
+        if form.kind == "parquet":
+            yield from self._rows(where, self._parquet(path))
+        elif form.kind == "tar":
+            yield from self._archive(path, form)
+        else:
+            yield from self._content(
+                where, form, self._chunks(path, self._consumed), path in self._found.named
+            )
 
-    def _chunks(self, path: Path) -> Iterator[bytes]:
+    def _content(
+        self, where: str, form: Format, chunks: Iterable[bytes], named: bool = False, group: str | None = None
+    ) -> Iterator[str]:
+        """The documents of a file or member. named: a person asked for it. group: as of `LeftOut.file`."""
+        if form.kind in ("unread", "parquet", "tar"):
+            self._unread(where, group)
+            return
+        if form.codec:
+            chunks = decompress(where, chunks, form.codec)
+        if form.kind == "json lines":
+            yield from self._json_lines(where, chunks)
+        elif form.kind == "arrow":
+            yield from self._rows(where, arrow_cells(where, chunks, self.key))
+        elif form.kind == "text":
+            yield from self._whole(where, chunks, named, group)
+        else:
+            yield from self._rows(
+                where, csv_cells(where, chunks, self.key, "," if form.kind == "csv" else "\t")
+            )
+
+    def _consumed(self, count: int) -> None:
+        self.read_bytes += count
+
+    def _chunks(self, path: Path, consumed: Callable[[int], None]) -> Iterator[bytes]:
         # Unbuffered: a buffered read of a slow pipe waits for a whole chunk, deaf to Ctrl-C.
         with path.open("rb", buffering=0) as file:
             while chunk := file.read(CHUNK):
-                self.read_bytes += len(chunk)
+                consumed(len(chunk))
                 yield chunk
 
-    def _whole(self, path: Path, chunks: Iterable[bytes]) -> Iterator[str]:
+    def _archive(self, path: Path, form: Format) -> Iterator[str]:
+        where = str(path)
+
+        def opened(consumed: Callable[[int], None], note: Callable[[str], None]) -> Iterator[Member]:
+            chunks = self._chunks(path, consumed)
+            return members(where, decompress(where, chunks, form.codec) if form.codec else chunks, note)
+
+        # To look at its first members it is opened once more, as a pipe cannot be: there each member is a file.
+        webdataset = path.is_file() and is_webdataset(opened(_ignore, _ignore), self.key)
+        found = opened(self._consumed, lambda name: self.left_out.file(NOT_PLAIN, f"{where}!{name}"))
+        if webdataset:
+            for sample in samples(found):
+                yield from self._sample(where, sample)
+            return
+        for name, chunks in found:
+            path_inside = PurePosixPath(name)
+            if any(part.startswith(".") and part != ".." for part in path_inside.parts):
+                self.left_out.file(HIDDEN, f"{where}!{name}", group=where)
+            else:
+                group = f"{where}!{path_inside.suffix}"
+                yield from self._content(f"{where}!{name}", format_of(name), chunks, group=group)
+
+    def _sample(self, where: str, sample: Sample) -> Iterator[str]:
+        endings, parts = text_endings(self.key), dict[str, tuple[str, bytes]]()
+        for name, chunks in sample.members:
+            ending = split_name(name)[1]
+            if ending not in endings:
+                self.left_out.file(OTHER_PARTS, f"{where}!{name}", group=f"{where}!{ending}")
+            elif ending in parts:
+                self._bad(f"{where}!{name}", "there twice in one sample")
+            else:
+                parts[ending] = name, b"".join(chunks)
+        for ending in endings:
+            if ending in parts:
+                name, content = parts.pop(ending)
+                for other, (unused, _) in parts.items():
+                    self.left_out.file(OTHER_PARTS, f"{where}!{unused}", group=f"{where}!{other}")
+                text = self._decode(f"{where}!{name}", content)
+                if text is not None and (ending != "json" or self.key == "json"):
+                    yield text
+                elif text is not None:
+                    yield from self._record(f"{where}!{name}", text)
+                return
+        self._bad(
+            f"{where}!{sample.key}",
+            f"a sample without {' or '.join('.' + ending for ending in endings)}, name another with --key",
+        )
+
+    def _whole(self, where: str, chunks: Iterable[bytes], named: bool, group: str | None) -> Iterator[str]:
         content = bytearray()
         for chunk in chunks:
             content += chunk
             if b"\0" in content[:SNIFFED]:
-                self.left_out["binary files"] += 1
+                if named and not self.skip_bad:
+                    raise DataError(f"{where} is a binary file, not text: leave it out, or give its text")
+                self.left_out.file(BINARY, where, group)
                 return
-        text = self._decode(str(path), bytes(content))
-        if text is not None:
+        text = self._decode(where, bytes(content))
+        if text == "":
+            self.left_out.file(EMPTY, where, group)
+        elif text is not None:
             yield text
 
-    def _json_lines(self, path: Path, chunks: Iterable[bytes]) -> Iterator[str]:
+    def _json_lines(self, path: str, chunks: Iterable[bytes]) -> Iterator[str]:
         for number, raw in enumerate(_lines(chunks), start=1):
             where = f"{path}:{number}"
             line = self._decode(where, raw)
-            if line is None or not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                self._bad(where, f"not one JSON object per line ({error})")
-                continue
-            if not isinstance(record, dict):
-                self._bad(where, f"not one JSON object per line (a {type(record).__name__})")
-                continue
-            if self.key not in record:
-                keys = ", ".join(map(repr, list(record)[:8])) or "none"
-                self._bad(where, f"no key {self.key!r} (its keys: {keys}), name another with --key")
-                continue
-            text = record[self.key]
-            if not isinstance(text, str):
-                self._bad(where, f"{self.key!r} is {type(text).__name__}, not text")
-            elif not _is_unicode(text):
-                self._bad(where, f"{self.key!r} contains half of a surrogate pair")
-            else:
-                yield text
+            if line is not None and line.strip():
+                yield from self._record(where, line)
 
-    def _parquet(self, path: Path) -> Iterator[str]:
-        import pyarrow as pa  # a second or so, for whoever has Parquet files
-        import pyarrow.parquet as pq
-
+    def _record(self, where: str, line: str) -> Iterator[str]:
+        """The text of one JSON object."""
+        lines = " (jq -c '.[]' makes lines of an array)" if line.lstrip().startswith("[") else ""
         try:
-            with pq.ParquetFile(path) as table:
-                if self.key not in table.schema_arrow.names:
-                    names = ", ".join(table.schema_arrow.names)
-                    raise DataError(f"{path}: no column {self.key!r} (there is {names}), name one with --key")
-                row, rows, size = 0, max(1, table.metadata.num_rows), path.stat().st_size
-                before = self.read_bytes
-                for batch in table.iter_batches(batch_size=ROWS, columns=[self.key]):
-                    # As bytes, so that a cell which is not UTF-8 is one bad row, not a broken file.
-                    for raw in batch.column(0).cast(pa.large_binary()).to_pylist():
-                        row += 1
-                        where = f"{path}: row {row}"
-                        if raw is None:
-                            self._bad(where, f"{self.key!r} is null, not text")
-                        elif (text := self._decode(where, raw)) is not None:
-                            yield text
-                    self.read_bytes = before + size * row // rows
-        except pa.ArrowException as error:
-            raise DataError(f"{path} cannot be read as Parquet with text in {self.key!r}: {error}") from error
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            self._bad(where, f"not one JSON object per line ({error}){lines}")
+            return
+        if not isinstance(record, dict):
+            self._bad(where, f"not one JSON object per line (a {type(record).__name__}){lines}")
+            return
+        if self.key not in record:
+            keys = ", ".join(map(repr, list(record)[:8])) or "none"
+            self._bad(where, f"no key {self.key!r} (its keys: {keys}), name another with --key")
+            return
+        text = record[self.key]
+        if not isinstance(text, str):
+            self._bad(where, f"{self.key!r} is {type(text).__name__}, not text")
+        elif not _is_unicode(text):
+            self._bad(where, f"{self.key!r} contains half of a surrogate pair")
+        else:
+            yield text
+
+    def _parquet(self, path: Path) -> Cells:
+        before, size = self.read_bytes, path.stat().st_size
+        for cell, share in parquet_cells(path, self.key):
+            self.read_bytes = before + int(size * share)
+            yield cell
+
+    def _rows(self, path: str, cells: Cells) -> Iterator[str]:
+        for row, cell in enumerate(cells, start=1):
+            where = f"{path}: row {row}"
+            if isinstance(cell, Flaw):
+                self._bad(where, cell.problem)
+            elif (text := self._decode(where, cell)) is not None:
+                yield text
 
     def _decode(self, where: str, raw: bytes) -> str | None:
         try:
@@ -191,7 +226,19 @@ class Corpus:
     def _bad(self, where: str, problem: str) -> None:
         if not self.skip_bad:
             raise DataError(f"{where}: {problem}; correct it, or leave such documents out with --skip-bad")
-        self.left_out["bad documents"] += 1
+        self.left_out.file(BAD, where, group=self._reading)  # the first of each file, and how many more
+
+    def _unread(self, where: str, group: str | None = None) -> None:
+        if not self.skip_bad:
+            raise DataError(
+                f"{where} is an archive or table of a kind that is not read here: unpack or convert it (to JSON lines "
+                "or Parquet), choose other files with --glob, or leave it out with --skip-bad"
+            )
+        self.left_out.file(NOT_READ, where, group)
+
+
+def _ignore(what: object) -> None:
+    pass
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -204,23 +251,6 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
             yield from others[:-1]
             rest = [others[-1]]
     yield b"".join(rest)
-
-
-def _decompress(path: Path, chunks: Iterable[bytes], new: Callable[[], _Decoder]) -> Iterator[bytes]:
-    """Decompress one or more members (frames) in a row, and notice when the last one is cut off."""
-    decoder: _Decoder | None = None
-    try:
-        for chunk in chunks:
-            while chunk:
-                decoder = decoder or new()
-                yield decoder.decompress(chunk)
-                chunk = b""
-                if decoder.eof:
-                    chunk, decoder = decoder.unused_data, None
-    except (zlib.error, zstandard.ZstdError) as error:
-        raise DataError(f"{path} is damaged: {error}") from error
-    if decoder is not None:
-        raise DataError(f"{path} ends too early, in the middle of its compressed data: fetch it again")
 
 
 def _is_unicode(text: str) -> bool:

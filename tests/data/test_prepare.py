@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import bz2
 import json
+import lzma
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.data import prepare
+from megastable.data.adopt import adopt_directory
 from megastable.data.manifest import Manifest, Stream
-from megastable.data.prepare import adopt_directory, prepare_shards, settle_threshold
+from megastable.data.prepare import prepare_shards, settle_threshold
 from megastable.data.shards import Shard, ShardWriter
 from megastable.data.tokenizer import load_tokenizer
 from megastable.data.verify import verify_corpus
 from megastable.errors import DataError
+from tests.data.archives import tar_bytes
 from tests.data.texts import documents, hugging_face_file, sentencepiece_file
 
 
@@ -237,6 +243,43 @@ def test_left_out_documents_are_counted(tmp_path: Path, tokenizer: Path) -> None
     assert made.left_out == {"empty documents": 1, "bad documents": 1, "binary files": 1}
 
 
+def test_a_folder_of_every_kind_in_its_order_again_and_after_a_damaged_file(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    folder, texts = tmp_path / "in", documents(12)
+    folder.mkdir()
+    members = [("z.txt", texts[2].encode()), ("a.jsonl", json.dumps({"text": texts[3]}).encode())]
+    table = pa.table({"text": texts[8:10]})
+    (folder / "a.csv").write_text(
+        "".join(f'"{text}"\n' for text in ("text", *(t.replace('"', '""') for t in texts[:2])))
+    )
+    (folder / "b.tar.bz2").write_bytes(bz2.compress(tar_bytes(members)))
+    write_lines(folder / "c.jsonl", texts[4:6])
+    (folder / "d").mkdir()
+    pq.write_table(pa.table({"text": texts[6:8]}), folder / "d" / "1.parquet")
+    with pa.ipc.new_file(str(folder / "d" / "2.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    (folder / "e.txt.xz").write_bytes(whole := lzma.compress(texts[10].encode()))
+    (folder / "f").write_text(texts[11])
+    (folder / "README.md").write_text("about it")
+    made = [
+        prepare_shards([folder], tmp_path / name, tokenizer, name="n", validation=0)
+        for name in ("one", "two")
+    ]
+    assert texts_of(tmp_path / "one", "train") == texts
+    assert made[0].left_out_files == {"files about the data": [str(folder / "README.md")]}
+    assert shard_bytes(tmp_path / "one") == shard_bytes(tmp_path / "two")
+
+    (folder / "e.txt.xz").write_bytes(whole[:-9])
+    with pytest.raises(DataError, match=r"e\.txt\.xz ends too early"):
+        prepare_shards([folder], tmp_path / "one", tokenizer, name="n", validation=0, overwrite=True)
+    assert shard_bytes(tmp_path / "one") == shard_bytes(tmp_path / "two")
+    assert sorted(os.listdir(tmp_path)) == ["in", "one", "two"]
+    (folder / "e.txt.xz").write_bytes(whole)
+    prepare_shards([folder], tmp_path / "one", tokenizer, name="n", validation=0, overwrite=True)
+    assert shard_bytes(tmp_path / "one") == shard_bytes(tmp_path / "two")
+
+
 def test_an_input_that_can_be_read_once_is_refused_where_it_is_needed_twice(
     tmp_path: Path, tokenizer: Path
 ) -> None:
@@ -258,7 +301,14 @@ def test_an_empty_corpus_is_refused(tmp_path: Path, tokenizer: Path) -> None:
         prepare_shards([folder], tmp_path / "out", tokenizer)
     (folder / "a.bin").write_bytes(b"\0")
     (folder / "a.txt").write_bytes(b"")
-    with pytest.raises(DataError, match=r"in 2 file\(s\) .* \(1 binary files, 1 empty documents left out\)"):
+    with pytest.raises(
+        DataError,
+        match=r"in 2 file\(s\) .*; left out: 1 binary files \(.*a\.bin\); 1 empty files \(.*a\.txt\)",
+    ):
+        prepare_shards([folder], tmp_path / "out", tokenizer)
+    for number in range(2, 10):
+        (folder / f"{number}.bin").write_bytes(b"\0")
+    with pytest.raises(DataError, match=r"9 binary files \(.*2\.bin, .*4\.bin, and 6 more\); 1 empty files"):
         prepare_shards([folder], tmp_path / "out", tokenizer)
     assert sorted(os.listdir(tmp_path)) == ["in"]
 

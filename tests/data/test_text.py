@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.data import text as readers
-from megastable.data.text import Corpus, find_files
+from megastable.data.text import Corpus
 from megastable.errors import DataError
 
 TEXTS = ["one\r\ntwo\n", "  spaces\tand tabs ", "日本語 🤷 é", '"quoted" \\ {}', "x" * 70_000]
@@ -25,6 +27,8 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
     ".zst": zstandard.compress,
     ".ZSTD": zstandard.compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
 }
 
 
@@ -33,7 +37,7 @@ def json_lines(texts: list[str], key: str = "text") -> bytes:
 
 
 def read(path: Path, **options: object) -> list[str]:
-    return list(Corpus(find_files([path]), **options))  # type: ignore[arg-type]
+    return list(Corpus([path], **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("compression", COMPRESS)
@@ -73,7 +77,7 @@ def test_parquet(tmp_path: Path, kind: pa.DataType) -> None:
     assert corpus.read_bytes == corpus.total_bytes
 
 
-@pytest.mark.parametrize("compression", [".gz", ".zst"])
+@pytest.mark.parametrize("compression", [".gz", ".zst", ".xz", ".bz2"])
 def test_members_in_a_row_are_one_file(tmp_path: Path, compression: str) -> None:
     path = tmp_path / f"a.jsonl{compression}"
     path.write_bytes(b"".join(COMPRESS[compression](json_lines([text])) for text in TEXTS))
@@ -103,17 +107,21 @@ def test_folders_are_read_in_order_without_hidden_and_binary_files(tmp_path: Pat
     (tmp_path / "utf16.txt").write_bytes("text".encode("utf-16"))
     (tmp_path / "empty.txt").write_bytes(b"")
     os.mkfifo(tmp_path / "pipe.txt")
-    corpus = Corpus(find_files([tmp_path / "b.txt", tmp_path]))
-    assert list(corpus) == ["b.txt", "a/x/y.txt", "b/1.txt", "b/2.txt", "b.txt"]
-    assert corpus.left_out == {"binary files": 3, "empty documents": 1}
-    assert list(corpus) == ["b.txt", "a/x/y.txt", "b/1.txt", "b/2.txt", "b.txt"]  # again, from the beginning
-    assert corpus.left_out == {"binary files": 3, "empty documents": 1}
+    corpus = Corpus([tmp_path / "b.txt", tmp_path])
+    for _ in range(2):
+        assert list(corpus) == ["b.txt", "a/x/y.txt", "b/1.txt", "b/2.txt", "b.txt"]
+        assert corpus.left_out.files == {
+            "empty files": [f"{tmp_path}/empty.txt"],
+            "hidden files and folders": [f"{tmp_path}/.git/", f"{tmp_path}/a/.hidden.txt"],
+            "pipes, sockets and devices": [f"{tmp_path}/pipe.txt"],
+            "binary files": [f"{tmp_path}/late.bin", f"{tmp_path}/picture.png", f"{tmp_path}/utf16.txt"],
+        }
 
 
 GOOD = b'{"text": "good"}\n'
 BAD_LINES = [
     (b'{"text": "bro\n', "not one JSON object per line"),
-    (b'["text"]\n', r"not one JSON object per line \(a list\)"),
+    (b'["text"]\n', r"not one JSON object per line \(a list\) \(jq -c '\.\[\]' makes lines of an array\)"),
     (b"[" * 100_000 + b"\n", "not one JSON object per line"),
     (b'{"content": "x", "id": 3}\n', r"no key 'text' \(its keys: 'content', 'id'\), name another with --key"),
     (b'{"text": null}\n', "'text' is NoneType, not text"),
@@ -131,9 +139,11 @@ def test_bad_lines_are_refused_with_their_place_or_left_out(
     path.write_bytes(GOOD + b"\n" + line + GOOD)
     with pytest.raises(DataError, match=rf"a\.jsonl:3: {message}.*--skip-bad"):
         read(path)
+    path.write_bytes(path.read_bytes() + 2 * line)
     corpus = Corpus([path], skip_bad=True)
     assert list(corpus) == ["good", "good"]
-    assert corpus.left_out == {"bad documents": 1}
+    assert corpus.left_out.counts == {"bad documents": 3}
+    assert corpus.left_out.files == {"bad documents": [f"{path}:3 and 2 more"]}
 
 
 def test_text_that_is_not_utf8_is_refused_or_left_out(tmp_path: Path) -> None:
@@ -141,7 +151,9 @@ def test_text_that_is_not_utf8_is_refused_or_left_out(tmp_path: Path) -> None:
     path.write_bytes("café".encode("latin-1"))
     with pytest.raises(DataError, match=r"latin\.txt: not UTF-8 \(byte 3 is 0xe9\)"):
         read(path)
-    assert read(path, skip_bad=True) == []
+    corpus = Corpus([path], skip_bad=True)
+    assert list(corpus) == []
+    assert corpus.left_out.files == {"bad documents": [str(path)]}
 
 
 def test_bad_cells_are_refused_with_their_row_or_left_out(tmp_path: Path) -> None:
@@ -165,7 +177,7 @@ def test_foreign_columns_are_refused(tmp_path: Path) -> None:
         read(path, key="n", skip_bad=True)
 
 
-@pytest.mark.parametrize("compression", [".gz", ".zst"])
+@pytest.mark.parametrize("compression", [".gz", ".zst", ".xz", ".bz2"])
 def test_compressed_files_that_end_too_early_are_refused(tmp_path: Path, compression: str) -> None:
     path = tmp_path / f"a.jsonl{compression}"
     whole = COMPRESS[compression](json_lines([os.urandom(40).hex() for _ in range(5000)]))
@@ -174,16 +186,18 @@ def test_compressed_files_that_end_too_early_are_refused(tmp_path: Path, compres
         read(path, skip_bad=True)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.zst", "a.parquet"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl.gz", "a.txt.zst", "a.parquet", "a.txt.xz", "a.csv.bz2", "a.arrow", "a.tar", "a.tgz"]
+)
 def test_files_that_are_not_what_they_seem_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(GOOD)
-    with pytest.raises(DataError, match=f"{name} (is damaged|cannot be read as Parquet)"):
+    with pytest.raises(DataError, match=f"{name} (is damaged|cannot be read as (Parquet|Arrow))"):
         read(tmp_path, skip_bad=True)
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere does not exist"):
-        find_files([tmp_path / "nowhere"])
+        Corpus([tmp_path / "nowhere"])
     (tmp_path / "link.txt").symlink_to(tmp_path / "gone")
     with pytest.raises(DataError, match=r"link\.txt cannot be read: No such file"):
         read(tmp_path)

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.data.texts import EOD_NAME, documents, hugging_face_file, sentencepiece_file
+from tests.data.texts import EOD_NAME, documents, hugging_face_file, sentencepiece_file, source_code
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +93,65 @@ def test_foreign_shards_are_adopted_with_a_hugging_face_tokenizer(folder: Path) 
     assert result("verify", "out", cwd=folder)["fingerprint"] == adopted["fingerprint"]
 
 
+def test_what_is_left_out_is_named_whatever_its_name(tmp_path: Path) -> None:
+    folder, tokenizer = tmp_path / "in", sentencepiece_file(tmp_path)
+    folder.mkdir()
+    (folder / os.fsdecode(b"\xff\x1b[31m.txt")).write_text("text")
+    hidden = [f".{number}" for number in range(5)]
+    for name in (*hidden, os.fsdecode(b"\xfe\n.png")):
+        (folder / name).write_bytes(b"\0")
+    arguments = ("shards", "--input", "in", "--tokenizer", tokenizer, "--workers", 1)
+    shown = run(*arguments, "--output", "one", cwd=tmp_path)
+    assert shown.returncode == 0
+    assert (
+        "left out: 5 hidden files and folders (in/.0, in/.1, in/.2, and 2 more: --json has all)"
+        in shown.stdout
+    )
+    assert "left out: 1 binary files (in/\\udcfe\\n.png)" in shown.stdout
+    made = result(*arguments, "--output", "two", cwd=tmp_path)
+    assert made["left_out"] == {"hidden files and folders": 5, "binary files": 1}
+    assert made["left_out_files"] == {
+        "hidden files and folders": [f"in/{name}" for name in hidden],
+        "binary files": ["in/\udcfe\n.png"],
+    }
+    (tmp_path / "source.py").write_text(source_code())
+    train = ("tokenizer", "--input", "in", "--input", "source.py", "--vocab-size", 400)
+    trained = result(*train, "--output", "my.model", cwd=tmp_path)
+    assert trained["left_out_files"] == made["left_out_files"]
+    one = run(
+        *arguments[:2],
+        folder / os.fsdecode(b"\xff\x1b[31m.txt"),
+        *arguments[3:],
+        "--output",
+        "3",
+        cwd=tmp_path,
+    )
+    assert (one.returncode, one.stderr) == (0, "")
+    refused = run(*arguments, "--output", os.fsdecode(b"\xff"), cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "the name \\udcff is not plain text: give another with --name" in refused.stderr
+
+
+def test_options_choose_files_columns_and_the_type_of_ids(tmp_path: Path) -> None:
+    tokenizer = sentencepiece_file(tmp_path)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.csv").write_text("id,story\n1,one\n2,two\n")
+    (tmp_path / "in" / "b.txt").write_text("not this")
+    made = result(
+        *("shards", "--input", "in", "--glob", "*.csv", "--glob", "a*", "--key", "story", "--output", "out"),
+        *("--tokenizer", tokenizer, "--workers", 1, "--validation", 0),
+        cwd=tmp_path,
+    )
+    assert made["documents"] == {"train": 2}
+    (tmp_path / "ids").mkdir()
+    (tmp_path / "ids" / "train.bin").write_bytes(b"\5\0\2\0")
+    adopt = ("manifest", "ids", "--tokenizer", tokenizer, "--output", "adopted")
+    refused = run(*adopt, cwd=tmp_path)
+    assert refused.returncode == 2 and "--raw uint16" in refused.stderr
+    adopted = result(*adopt, "--raw", "uint16", cwd=tmp_path)
+    assert result("verify", "adopted", cwd=tmp_path)["fingerprint"] == adopted["fingerprint"]
+
+
 def test_the_embedded_corpus_is_made_once(tmp_path: Path) -> None:
     options = ("stdlib", "--output", "stdlib", "--vocab-size", 1024, "--workers", 2)
     assert [result(*options, cwd=tmp_path)["action"] for _ in range(2)] == ["prepared", "reused"]
@@ -131,7 +190,9 @@ def test_help_shows_examples(tmp_path: Path) -> None:
     assert shown.returncode == 0
     for name in ("tokenizer", "shards", "stdlib", "manifest", "verify"):
         assert f"python tools/prepare_data.py {name} " in shown.stdout
-        assert run(name, "--help", cwd=tmp_path).returncode == 0
+        one = run(name, "--help", cwd=tmp_path)
+        assert one.returncode == 0
+        assert f"python tools/prepare_data.py {name} " in one.stdout
 
 
 def test_a_terminal_sees_a_bar(folder: Path) -> None:

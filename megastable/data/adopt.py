@@ -1,0 +1,176 @@
+"""Shards of other programs into a corpus: Megatron's where they lie, datatrove's and llm.c's as a copy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megastable.data.left_out import LeftOut
+from megastable.data.manifest import FILE, Manifest, adopt, split_at_document
+from megastable.data.prepare import check_free, corpus_name
+from megastable.data.progress import Meter
+from megastable.data.shard_format import ShardInfo, chunks, dtype_for, with_suffix
+from megastable.data.shards import Shard, ShardWriter
+from megastable.data.staging import staged_directory
+from megastable.data.summary import Summary
+from megastable.data.token_files import IdType, TokenFile, bin_file, datatrove_file
+from megastable.data.tokenizer import load_tokenizer
+from megastable.errors import DataError
+
+TOLD_EVERY = 1000  # documents
+
+
+def adopt_directory(
+    directory: Path,
+    tokenizer_path: Path,
+    name: str | None = None,
+    validation: float = 0.0,
+    eod: str | int | None = None,
+    overwrite: bool = False,
+    output: Path | None = None,
+    raw: IdType | None = None,
+    progress: bool = True,
+) -> Summary:
+    """Make a corpus of token ids that another program wrote into `directory`: check them, add tokenizer and manifest.
+
+    Megatron's shards stay where they are. datatrove's `.ds` and llm.c's `.bin` (and, with their type as `raw`, `.bin`
+    of ids alone) become the shards of `output`, one for each, which appears whole or not at all. Documents that do not
+    end with the end-of-document token are a warning.
+
+    Raises DataError for files that are damaged, ambiguous or were made with a larger vocabulary, and for a corpus that
+    is there already, unless `overwrite`.
+    """
+    indices, foreign = sorted(directory.glob("*.idx")), _foreign(directory)
+    if indices and foreign:
+        raise DataError(
+            f"{directory} holds Megatron shards and {foreign[0].name}, which has no .idx: restore that, or move it away"
+        )
+    if foreign:
+        if output is None:
+            raise DataError(
+                f"{directory} holds {foreign[0].name}, which is no Megatron shard: give --output, a folder for a copy"
+            )
+        files = [_opened(path, raw) for path in foreign]
+        name = corpus_name(name, output)
+        return _copy(directory, files, output, tokenizer_path, name, validation, eod, overwrite, progress)
+    if output is not None:
+        raise DataError(f"Megatron shards are adopted where they lie: leave --output out ({directory})")
+    if (directory / FILE).exists() and not overwrite:
+        raise DataError(f"{directory / FILE} exists already: replace it with --overwrite")
+    tokenizer = load_tokenizer(tokenizer_path, eod)
+    manifest = adopt(directory, tokenizer.info, validation, corpus_name(name, directory))
+    open_ends = sum(_unended(Shard(directory / info.name, info), tokenizer.eod) for info in manifest.shards)
+    tokenizer.copy_to(directory)
+    manifest.save(directory)
+    warnings = _warnings(open_ends, manifest, tokenizer.eod)
+    return Summary.of("adopted", directory, manifest, warnings=warnings)
+
+
+def _foreign(directory: Path) -> list[Path]:
+    """The files of ids that are no part of a Megatron shard, sorted."""
+    found = [*directory.glob("*.ds"), *directory.glob("*.bin")]
+    return sorted(
+        path
+        for path in found
+        if path.suffix == ".ds" or not with_suffix(path.with_suffix(""), ".idx").exists()
+    )
+
+
+def _opened(path: Path, raw: IdType | None) -> TokenFile:
+    try:
+        return datatrove_file(path) if path.suffix == ".ds" else bin_file(path, raw)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _copy(
+    directory: Path,
+    files: Sequence[TokenFile],
+    output: Path,
+    tokenizer_path: Path,
+    name: str,
+    validation: float,
+    eod: str | int | None,
+    overwrite: bool,
+    progress: bool,
+) -> Summary:
+    begin, left_out = time.monotonic(), LeftOut()
+    if len({file.path.stem for file in files}) < len(files):
+        raise DataError(
+            f"{directory}: two files have one name but for the ending, adopt them one folder at a time"
+        )
+    check_free(output, overwrite)
+    tokenizer = load_tokenizer(tokenizer_path, eod)
+    shards, open_ends = list[ShardInfo](), 0
+    total, read, documents = sum(file.tokens for file in files), 0, 0
+    with (
+        staged_directory(output) as staging,
+        Meter(total, not progress, "adopting", "adopted", "tokens") as meter,
+    ):
+        tokenizer.copy_to(staging)
+        for file in files:
+            with ShardWriter(staging / file.path.stem, tokenizer.vocab_size) as writer:
+                ended = True
+                for ids in file.documents(tokenizer.eod):
+                    read += ids.size
+                    if not ids.size:
+                        left_out.document("empty documents")
+                        continue
+                    ended = int(ids[-1]) == tokenizer.eod
+                    open_ends += not ended
+                    writer.add_document(ids)
+                    documents += 1
+                    if documents % TOLD_EVERY == 0:
+                        meter.update(read, documents, read)
+                # Without an index the last document ends where the file was cut, which is as it should be.
+                if not ended and file.ends is None and writer.documents > 1:
+                    open_ends -= 1
+                shards.append(writer.close())
+        manifest = Manifest(
+            name=name,
+            tokenizer=tokenizer.info,
+            dtype=dtype_for(tokenizer.vocab_size),
+            shards=shards,
+            splits=split_at_document(staging, shards, validation),
+            source="adopted files of token ids",
+        )
+        manifest.save(staging)
+    warnings = [file.note for file in files if file.note] + _warnings(open_ends, manifest, tokenizer.eod)
+    return Summary.of(
+        "adopted", output, manifest, seconds=time.monotonic() - begin, left_out=left_out, warnings=warnings
+    )
+
+
+def _warnings(open_ends: int, manifest: Manifest, eod: int) -> list[str]:
+    documents = sum(shard.documents for shard in manifest.shards)
+    if not open_ends:
+        return []
+    return [
+        f"{open_ends:,} of {documents:,} documents do not end with the end-of-document token ({eod}): a model "
+        "trained on them does not learn where texts end; name the token that they do end with by --eod, or write "
+        "the shards again with one"
+    ]
+
+
+def _unended(shard: Shard, eod: int) -> int:
+    """How many documents of a shard do not end with `eod`; empty ones do not count. Reads the shard once."""
+    count = 0
+    for ends in _document_ends(shard):
+        first = int(ends[0]) if ends.size else 0
+        last = int(ends[-1]) + 1 if ends.size else 0
+        for part in chunks(last - first):
+            low, high = np.searchsorted(ends, (first + part.start, first + part.stop))
+            if low < high:
+                tokens = shard.raw(first + part.start, part.stop - part.start)
+                count += int(np.count_nonzero(tokens[ends[low:high] - first - part.start] != eod))
+    return count
+
+
+def _document_ends(shard: Shard) -> Iterator[np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    """The offsets of the last tokens of the documents that have any, some at a time: int64 [n], ascending."""
+    for part in chunks(shard.documents):
+        edges = shard.document_edges(part.start, part.stop - part.start)
+        yield edges[1:][np.diff(edges) > 0] - 1

@@ -1,0 +1,113 @@
+"""The members of tar archives, read as they come by: nothing is unpacked, and no link in an archive is followed.
+
+A WebDataset is a tar whose members `000.jpg`, `000.txt`, `000.json` in a row are parts of one sample; see
+https://github.com/webdataset/webdataset. An archive is taken for one when its first samples look like that.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby, islice
+from pathlib import PurePosixPath
+from typing import NamedTuple, NoReturn
+
+from megastable.data.forward import ForwardFile
+from megastable.errors import DataError
+
+PIECE = 1 << 20  # bytes of a member, at a time
+LOOKED_AT = 64  # members, to tell a WebDataset from other archives
+
+Note = Callable[[str], None]  # told the name of each member that has no content to read
+
+
+class Member(NamedTuple):
+    """A file of an archive; `chunks` can be read once, before the next member is asked for."""
+
+    name: str
+    chunks: Iterator[bytes]
+
+
+class Sample(NamedTuple):
+    """The members of a WebDataset that share their name up to its first dot, in a row."""
+
+    key: str
+    members: Iterator[Member]
+
+
+class _Header(tarfile.TarInfo):
+    """`tarfile` takes a broken header, and the end of the file, for the end of the archive."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> _Header:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.HeaderError as error:
+            if type(error).__name__ == "EOFHeaderError":  # a block of zeros: the end mark
+                raise
+            raise tarfile.ReadError(f"{error} at byte {archive.offset}") from error
+
+
+def members(where: str, chunks: Iterable[bytes], passed_over: Note) -> Iterator[Member]:
+    """The plain files of a tar in their order; `passed_over` hears of links, devices and sparse files.
+
+    where: names the archive. Raises DataError for a damaged archive, one without its end mark, and data behind that.
+    """
+    file = ForwardFile(chunks)
+    try:
+        archive = tarfile.TarFile(fileobj=file, mode="r", tarinfo=_Header)
+        while (info := archive.next()) is not None:
+            archive.members.clear()  # type: ignore[attr-defined]  # it would remember them all
+            if info.isreg() and not info.issparse():
+                yield Member(info.name, _content(where, archive, info))
+            elif not info.isdir():
+                passed_over(info.name)
+    except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
+        _damaged(where, error)
+    while behind := file.read(PIECE):
+        if behind.strip(b"\0"):
+            raise DataError(
+                f"{where} goes on behind the end mark of its archive (several in a row?): split it, or write it again"
+            )
+
+
+def _content(where: str, archive: tarfile.TarFile, info: tarfile.TarInfo) -> Iterator[bytes]:
+    try:
+        content = archive.extractfile(info)
+        while content is not None and (piece := content.read(PIECE)):
+            yield piece
+    except tarfile.TarError as error:
+        _damaged(where, error)
+
+
+def _damaged(where: str, error: Exception) -> NoReturn:
+    raise DataError(f"{where} is damaged: {error}; fetch it again") from error
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """The sample that a member belongs to, and its ending: ("a/000", "seg.png") of a/000.seg.png."""
+    path = PurePosixPath(name)
+    base, _, ending = path.name.partition(".")
+    return str(path.parent / base), ending.lower()
+
+
+def text_endings(key: str) -> list[str]:
+    """The endings of the part of a sample that may hold the text `key`, the best first."""
+    return list(dict.fromkeys([key.lower(), *(["txt"] if key == "text" else []), "json"]))
+
+
+def is_webdataset(found: Iterable[Member], key: str) -> bool:
+    """Whether the first two samples (or the only one) have the same parts, two or more, and one may hold the text.
+
+    Reads no further than these: what comes behind may be long.
+    """
+    names = (split_name(member.name) for member in islice(found, LOOKED_AT))
+    parts = (sorted(ending for _, ending in group) for _, group in groupby(names, key=lambda name: name[0]))
+    first = next(parts, [])
+    return len(first) > 1 and not set(text_endings(key)).isdisjoint(first) and next(parts, first) == first
+
+
+def samples(found: Iterable[Member]) -> Iterator[Sample]:
+    """The members of a WebDataset by sample."""
+    for key, group in groupby(found, key=lambda member: split_name(member.name)[0]):
+        yield Sample(key, group)

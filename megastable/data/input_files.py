@@ -1,0 +1,209 @@
+"""Which files of the input are read, as what, and which are left out, decided by their names.
+
+A file that only describes the data (README.md, LICENSE, dataset_infos.json) is left out where data files lie in its
+folder or below, and a document where there are texts alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Literal, NamedTuple, NoReturn
+
+from megastable.data.decompress import DECODERS
+from megastable.data.token_files import LLM_C
+from megastable.errors import DataError
+
+Kind = Literal["text", "json lines", "parquet", "arrow", "csv", "tsv", "tar", "unread"]
+KINDS: dict[str, Kind] = {
+    ".jsonl": "json lines",
+    ".ndjson": "json lines",
+    ".json": "json lines",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".tar": "tar",
+}
+SHORT = {".tgz": ".gz", ".tbz": ".bz2", ".tbz2": ".bz2", ".txz": ".xz", ".tzst": ".zst"}  # of .tar.gz, ...
+# They hold documents, which would be lost without a word.
+UNREAD = {
+    ".zip",
+    ".7z",
+    ".rar",
+    ".lz4",
+    ".lz",
+    ".lzo",
+    ".br",
+    ".sz",
+    ".z",
+    ".orc",
+    ".avro",
+    ".xls",
+    ".xlsx",
+    ".ods",
+}
+DATA = {"json lines", "parquet", "arrow", "csv", "tsv", "tar"}
+
+HIDDEN = "hidden files and folders"
+LINKS = "links to folders"
+SPECIAL = "pipes, sockets and devices"
+UNMATCHED = "files that no --glob matches"
+ABOUT = "files about the data"
+CACHES = "caches of Hugging Face datasets"
+TOKENS = "files of token ids, which tools/prepare_data.py manifest adopts"
+
+_ABOUT = re.compile(
+    r"(readme|licen[cs]e)([-_.][\w-]*)?(\.(md|txt|rst|html))?|"
+    r"(copying|notice|citation|changelog|contributing|authors|code_of_conduct|data_?card)(\.(md|txt|rst|html|cff|bib))?|"
+    r"dataset_infos?\.json|dataset_dict\.json|state\.json|croissant\.json|tokenizer(_config)?\.json|"
+    r"special_tokens_map\.json|_success|(sha\d+|md5)sums?(\.txt)?|checksums?(\.txt)?|.*\.(sha\d+|md5|crc)",
+    re.IGNORECASE,
+)
+_DATATROVE = re.compile(r".*\.ds(\.index|\.metadata|\.loss)?")
+
+
+class Format(NamedTuple):
+    """How the bytes of a file are read: `codec` is an ending of DECODERS, or "" for plain bytes."""
+
+    kind: Kind
+    codec: str
+
+
+def format_of(name: str) -> Format:
+    """The format that a file's name stands for; what is not known is text."""
+    suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes] or [""]
+    if suffixes[-1] in SHORT:
+        return Format("tar", SHORT[suffixes[-1]])
+    codec = suffixes.pop() if suffixes[-1] in DECODERS else ""
+    last = suffixes[-1] if suffixes else ""
+    kind = "unread" if last in UNREAD else KINDS.get(last, "text")
+    return Format("unread" if kind == "parquet" and codec else kind, codec)
+
+
+@dataclass
+class Files:
+    """What `find_files` found: files to read in their order, those that a person named, and the others by reason."""
+
+    paths: list[Path] = field(default_factory=list)
+    named: set[Path] = field(default_factory=set)
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+
+    def leave_out(self, reason: str, path: Path | str) -> None:
+        self.left_out.setdefault(reason, []).append(str(path))
+
+
+def find_files(inputs: Sequence[Path], globs: Sequence[str] = ()) -> Files:
+    """The files of `inputs` in their order; folders recursively, sorted by path.
+
+    Of a folder only what one of `globs` matches, if there are any: patterns as of `pathlib`, for names in any folder
+    below (`*.jsonl`) or, with a slash, from the folder on (`train/**/*.parquet`). Links to folders are not followed.
+    Raises DataError for an input that is not there, a named file of token ids, and globs that match nothing.
+    """
+    found, unmatched = Files(), set(globs)
+    folders = [path for path in inputs if path.is_dir()]
+    for path in inputs:
+        if path.is_dir():
+            unmatched -= _add_folder(found, path, globs)
+        elif not path.exists():
+            raise DataError(f"the input {path} does not exist")
+        elif _is_tokens(path):
+            raise DataError(
+                f"{path} holds token ids, not text: adopt it with python tools/prepare_data.py manifest {path.parent}"
+            )
+        else:
+            found.paths.append(path)
+            found.named.add(path)
+    if globs and not folders:
+        raise DataError("--glob chooses files of a folder, and no --input is one: leave it out")
+    if unmatched:
+        raise DataError(
+            f"no file of {', '.join(map(str, folders[:3]))} matches --glob {sorted(unmatched)[0]!r}: correct it"
+        )
+    return found
+
+
+def _add_folder(found: Files, folder: Path, globs: Sequence[str]) -> set[str]:
+    """Returns the globs that match a file."""
+    paths = sorted(_walk(folder, found), key=lambda file: file.relative_to(folder).parts)
+    datasets = {path.parent for path in paths if path.name in ("state.json", "dataset_info.json")}
+    matching = {pattern: set(_matches(folder, pattern)).intersection(paths) for pattern in globs}
+    if globs:
+        matched = set[Path]().union(*matching.values())
+        for path in paths:
+            if path not in matched:
+                found.leave_out(UNMATCHED, path)
+        paths = [path for path in paths if path in matched]
+    about = {path for path in paths if _is_about_data(path.name)}
+    with_data = {
+        parent
+        for path in paths
+        if format_of(path.name).kind in DATA and path not in about
+        for parent in path.parents
+    }
+    for path in paths:
+        if _is_tokens(path):
+            found.leave_out(TOKENS, path)
+        elif path in about and path.parent in with_data:
+            found.leave_out(ABOUT, path)
+        elif path.match("cache-*.arrow") and path.parent in datasets:
+            found.leave_out(CACHES, path)
+        else:
+            found.paths.append(path)
+    return {pattern for pattern, files in matching.items() if files}
+
+
+def _is_about_data(name: str) -> bool:
+    """By its name; a table such as licenses.csv or readme.parquet is data itself."""
+    kind = format_of(name).kind
+    return _ABOUT.fullmatch(name) is not None and (kind == "text" or name.lower().endswith(".json"))
+
+
+def _matches(folder: Path, pattern: str) -> Iterator[Path]:
+    try:
+        yield from folder.glob(pattern) if "/" in pattern else folder.rglob(pattern)
+    except (ValueError, NotImplementedError) as error:
+        raise DataError(f"--glob {pattern!r} is no pattern for files of a folder: {error}") from error
+
+
+def _walk(folder: Path, found: Files) -> Iterator[Path]:
+    def refuse(error: OSError) -> NoReturn:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}")
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders.sort()  # for the order of what is left out
+        for name in folders:
+            if name.startswith("."):
+                found.leave_out(HIDDEN, f"{Path(parent, name)}/")
+            elif Path(parent, name).is_symlink():
+                found.leave_out(LINKS, Path(parent, name))
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in sorted(names):
+            path = Path(parent, name)
+            if name.startswith("."):
+                found.leave_out(HIDDEN, path)
+            elif path.is_file() or not path.exists():  # a broken link is lost data and refused on reading
+                yield path
+            else:
+                found.leave_out(SPECIAL, path)  # they would block
+
+
+def _is_tokens(path: Path) -> bool:
+    """Whether it is a part of a datatrove or Megatron shard, or one of llm.c's."""
+    if _DATATROVE.fullmatch(path.name):
+        return True
+    if path.suffix not in (".bin", ".idx"):
+        return False
+    if path.with_suffix(".idx").is_file() and path.with_suffix(".bin").is_file():
+        return True
+    try:
+        with path.open("rb") as file:
+            head = file.read(4)
+    except OSError:
+        return False  # reading it will say why
+    return len(head) == 4 and struct.unpack("<i", head)[0] in LLM_C

@@ -1,0 +1,58 @@
+"""What a corpus does not have of its input: the names of files, and how many documents, by reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from megastable.report.told import visible
+
+SHOWN = 3  # names of files per reason, for people
+
+
+class LeftOut:
+    """Files and documents that were not read, by reason (a noun in the plural: "binary files")."""
+
+    def __init__(self, files: Mapping[str, Sequence[str]] | None = None) -> None:
+        self.counts: Counter[str] = Counter()
+        self._names: dict[str, dict[str, tuple[str, int]]] = {}
+        for reason, names in (files or {}).items():
+            for name in names:
+                self.file(reason, name)
+
+    def document(self, reason: str) -> None:
+        """One more document, which has no name."""
+        self.counts[reason] += 1
+
+    def file(self, reason: str, name: str, group: str | None = None) -> None:
+        """One more file, or place in one. Those of one `group` (the members of an archive with one ending, the lines of
+        a file) are told as the first of them and a number: there may be millions."""
+        self.counts[reason] += 1
+        names = self._names.setdefault(reason, {})
+        first, count = names.get(group or name, (name, 0))
+        names[group or name] = (first, count + 1)
+
+    @property
+    def files(self) -> dict[str, list[str]]:
+        """The names by reason."""
+        return {
+            reason: [
+                first + (f" and {count - 1:,} more" if count > 1 else "") for first, count in names.values()
+            ]
+            for reason, names in self._names.items()
+        }
+
+
+def told(
+    counts: Mapping[str, int], files: Mapping[str, Sequence[str]], where_all: str = ": --json has all"
+) -> list[str]:
+    """One text per reason: the number, the reason, and the first names. where_all: behind how many more there are."""
+    return [
+        f"{count:,} {reason}" + (f" ({_some(files[reason], where_all)})" if reason in files else "")
+        for reason, count in counts.items()
+    ]
+
+
+def _some(names: Sequence[str], where_all: str) -> str:
+    shown, rest = ", ".join(map(visible, names[:SHOWN])), len(names) - SHOWN
+    return f"{shown}, and {rest:,} more{where_all}" if rest > 0 else shown

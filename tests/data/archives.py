@@ -1,0 +1,25 @@
+"""Tar archives for the tests of what is read."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Sequence
+
+
+def tar_bytes(members: Sequence[tuple[str | tarfile.TarInfo, bytes]]) -> bytes:
+    """An archive of these members, each a name or a header of its own, with its content."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for named, content in members:
+            info = tarfile.TarInfo(named) if isinstance(named, str) else named
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return file.getvalue()
+
+
+def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
+    """A link, a device or a folder."""
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
