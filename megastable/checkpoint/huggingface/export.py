@@ -24,7 +24,7 @@ from megastable.checkpoint.huggingface.folder import CONFIG
 from megastable.checkpoint.huggingface.names import split, table
 from megastable.checkpoint.huggingface.settings import settings_of
 from megastable.checkpoint.huggingface.shards import INDEX, Entry, bytes_of, index, plan
-from megastable.checkpoint.huggingface.tokenizer import WITHOUT, write_tokenizer
+from megastable.checkpoint.huggingface.tokenizer import WITHOUT, Written, write_tokenizer
 from megastable.checkpoint.plain import find_checkpoint
 from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import WholeState, run_of
@@ -104,20 +104,18 @@ def to_hf(
             )
         except OSError as error:
             raise CheckpointError(_refused(out, error, made.bytes)) from None
-        _write_settings(folder, run, dtype, found)
+        pad = None
         if found is not None:
             made.tokenizer = found.xxh3
-            problem = write_tokenizer(
-                found,
-                folder,
-                run.model.sequence_length,
-                not inexact_tokenizer,
-                not run.data.keep_documents_apart,
+            begins = not run.data.keep_documents_apart
+            written = write_tokenizer(
+                found, folder, run.model.sequence_length, not inexact_tokenizer, begins
             )
-            if problem:
-                made.notes.append(f"the tokenizer's ids are not always those of training: {problem}")
+            pad = written.pad
+            made.notes += _told(found, written)
         else:
             made.notes.append("no tokenizer was written, as you asked")
+        _write_settings(folder, run, dtype, found, pad)
         if check is not None:
             made.checked = check(checkpoint, folder)
             if made.checked.failed:
@@ -167,6 +165,18 @@ def _tokenizer(run: RunConfig, given: Path | None) -> Tokenizer:
             f"right one with --tokenizer; {WITHOUT}"
         )
     return found
+
+
+def _told(tokenizer: Tokenizer, written: Written) -> list[str]:
+    notes = []
+    if written.problem:
+        notes.append(f"the tokenizer's ids are not always those of training: {written.problem}")
+    if written.pad == tokenizer.eod:
+        notes.append(
+            "the tokenizer has no token for padding, so its end-of-document token pads: in fine-tuning mask padding by "
+            "the attention mask, not by its id, or the end is never learned"
+        )
+    return notes
 
 
 def _room(out: Path, size: int) -> None:
@@ -220,10 +230,12 @@ def _theirs(whole: WholeState, config: ModelConfig, dtype: torch.dtype) -> Itera
             yield name, part.to(dtype)
 
 
-def _write_settings(folder: Path, run: RunConfig, dtype: Dtype, tokenizer: Tokenizer | None) -> None:
+def _write_settings(
+    folder: Path, run: RunConfig, dtype: Dtype, tokenizer: Tokenizer | None, pad: int | None
+) -> None:
     end = tokenizer.eod if tokenizer is not None else None
     # Where documents were kept apart, none saw the end of the one before it.
-    tokens = {"bos": None if run.data.keep_documents_apart else end, "eos": end, "pad": None}
+    tokens = {"bos": None if run.data.keep_documents_apart else end, "eos": end, "pad": pad}
     settings = settings_of(run.model, str(DTYPES[dtype]).removeprefix("torch."), tokens)
     generation = {f"{name}_token_id": id for name, id in tokens.items() if id is not None}
     write_file(folder / CONFIG, (json.dumps(settings, indent=2) + "\n").encode())
