@@ -39,6 +39,9 @@ Json = dict[str, Any]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 UNIGRAM, BPE = 1, 2
 RANDOM_TEXTS = 300
+CUT_AT_SPACES: Json = {
+    "type": "Split", "pattern": {"Regex": " +[^ ]*|[^ ]+"}, "behavior": "Isolated", "invert": False
+}  # fmt: skip
 # What pads a batch, in this order: never the end, whose label programs would mask together with the padding. Qwen's files
 # pad with <|endoftext|>, those of Llama's fine-tunes with <unk>.
 PADS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>", "[UNK]")
@@ -234,7 +237,7 @@ def _cut_at_spaces(pieces: list[str]) -> Json | None:
     """Cut texts before runs of spaces, where that changes no id: a library that takes them whole is slow."""
     if any(" " in piece.lstrip(" ") for piece in pieces):
         return None
-    return {"type": "Split", "pattern": {"Regex": " +[^ ]*|[^ ]+"}, "behavior": "Isolated", "invert": False}
+    return CUT_AT_SPACES
 
 
 def _config(end: int, pad: int, model: HuggingFaceModel, longest: int, begins: bool, space: bool) -> Json:
