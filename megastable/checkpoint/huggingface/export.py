@@ -21,7 +21,8 @@ from megastable.checkpoint.files import TensorFile, hash_file
 from megastable.checkpoint.huggingface.card import card
 from megastable.checkpoint.huggingface.check import Checked
 from megastable.checkpoint.huggingface.folder import CONFIG
-from megastable.checkpoint.huggingface.names import split, table
+from megastable.checkpoint.huggingface.llama_cpp import KNOWN, converted, vocabulary
+from megastable.checkpoint.huggingface.names import architecture_of, split, table
 from megastable.checkpoint.huggingface.settings import settings_of
 from megastable.checkpoint.huggingface.shards import INDEX, Entry, bytes_of, index, plan
 from megastable.checkpoint.huggingface.tokenizer import WITHOUT, Written, write_tokenizer
@@ -108,11 +109,9 @@ def to_hf(
         if found is not None:
             made.tokenizer = found.xxh3
             begins = not run.data.keep_documents_apart
-            written = write_tokenizer(
-                found, folder, run.model.sequence_length, not inexact_tokenizer, begins
-            )
+            written = write_tokenizer(found, folder, run.model.sequence_length, not inexact_tokenizer, begins)
             pad = written.pad
-            made.notes += _told(found, written)
+            made.notes += _told(made, found, written)
         else:
             made.notes.append("no tokenizer was written, as you asked")
         _write_settings(folder, run, dtype, found, pad)
@@ -167,7 +166,8 @@ def _tokenizer(run: RunConfig, given: Path | None) -> Tokenizer:
     return found
 
 
-def _told(tokenizer: Tokenizer, written: Written) -> list[str]:
+def _told(made: Export, tokenizer: Tokenizer, written: Written) -> list[str]:
+    """What a person should know of the tokenizer that was written."""
     notes = []
     if written.problem:
         notes.append(f"the tokenizer's ids are not always those of training: {written.problem}")
@@ -175,6 +175,17 @@ def _told(tokenizer: Tokenizer, written: Written) -> list[str]:
         notes.append(
             "the tokenizer has no token for padding, so its end-of-document token pads: in fine-tuning mask padding by "
             "the attention mask, not by its id, or the end is never learned"
+        )
+    assert made.run.model.vocab_size is not None
+    try:
+        words = vocabulary(written.content, made.run.model.vocab_size)
+    except CheckpointError as error:
+        return [*notes, f"this tokenizer is not for llama.cpp: {error}. {KNOWN}"]
+    wrong = converted(architecture_of(made.run.model), words, tokenizer.kind == "sentencepiece")
+    if wrong:
+        notes.append(
+            f"llama.cpp's own converter {wrong}: use `python tools/convert_checkpoint.py to-gguf {made.out.name} "
+            f"{made.out.name}.gguf` instead"
         )
     return notes
 

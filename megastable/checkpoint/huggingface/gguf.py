@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megastable.checkpoint.huggingface.folder import Folder
-from megastable.checkpoint.huggingface.llama_cpp import Vocabulary, vocabulary
+from megastable.checkpoint.huggingface.llama_cpp import KNOWN, Vocabulary, vocabulary
 from megastable.checkpoint.huggingface.names import LLAMA, OLMO2, architecture_of
 from megastable.checkpoint.huggingface.tokenizer import CONFIG, FILE
 from megastable.checkpoint.target import refuse_existing
@@ -100,8 +100,8 @@ def to_gguf(folder: Path, out: Path, watch: Callable[[int, int], None] = lambda 
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-    dtype = _kind(source, "model.embed_tokens.weight")[1].lower()
-    return Gguf(out, kind.name, dtype, len(given), out.stat().st_size, words.notes)
+    precision = _kind(source, "model.embed_tokens.weight")[1].lower()
+    return Gguf(out, kind.name, precision, len(given), out.stat().st_size, words.notes)
 
 
 def _kind(source: Folder, name: str) -> tuple[torch.dtype, str]:
@@ -152,9 +152,9 @@ def _tokenizer(folder: Path, size: int) -> tuple[Vocabulary, dict[str, Any]]:
         ids = content["model"]["vocab"] | {t["content"]: t["id"] for t in content["added_tokens"]}
         words = vocabulary(content, size)
     except CheckpointError as error:
-        raise CheckpointError(f"{folder / FILE}: {error}. {ELSE}") from None
+        raise CheckpointError(f"{folder / FILE}: {error}. {KNOWN}") from None
     except OSError as error:
-        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}. {ELSE}") from None
+        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}. {KNOWN}") from None
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
         raise CheckpointError(
             f"{folder}: {FILE} or {CONFIG} is not what tokenizers write: {visible(repr(error), 200)}"
@@ -171,12 +171,6 @@ def _tokenizer(folder: Path, size: int) -> tuple[Vocabulary, dict[str, Any]]:
 
 def _content(token: Any) -> str:
     return str(token["content"]) if isinstance(token, dict) else str(token or "")
-
-
-ELSE = (
-    "llama.cpp takes the byte-level BPE of GPT-2, StarCoder, Llama 3 and Qwen 2 and SentencePiece of type BPE "
-    "(tools/prepare_data.py tokenizer makes one)"
-)
 
 
 def _add_vocabulary(writer: Any, words: Vocabulary, settings: dict[str, Any]) -> None:

@@ -1,29 +1,41 @@
 """The tokenizer of an exported folder as llama.cpp reads it, with the ids of tokenizer.json. Pure.
 
-llama.cpp's own converter takes a SentencePiece model for Llamas alone without a space before every text, refuses one for
-OLMo 2, and knows a byte-level tokenizer by a hash of the ids that published ones give: so not one that was trained here.
-What llama.cpp does with a text is chosen here by what the tokenizer's rules are, and refused where it has no such rules.
+llama.cpp's own converter puts a space before every text of a SentencePiece model unless the model is a Llama, refuses
+one for OLMo 2, and knows a byte-level tokenizer by a hash of the ids that published ones give, not one that was trained
+here. Here llama.cpp's settings follow from the tokenizer's rules; a rule that it does not have is refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from megastable.checkpoint.huggingface.tokenizer import CUT_AT_SPACES, spaced, steps
+from megastable.checkpoint.huggingface.names import LLAMA, OLMO2, Architecture
+from megastable.checkpoint.huggingface.tokenizer import (  # the kinds of pieces are numbered alike in llama.h
+    BYTE,
+    CONTROL,
+    CUT_AT_SPACES,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Json,
+    spaced,
+    steps,
+)
 from megastable.data.tokenizer import SPACE
 from megastable.errors import CheckpointError
 
-Json = Mapping[str, Any]
-
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # llama.h, llama_token_type
-LOWEST = -1e9
+LOWEST = -1e9  # a score
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 # Regular expressions of pre-tokenizers, and what llama.cpp calls them (llama-vocab.cpp, llm_tokenizer_bpe).
 _WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KNOWN = (
+    "For llama.cpp train with SentencePiece of type BPE (tools/prepare_data.py tokenizer), or byte-level BPE that cuts "
+    "texts as GPT-2, StarCoder, Llama 3 or Qwen 2 do"
 )
 LLAMA3, QWEN2 = _WORDS % "{1,3}", _WORDS % ""
 
@@ -31,7 +43,8 @@ LLAMA3, QWEN2 = _WORDS % "{1,3}", _WORDS % ""
 @dataclass(frozen=True)
 class Vocabulary:
     """model: "llama" (SentencePiece, merged by scores) or "gpt2" (bytes, merged by merges); pre: its pre-tokenizer;
-    space: it puts a space before every text; begin: the token that it puts there, or ""; notes: on which texts its ids are others than tokenizer.json's."""
+    space: it puts a space before every text; begin: the token that it puts there, or ""; notes: on which texts its ids
+    are others than tokenizer.json's."""
 
     model: str
     pre: str
@@ -45,7 +58,7 @@ class Vocabulary:
 
 
 def vocabulary(content: Json, size: int) -> Vocabulary:
-    """content: a tokenizer.json; size: of the model's vocabulary. Raises CheckpointError for what llama.cpp cannot do."""
+    """content: a tokenizer.json; size: of the model's vocabulary. Raises CheckpointError for what llama.cpp has not."""
     model = content["model"]
     if model["type"] != "BPE":
         raise CheckpointError(
@@ -78,6 +91,18 @@ def _begin(processor: Json | None) -> str:
     return found
 
 
+def converted(architecture: Architecture, words: Vocabulary, model_file: bool) -> str:
+    """What llama.cpp's own converter would do wrong with a folder; "" where it is right.
+
+    model_file: the folder holds tokenizer.model, too.
+    """
+    if model_file and words.model == "llama" and architecture is not OLMO2:
+        if architecture is LLAMA or words.space:
+            return ""
+        return "puts a space before every text"
+    return "knows published tokenizers of this kind only"
+
+
 def _tokens(content: Json, size: int) -> tuple[list[str], list[int]]:
     tokens, types = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
     for piece, i in content["model"]["vocab"].items():
@@ -91,8 +116,8 @@ def _tokens(content: Json, size: int) -> tuple[list[str], list[int]]:
     return tokens, types
 
 
-def _pairs(model: Json) -> list[tuple[str, str]]:
-    return [tuple(pair.split(" ", 1)) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
+def _pairs(model: Json) -> list[list[str]]:
+    return [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]
 
 
 def _scored(content: Json, tokens: list[str], types: list[int]) -> Vocabulary:
@@ -113,9 +138,7 @@ def _scored(content: Json, tokens: list[str], types: list[int]) -> Vocabulary:
         "default",
         [t.replace(" ", SPACE) if kind == NORMAL else t for t, kind in zip(tokens, types)],
         types,
-        scores=[
-            float(-ranks.get(t, -LOWEST)) if kind == NORMAL else 0.0 for t, kind in zip(tokens, types)
-        ],
+        scores=[float(-ranks.get(t, -LOWEST)) if kind == NORMAL else 0.0 for t, kind in zip(tokens, types)],
         space=spaced(content),
         notes=(f"a literal {SPACE} (U+2581) in a text is a space for llama.cpp",) if literal else (),
     )
@@ -137,8 +160,7 @@ def _pre(content: Json) -> str:
             whole = content["model"].get("ignore_merges")  # "llama-bpe" looks for whole words first
             return "qwen2" if regex == QWEN2 else "llama-bpe" if whole else "dbrx"
     raise CheckpointError(
-        f"llama.cpp has no pre-tokenizer like its own ({', '.join(kinds) or 'none'}): those of GPT-2 (the ByteLevel of "
-        "tokenizers), StarCoder, Llama 3 and Qwen 2 are known here"
+        f"it cuts texts in a way that llama.cpp does not know ({', '.join(kinds) or 'nowhere'})"
     )
 
 

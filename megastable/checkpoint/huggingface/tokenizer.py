@@ -42,9 +42,18 @@ RANDOM_TEXTS = 300
 CUT_AT_SPACES: Json = {
     "type": "Split", "pattern": {"Regex": " +[^ ]*|[^ ]+"}, "behavior": "Isolated", "invert": False
 }  # fmt: skip
-# What pads a batch, in this order: never the end, whose label programs would mask together with the padding. Qwen's files
-# pad with <|endoftext|>, those of Llama's fine-tunes with <unk>.
-PADS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>", "[UNK]")
+# What pads a batch, in this order: never the end, whose label would be masked with the padding. Qwen's files pad with
+# <|endoftext|>, fine-tunes of Llama with <unk>.
+PADS = (
+    "<pad>",
+    "[PAD]",
+    "<|pad|>",
+    "<|padding|>",
+    "<|finetune_right_pad_id|>",
+    "<|endoftext|>",
+    "<unk>",
+    "[UNK]",
+)
 WITHOUT = "to go on without a tokenizer: --no-tokenizer"
 MANY_LANGUAGES = (
     "Zażółć gęślą jaźń", "Съешь же ещё этих мягких булок", "敏捷的棕色狐狸跳过了懒狗", "いろはにほへと ちりぬるを",
@@ -56,8 +65,10 @@ MANY_LANGUAGES = (
 
 @dataclass(frozen=True)
 class Written:
-    """problem: how its ids differ on the texts that are tried, "" where they do not; pad: the id that pads a batch."""
+    """content: of tokenizer.json; problem: how its ids differ on the texts that are tried, "" where they do not;
+    pad: the id that pads a batch."""
 
+    content: Json
     problem: str
     pad: int
 
@@ -89,7 +100,7 @@ def write_tokenizer(
     pad = _pad(model, tokenizer.eod)
     config = _config(tokenizer.eod, pad, model, longest, begins, spaced(content))
     write_file(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
-    return Written(problem, pad)
+    return Written(content, problem, pad)
 
 
 def _pad(model: HuggingFaceModel, end: int) -> int:
