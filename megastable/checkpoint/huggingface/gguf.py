@@ -18,12 +18,14 @@ from torch import Tensor
 from megastable.checkpoint.huggingface.folder import Folder
 from megastable.checkpoint.huggingface.llama_cpp import KNOWN, Vocabulary, vocabulary
 from megastable.checkpoint.huggingface.names import LLAMA, OLMO2, architecture_of
-from megastable.checkpoint.huggingface.tokenizer import CONFIG, FILE
+from megastable.checkpoint.huggingface.tokenizer import CONFIG, CONTROL, FILE, NORMAL
 from megastable.checkpoint.target import refuse_existing
+from megastable.data.tokenizer import load_tokenizer
 from megastable.durable import sync_directory
-from megastable.errors import CheckpointError
+from megastable.errors import CheckpointError, DataError
 from megastable.report.told import visible
 
+TEMPLATE = "chat_template.jinja"
 INSTALL = "bash launch/install.sh gguf"
 
 
@@ -144,20 +146,22 @@ def _describe(writer: Any, source: Folder, kind: str) -> None:
 def _tokenizer(folder: Path, size: int) -> tuple[Vocabulary, dict[str, Any]]:
     """What tokenizer.json does, and {"bos", "eos", "pad", "unk": ids or None, "template": a chat template or None}."""
     try:
-        content = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        model = load_tokenizer(folder / FILE, eod=0).model  # type: ignore[attr-defined]
+        content = json.loads(model.to_str())
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         template = config.get("chat_template")
-        if (folder / "chat_template.jinja").is_file():
-            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        ids = content["model"]["vocab"] | {t["content"]: t["id"] for t in content["added_tokens"]}
+        if (folder / TEMPLATE).is_file():
+            template = (folder / TEMPLATE).read_text(encoding="utf-8")
         words = vocabulary(content, size)
     except CheckpointError as error:
         raise CheckpointError(f"{folder / FILE}: {error}. {KNOWN}") from None
+    except DataError as error:
+        raise CheckpointError(str(error)) from None
     except OSError as error:
-        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}. {KNOWN}") from None
-    except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
+        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from None
+    except (ValueError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointError(
-            f"{folder}: {FILE} or {CONFIG} is not what tokenizers write: {visible(repr(error), 200)}"
+            f"{folder}: {FILE}, {CONFIG} or {TEMPLATE} is not what tokenizers write: {visible(repr(error), 200)}"
         ) from None
     if words.begin and words.begin != _content(config.get("bos_token")):
         raise CheckpointError(
@@ -166,7 +170,11 @@ def _tokenizer(folder: Path, size: int) -> tuple[Vocabulary, dict[str, Any]]:
     named = {
         key: token for key in ("bos", "eos", "pad", "unk") if (token := _content(config.get(f"{key}_token")))
     }  # fmt: skip
-    return words, {key: ids.get(token) for key, token in named.items()} | {"template": template}
+    ids = {key: model.token_to_id(token) for key, token in named.items()}
+    for id in ids.values():  # in transformers, to be named there makes a token special
+        if id is not None and words.types[id] == NORMAL:
+            words.types[id] = CONTROL
+    return words, ids | {"template": template}
 
 
 def _content(token: Any) -> str:

@@ -27,6 +27,12 @@ from megastable.data.tokenizer import SPACE
 from megastable.errors import CheckpointError
 
 LOWEST = -1e9  # a score
+# What SentencePiece's tokenizer.json may do with a text: llama.cpp does it, too.
+SPACES: tuple[Json, ...] = (
+    CUT_AT_SPACES,
+    {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+    {"type": "Prepend", "prepend": SPACE},
+)
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 # Regular expressions of pre-tokenizers, and what llama.cpp calls them (llama-vocab.cpp, llm_tokenizer_bpe).
 _WORDS = (
@@ -58,7 +64,7 @@ class Vocabulary:
 
 
 def vocabulary(content: Json, size: int) -> Vocabulary:
-    """content: a tokenizer.json; size: of the model's vocabulary. Raises CheckpointError for what llama.cpp has not."""
+    """content: a tokenizer.json as the library writes it; size: of the model's vocabulary. Raises CheckpointError."""
     model = content["model"]
     if model["type"] != "BPE":
         raise CheckpointError(
@@ -125,14 +131,15 @@ def _scored(content: Json, tokens: list[str], types: list[int]) -> Vocabulary:
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(_pairs(content["model"])):
         ranks.setdefault(left + right, rank)
-    literal = not any(step["type"] in ("Prepend", "Replace", "Metaspace") for step in steps(content))
-    for step in steps(content):
-        plain = {key: value for key, value in step.items() if value is not None}
-        if step["type"] in ("Prepend", "Metaspace") or plain in (
-            CUT_AT_SPACES, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-        ):  # fmt: skip
-            continue
-        raise CheckpointError(f"llama.cpp has no {step['type']} before SentencePiece pieces, as this one has")
+    rules = steps(content)
+    for step in rules:
+        if step not in SPACES and (step["type"], step.get("replacement")) != ("Metaspace", SPACE):
+            raise CheckpointError(f"llama.cpp has no {step['type']} before SentencePiece's pieces")
+    notes = []
+    if not any(step["type"] in ("Replace", "Metaspace") for step in rules):
+        notes.append(f"a literal {SPACE} (U+2581) in a text is a space for llama.cpp")
+    if any(step.get("prepend_scheme") == "first" for step in rules):
+        notes.append("llama.cpp puts a space behind a special token in a text, too")
     return Vocabulary(
         "llama",
         "default",
@@ -140,7 +147,7 @@ def _scored(content: Json, tokens: list[str], types: list[int]) -> Vocabulary:
         types,
         scores=[float(-ranks.get(t, -LOWEST)) if kind == NORMAL else 0.0 for t, kind in zip(tokens, types)],
         space=spaced(content),
-        notes=(f"a literal {SPACE} (U+2581) in a text is a space for llama.cpp",) if literal else (),
+        notes=tuple(notes),
     )
 
 

@@ -65,8 +65,8 @@ MANY_LANGUAGES = (
 
 @dataclass(frozen=True)
 class Written:
-    """content: of tokenizer.json; problem: how its ids differ on the texts that are tried, "" where they do not;
-    pad: the id that pads a batch."""
+    """content: of tokenizer.json, complete; problem: how its ids differ on the texts that are tried, "" where they do
+    not; pad: the id that pads a batch."""
 
     content: Json
     problem: str
@@ -81,8 +81,7 @@ def write_tokenizer(
     longest: tokens of a sequence; begins: the end of a document also begins one. Raises CheckpointError when ids differ
     and `exact` is asked for, DataError.
     """
-    content = fast(tokenizer)
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    text = json.dumps(fast(tokenizer), ensure_ascii=False, separators=(",", ":")).encode()
     try:
         model = HuggingFaceModel.from_str(text.decode())
     except Exception as error:  # the library raises plain Exception
@@ -97,6 +96,7 @@ def write_tokenizer(
     write_file(folder / FILE, text)
     if tokenizer.kind == "sentencepiece":
         write_file(folder / "tokenizer.model", tokenizer.content)
+    content: Json = json.loads(model.to_str())  # older files leave out what goes without saying
     pad = _pad(model, tokenizer.eod)
     config = _config(tokenizer.eod, pad, model, longest, begins, spaced(content))
     write_file(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
