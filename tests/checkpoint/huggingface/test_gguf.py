@@ -189,6 +189,7 @@ def test_other_tokenizers_too(tmp_path: Path, name: str) -> None:
     else:
         before, options = CUTS[name]
         given = byte_level(tmp_path / "given", before, **options)
+    (tmp_path / "corpus").mkdir()
     corpus = write_text_corpus(tmp_path / "corpus", given)
     run = configured(corpus, tmp_path / "run", MODELS["llama"] | {"vocab_size": given.vocab_size})
     out = to_hf(write_random(tmp_path / "run", run), tmp_path / "out", dtype="fp32").out
