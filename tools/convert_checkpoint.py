@@ -22,6 +22,8 @@ CONVERT to-hf runs/quickstart exported
 
 CONVERT to-hf runs/7b/checkpoints/step-90000 exported --dtype fp32 --shard-size 10GB
 
+CONVERT to-gguf exported exported.gguf
+
 CONVERT from-hf exported runs/more --recipe launch/recipes/quickstart.yaml train.steps=100
 
 CONVERT check runs/quickstart exported""".replace("CONVERT", "python tools/convert_checkpoint.py")
@@ -55,6 +57,15 @@ def to_hf(
     command.export(
         checkpoint, out, dtype, shard_size, tokenizer, no_tokenizer, inexact_tokenizer, not no_check, as_json
     )
+
+
+@app.command("to-gguf", epilog=EXAMPLES)
+@user_errors()
+def to_gguf(folder: Folder, out: Out, as_json: Json = False) -> None:
+    """Write OUT, a file for llama.cpp, from a folder that to-hf made: the same weights, and the tokenizer's own ids."""
+    from megastable.checkpoint.huggingface import command
+
+    command.gguf(folder, out, as_json)
 
 
 @app.command("from-hf", epilog=EXAMPLES)

@@ -204,6 +204,15 @@ def test_a_settled_threshold_leaves_both_splits_a_document(wanted: int, ends: tu
     assert settle_threshold(0, lowest, highest) == 0
 
 
+@pytest.mark.parametrize("make", [sentencepiece_file, hugging_face_file])
+def test_no_text_forges_the_end_of_a_document(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    texts = [f"a{name}b{name}" for name in ("</s>", "<s>", "<unk>", "<|endoftext|>")]
+    prepare_shards(
+        [write_lines(tmp_path / "a.jsonl", texts)], tmp_path / "out", make(tmp_path), validation=0.0
+    )
+    assert texts_of(tmp_path / "out", "train") == texts  # which looks for ends inside, too
+
+
 def test_a_large_vocabulary_takes_four_bytes(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,14 @@ def test_a_folder_of_hugging_face_speaks_as_the_run(run: Path, folder: Path) -> 
         torch.testing.assert_close(theirs.model(ids), ours.model(ids), rtol=1e-4, atol=1e-4)
 
 
+def test_no_prompt_forges_a_special_token(run: Path, folder: Path) -> None:
+    """Though other programs read the folder's tokenizer so that it does."""
+    for speaker in (opened(run), opened(folder)):
+        for text in ("x</s>", "<s>", "<unk>y"):
+            ids = speaker.prompt(text, False)
+            assert not {0, 1, 2} & {*ids} and speaker.tokenizer.decode(ids) == text
+
+
 def test_a_folder_says_what_ends_and_begins_its_texts(folder: Path, tmp_path: Path) -> None:
     """As Llama's does: several ends, and a tokenizer that puts a token before every text."""
     there = tmp_path / "llama"

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from megastable.checkpoint.huggingface.check import Checked, compare, sheet
 from megastable.checkpoint.huggingface.export import DTYPES, Dtype, to_hf
+from megastable.checkpoint.huggingface.gguf import to_gguf
 from megastable.checkpoint.huggingface.importing import from_hf
 from megastable.checkpoint.huggingface.shards import read_size
 from megastable.checkpoint.tool.verifying import good
@@ -90,6 +91,18 @@ def make_run(
         shutil.rmtree(out)
         line = f"{out} was removed again (--no-check leaves it, to look at)"
     _end(told, line, made.notes, found, as_json)
+
+
+def gguf(folder: Path, out: Path, as_json: bool) -> None:
+    with _watching("writing", as_json) as watch:
+        made = to_gguf(folder, out, watch)
+    if as_json:
+        print(to_json(asdict(made) | {"out": str(made.out)}))
+        return
+    line = f"made {out}: {plural(made.tensors, 'tensor')} in {made.dtype}, {size(made.bytes)}, as {made.architecture}"
+    print(visible(line))
+    for note in made.notes:
+        print(f"note: {visible(note)}")
 
 
 def check(checkpoint: Path, folder: Path, accept: Sequence[str], as_json: bool) -> None:

@@ -21,10 +21,11 @@ from megastable.checkpoint.files import TensorFile, hash_file
 from megastable.checkpoint.huggingface.card import card
 from megastable.checkpoint.huggingface.check import Checked
 from megastable.checkpoint.huggingface.folder import CONFIG
-from megastable.checkpoint.huggingface.names import split, table
+from megastable.checkpoint.huggingface.llama_cpp import KNOWN, converted, vocabulary
+from megastable.checkpoint.huggingface.names import architecture_of, split, table
 from megastable.checkpoint.huggingface.settings import settings_of
 from megastable.checkpoint.huggingface.shards import INDEX, Entry, bytes_of, index, plan
-from megastable.checkpoint.huggingface.tokenizer import WITHOUT, write_tokenizer
+from megastable.checkpoint.huggingface.tokenizer import WITHOUT, Written, write_tokenizer
 from megastable.checkpoint.plain import find_checkpoint
 from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import WholeState, run_of
@@ -104,20 +105,16 @@ def to_hf(
             )
         except OSError as error:
             raise CheckpointError(_refused(out, error, made.bytes)) from None
-        _write_settings(folder, run, dtype, found)
+        pad = None
         if found is not None:
             made.tokenizer = found.xxh3
-            problem = write_tokenizer(
-                found,
-                folder,
-                run.model.sequence_length,
-                not inexact_tokenizer,
-                not run.data.keep_documents_apart,
-            )
-            if problem:
-                made.notes.append(f"the tokenizer's ids are not always those of training: {problem}")
+            begins = not run.data.keep_documents_apart
+            written = write_tokenizer(found, folder, run.model.sequence_length, not inexact_tokenizer, begins)
+            pad = written.pad
+            made.notes += _told(made, found, written)
         else:
             made.notes.append("no tokenizer was written, as you asked")
+        _write_settings(folder, run, dtype, found, pad)
         if check is not None:
             made.checked = check(checkpoint, folder)
             if made.checked.failed:
@@ -167,6 +164,30 @@ def _tokenizer(run: RunConfig, given: Path | None) -> Tokenizer:
             f"right one with --tokenizer; {WITHOUT}"
         )
     return found
+
+
+def _told(made: Export, tokenizer: Tokenizer, written: Written) -> list[str]:
+    """What a person should know of the tokenizer that was written."""
+    notes = []
+    if written.problem:
+        notes.append(f"the tokenizer's ids are not always those of training: {written.problem}")
+    if written.pad == tokenizer.eod:
+        notes.append(
+            "the tokenizer has no token for padding, so its end-of-document token pads: in fine-tuning mask padding by "
+            "the attention mask, not by its id, or the end is never learned"
+        )
+    assert made.run.model.vocab_size is not None
+    try:
+        words = vocabulary(written.content, made.run.model.vocab_size)
+    except CheckpointError as error:
+        return [*notes, f"this tokenizer is not for llama.cpp: {error}. {KNOWN}"]
+    wrong = converted(architecture_of(made.run.model), words, tokenizer.kind == "sentencepiece")
+    if wrong:
+        notes.append(
+            f"llama.cpp's own converter {wrong}: use `python tools/convert_checkpoint.py to-gguf {made.out.name} "
+            f"{made.out.name}.gguf` instead"
+        )
+    return notes
 
 
 def _room(out: Path, size: int) -> None:
@@ -220,10 +241,12 @@ def _theirs(whole: WholeState, config: ModelConfig, dtype: torch.dtype) -> Itera
             yield name, part.to(dtype)
 
 
-def _write_settings(folder: Path, run: RunConfig, dtype: Dtype, tokenizer: Tokenizer | None) -> None:
+def _write_settings(
+    folder: Path, run: RunConfig, dtype: Dtype, tokenizer: Tokenizer | None, pad: int | None
+) -> None:
     end = tokenizer.eod if tokenizer is not None else None
     # Where documents were kept apart, none saw the end of the one before it.
-    tokens = {"bos": None if run.data.keep_documents_apart else end, "eos": end, "pad": None}
+    tokens = {"bos": None if run.data.keep_documents_apart else end, "eos": end, "pad": pad}
     settings = settings_of(run.model, str(DTYPES[dtype]).removeprefix("torch."), tokens)
     generation = {f"{name}_token_id": id for name, id in tokens.items() if id is not None}
     write_file(folder / CONFIG, (json.dumps(settings, indent=2) + "\n").encode())

@@ -4,6 +4,10 @@ A SentencePiece model is written as a tokenizer.json of the tokenizers library. 
 spells what it lacks in bytes, as ours do, its pieces hold spaces themselves and not their sign "▁": so a literal "▁" is
 not taken for a space, which it never was in training. That the ids are the same is tried on real and on random text
 each time: what differs is refused, not written.
+
+Special tokens in a text are special over there: fine-tuning programs write "</s>" for the end of a text, and chat
+templates theirs. Text from data must not forge them, which is why prepare_data and generate take them as characters
+(megastable.data.tokenizer); over there it is `split_special_tokens=True` of a call.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import random
 import string
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +39,21 @@ Json = dict[str, Any]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 UNIGRAM, BPE = 1, 2
 RANDOM_TEXTS = 300
+CUT_AT_SPACES: Json = {
+    "type": "Split", "pattern": {"Regex": " +[^ ]*|[^ ]+"}, "behavior": "Isolated", "invert": False
+}  # fmt: skip
+# What pads a batch, in this order: never the end, whose label would be masked with the padding. Qwen's files pad with
+# <|endoftext|>, fine-tunes of Llama with <unk>.
+PADS = (
+    "<pad>",
+    "[PAD]",
+    "<|pad|>",
+    "<|padding|>",
+    "<|finetune_right_pad_id|>",
+    "<|endoftext|>",
+    "<unk>",
+    "[UNK]",
+)
 WITHOUT = "to go on without a tokenizer: --no-tokenizer"
 MANY_LANGUAGES = (
     "Zażółć gęślą jaźń", "Съешь же ещё этих мягких булок", "敏捷的棕色狐狸跳过了懒狗", "いろはにほへと ちりぬるを",
@@ -43,16 +63,25 @@ MANY_LANGUAGES = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Written:
+    """content: of tokenizer.json, complete; problem: how its ids differ on the texts that are tried, "" where they do
+    not; pad: the id that pads a batch."""
+
+    content: Json
+    problem: str
+    pad: int
+
+
 def write_tokenizer(
     tokenizer: Tokenizer, folder: Path, longest: int, exact: bool = True, begins: bool = True
-) -> str:
+) -> Written:
     """tokenizer.json, tokenizer_config.json, and the SentencePiece model where it was one, as other programs want it.
 
-    longest: tokens of a sequence; begins: the end of a document also begins one. Returns how its ids differ on the
-    texts that are tried, "" where they do not. Raises CheckpointError when they do and `exact` is asked for, DataError.
+    longest: tokens of a sequence; begins: the end of a document also begins one. Raises CheckpointError when ids differ
+    and `exact` is asked for, DataError.
     """
-    content = fast(tokenizer)
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    text = json.dumps(fast(tokenizer), ensure_ascii=False, separators=(",", ":")).encode()
     try:
         model = HuggingFaceModel.from_str(text.decode())
     except Exception as error:  # the library raises plain Exception
@@ -67,10 +96,38 @@ def write_tokenizer(
     write_file(folder / FILE, text)
     if tokenizer.kind == "sentencepiece":
         write_file(folder / "tokenizer.model", tokenizer.content)
-    write_file(
-        folder / CONFIG, (json.dumps(_config(tokenizer, model, longest, begins), indent=2) + "\n").encode()
+    content: Json = json.loads(model.to_str())  # older files leave out what goes without saying
+    pad = _pad(model, tokenizer.eod)
+    config = _config(tokenizer.eod, pad, model, longest, begins, spaced(content))
+    write_file(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+    return Written(content, problem, pad)
+
+
+def _pad(model: HuggingFaceModel, end: int) -> int:
+    special = {token.content: id for id, token in model.get_added_tokens_decoder().items() if token.special}
+    return next((special[name] for name in PADS if special.get(name, end) != end), end)
+
+
+def spaced(content: Json) -> bool:
+    """Whether a tokenizer.json puts a space before every text, as Llama 2's does."""
+    return any(
+        step.get("add_prefix_space") is True
+        or step.get("type") == "Prepend"
+        or (step.get("type") == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+        for step in steps(content)
     )
-    return problem
+
+
+def steps(content: Json) -> list[Json]:
+    """The normalizers and pre-tokenizers of a tokenizer.json, in their order; sequences are taken apart."""
+    found, todo = list[Json](), [content.get("pre_tokenizer"), content.get("normalizer")]
+    while todo:
+        step = todo.pop()
+        if step is not None and step.get("type") == "Sequence":
+            todo += reversed(step.get("normalizers", step.get("pretokenizers", [])))
+        elif step is not None:
+            found.append(step)
+    return found
 
 
 def _compared(tokenizer: Tokenizer, model: HuggingFaceModel) -> str:
@@ -191,11 +248,10 @@ def _cut_at_spaces(pieces: list[str]) -> Json | None:
     """Cut texts before runs of spaces, where that changes no id: a library that takes them whole is slow."""
     if any(" " in piece.lstrip(" ") for piece in pieces):
         return None
-    return {"type": "Split", "pattern": {"Regex": " +[^ ]*|[^ ]+"}, "behavior": "Isolated", "invert": False}
+    return CUT_AT_SPACES
 
 
-def _config(tokenizer: Tokenizer, model: HuggingFaceModel, longest: int, begins: bool) -> Json:
-    end = model.id_to_token(tokenizer.eod)
+def _config(end: int, pad: int, model: HuggingFaceModel, longest: int, begins: bool, space: bool) -> Json:
     unknown = next((t for t in ("<unk>", "[UNK]") if model.token_to_id(t) is not None), None)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -203,13 +259,14 @@ def _config(tokenizer: Tokenizer, model: HuggingFaceModel, longest: int, begins:
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": longest,
         # A document of the training began after the end of another, unless they were kept apart.
-        **({"bos_token": end} if begins else {}),
-        "eos_token": end,
+        **({"bos_token": model.id_to_token(end)} if begins else {}),
+        "eos_token": model.id_to_token(end),
+        "pad_token": model.id_to_token(pad),
         **({"unk_token": unknown} if unknown else {}),
         "add_bos_token": False,
         "add_eos_token": False,
-        # A text that spells out a special token got the ids of these characters in training.
-        "split_special_tokens": True,
+        # Transformers 4 and llama.cpp's converter would choose for themselves.
+        "add_prefix_space": space,
         "clean_up_tokenization_spaces": False,
     }
 
