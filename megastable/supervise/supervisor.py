@@ -118,6 +118,8 @@ class Supervisor:
         code, reason = errors.FAILED, "an unforeseen error"
         try:
             code, reason = self._until_the_end(predecessor)
+            if code not in (errors.OK, errors.STOPPED):
+                self.say(f"ended with code {code}: {reason}")
         except MegastableError as error:
             code, reason = error.code, str(error)
             raise
@@ -275,8 +277,12 @@ class Supervisor:
         final = end.code in FINAL or (end.code == errors.BAD_INPUT and not end.trained)
         failure, remedy, skipped = None, None, list[Range]()
         if not final and not self.signals:
-            failure = Failure(end.what, end.step if end.cursor is not None else None, end.host, clock)
+            failure = Failure(
+                end.what, end.step if end.cursor is not None else None, end.host, clock, code=end.code
+            )
             remedy = after_failure([*memory.failures, failure], hosts(self.given), policy)
+            if end.code == errors.BAD_INPUT and (problem := self._bad_data()):
+                remedy = Remedy(Action.STOP, Cause.STORAGE, problem)  # another attempt would be refused
             if remedy.skip:
                 skipped = self._skip(end)  # before it is noted that it was done
         silent = None if progress is None else round(max(0.0, time.time() - progress.time), 1)
@@ -322,7 +328,8 @@ class Supervisor:
         if remedy.action is Action.STOP:
             incident.kind = "divergent"
             self._close(incident, "stopped")
-            code = errors.NO_SPACE if end.code == errors.NO_SPACE else errors.UNSTABLE
+            mendable = end.code == errors.NO_SPACE or remedy.cause is Cause.STORAGE
+            code = end.code if mendable and end.code is not None else errors.UNSTABLE
             return code, f"{remedy.reason}. The last failure: {end.failure}. {self._advice(number, end)}"
         self._tell("attributed", incident)
         delay = pause(memory.failures, self.config.supervise.backoff_seconds)
@@ -341,6 +348,15 @@ class Supervisor:
         if end.code == errors.UNSTABLE:
             return f"the training gave up: read {self.run.incidents}/index.html and {log}"
         return f"read {log}"
+
+    def _bad_data(self) -> str:
+        """What is wrong with the corpora as they are now, such as a shard that was cut in mid-run; "" = nothing."""
+        c = self.config
+        try:
+            open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, read_blends(self.run.blends))
+        except MegastableError as error:
+            return str(error)
+        return ""
 
     def _skip(self, end: End) -> list[Range]:
         """Put the samples of the step that failed on the ledger, for as long as the run goes; where they stand.

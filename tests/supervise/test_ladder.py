@@ -28,7 +28,7 @@ from megastable.supervise import supervisor as module
 from megastable.supervise.audience import Audience
 from megastable.supervise.processes import FLAG
 from megastable.supervise.supervisor import Supervisor
-from tests.conftest import tiny
+from tests.conftest import tiny, write_corpus
 
 # What stands in for the training: trains from step `begin` to `until`, a hundredth of a second each, then ends.
 PROGRAM = """
@@ -58,7 +58,7 @@ if "words" in plan:
     (run.logs / f"attempt-{number:04d}/rank-0.json").write_text(json.dumps(words))
 if plan.get("hang"):
     time.sleep(60)
-print("the last line", flush=True)
+print(plan.get("prints", "the last line"), flush=True)
 os._exit(plan.get("code", 0))
 """
 
@@ -305,6 +305,46 @@ def test_an_error_in_mid_run_is_no_bad_input(ladder: Ladder) -> None:
     stale = {"begin": 0, "until": 7, "code": 2, "words": "DataError: Stale file handle"}
     code, ends = ladder(stale, FINISHED)
     assert code == errors.OK and [e["code"] for e in ends] == [2, 0]
+
+
+def test_a_shard_cut_in_mid_run_stops_at_once_and_after_the_restore_the_same_command_goes_on(
+    ladder: Ladder, tmp_path: Path
+) -> None:
+    """Another attempt would be refused at its start: the second one does not begin before the file is back."""
+    write_corpus(tmp_path / "data")
+    ladder.config = tiny(tmp_path / "data", ladder.run.root, supervise={"backoff_seconds": 0.1})
+    shard = tmp_path / "data/part-0.bin"
+    whole = shard.read_bytes()
+    os.truncate(shard, len(whole) // 8)
+    cut = {"begin": 0, "until": 7, "code": 2, "words": f"DataError: {shard} became shorter: restore it"}
+    code, ends = ladder(cut, FINISHED)
+    assert code == errors.BAD_INPUT and len(ends) == 1
+    assert ladder.incidents() == [("crash", "storage", "divergent", "stopped")]
+    (told,) = {e["summary"]["reasons"][-1] for e in ladder.run.events("incident") if e["what"] == "closed"}
+    assert "restore it" in told and "luck" not in told and "transient" not in told
+    assert any(line.startswith("ended with code 2: ") and "restore it" in line for line in ladder.quiet.said)
+    shard.write_bytes(whole)
+    code, ends = ladder(cut, FINISHED)
+    assert code == errors.OK and [e["code"] for e in ends] == [2, 0]
+
+
+def test_a_disk_that_stays_full_is_called_by_its_name(
+    ladder: Ladder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Always at the same step, where a checkpoint is due: no sample is skipped for that."""
+    monkeypatch.setattr(module, "NO_ROOM", 0.0)
+    code, ends = ladder({"begin": 0, "until": 7, "code": errors.NO_SPACE})
+    assert code == errors.NO_SPACE and len(ends) == ladder.config.stability.policy.barren
+    assert ladder.incidents() == [("crash", "storage", "divergent", "stopped")]
+    reasons = list(ladder.run.events("incident"))[-1]["summary"]["reasons"]
+    assert all("the disk is full" in reason for reason in reasons) and "stays full" in reasons[-1]
+    assert not ladder.run.skips.exists()
+
+
+def test_what_the_training_printed_last_is_told(ladder: Ladder) -> None:
+    code, ends = ladder({"code": 2, "prints": "error: data.corpora is empty: name one"})
+    assert code == errors.BAD_INPUT
+    assert ends[0]["failure"] == "the training ended with code 2: data.corpora is empty: name one"
 
 
 def test_a_run_that_finished_while_nobody_watched_is_adopted(ladder: Ladder) -> None:
