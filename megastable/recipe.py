@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         replica = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
         world = replica if args.world is None else args.world
         ds = deepspeed_config.build(config, world)
-        for text in lint.lint(config):
+        for text in [*config.supervise.exposed, *lint.lint(config)]:
             print(f"WARNING: {text}", file=sys.stderr)
         tree = config.model_dump(mode="json")
         if args.json:

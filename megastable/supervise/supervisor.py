@@ -37,6 +37,7 @@ from megastable.supervise.outcome import End, end_of
 from megastable.supervise.patience import Patience
 from megastable.supervise.processes import Attempt, command, hosts
 from megastable.supervise.scout import ScoutProcess
+from megastable.supervise.settings import redacted_override
 from megastable.supervise.wire import Wire
 
 LOOK = 0.2  # seconds between two looks: a dead rank waits about a second for the launcher to notice
@@ -74,13 +75,15 @@ class Supervisor:
         module: str = "megastable.train",
     ) -> None:
         self.config, self.run, self.audience = config, run, audience
-        self.recipe, self.overrides, self.given, self.module = recipe, list(overrides), list(given), module
+        self.recipe, self.given, self.module = recipe, list(given), module
+        # The ranks tell nobody: they need no password, and other users see their arguments.
+        self.overrides = [redacted_override(text) for text in overrides]
         self.here = socket.gethostname()
         self.memory = Memory()
         self.patience = Patience(config.supervise)
         self.signals = 0
         self.wire = Wire(run, audience.say)
-        self.scout = ScoutProcess(config, run, recipe, overrides, audience.say)
+        self.scout = ScoutProcess(config, run, recipe, self.overrides, audience.say)
         self._journal = Follower(run.journal)
         self._read = 0  # bytes of the present log that were shown
         self._failed: float | None = None  # when the failure that is being mended was noticed

@@ -83,12 +83,14 @@ class Quiet:
 class Ladder:
     def __init__(self, corpus: Path, folder: Path) -> None:
         self.run, self.quiet = RunDirectory(folder), Quiet()
+        self.overrides: list[str] = []
+        self.commands: list[list[str]] = []  # what attempts were started with
         self.config = tiny(
             corpus, folder, supervise={"hang_floor": 1.0, "hang_unknown": 30.0, "backoff_seconds": 0.1}
         )
 
     def supervisor(self, *given: str) -> Supervisor:
-        return Supervisor(self.config, self.run, self.quiet, "recipe.yaml", [], given)
+        return Supervisor(self.config, self.run, self.quiet, "recipe.yaml", self.overrides, given)
 
     def __call__(
         self, *plan: dict[str, Any], given: tuple[str, ...] = ()
@@ -106,11 +108,15 @@ class Ladder:
 @pytest.fixture
 def ladder(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ladder]:
     def command(run: RunDirectory, number: int, *rest: Any) -> list[str]:
+        ladder.commands.append(
+            [text for part in rest for text in ([part] if isinstance(part, str) else part)]
+        )
         return [sys.executable, "-c", PROGRAM, f"{FLAG}={number}@{run.root}"]
 
+    ladder = Ladder(corpus, tmp_path)
     monkeypatch.setattr(module, "command", command)
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    yield Ladder(corpus, tmp_path)
+    yield ladder
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -339,6 +345,18 @@ def test_a_disk_that_stays_full_is_called_by_its_name(
     reasons = list(ladder.run.events("incident"))[-1]["summary"]["reasons"]
     assert all("the disk is full" in reason for reason in reasons) and "stays full" in reasons[-1]
     assert not ladder.run.skips.exists()
+
+
+def test_no_file_and_no_argument_of_a_rank_holds_a_secret(ladder: Ladder) -> None:
+    hook = "https://localhost:1/services/hunter2"
+    ladder.overrides = [f"supervise.webhook={hook}"]
+    parts = ladder.config.supervise.model_copy(update={"webhook": hook})
+    ladder.config = ladder.config.model_copy(update={"supervise": parts})
+    assert ladder(FINISHED)[0] == errors.OK
+    assert any("supervise.webhook=https://localhost:1/<redacted>" in given for given in ladder.commands)
+    files = [path for path in ladder.run.root.rglob("*") if path.is_file()]
+    assert len(files) > 5 and not [path for path in files if b"hunter2" in path.read_bytes()]
+    assert "hunter2" not in str(ladder.commands)
 
 
 def test_what_the_training_printed_last_is_told(ladder: Ladder) -> None:
