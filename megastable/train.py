@@ -117,8 +117,7 @@ class Trainer:
         while True:
             found = self.checkpoints.find(lambda saved: bool(self._later(saved)))
             if found is None:
-                stability = self.config.stability
-                for text in lint(self.config) if stability.enabled and stability.signs.enabled else ():
+                for text in lint(self.config):
                     self.note("warning", step=0, text=text, sign="recipe")
                     self.say(f"WARNING: {text}")
                 return
@@ -281,11 +280,6 @@ class Trainer:
         for text in self.engine.kernels.notes:
             self.note("warning", step=s.step, text=text)
             self.say(f"WARNING: {text}")
-        if c.schedule.warmup_steps >= c.train.steps:
-            self.say(
-                f"note: schedule.warmup_steps={c.schedule.warmup_steps} is not below train.steps={c.train.steps}: "
-                "the learning rate never reaches its peak"
-            )
         observer = None
         if self.first:
             observer = Observer(c, self.run, self.layout, self.engine.device, peak, s.step)
