@@ -50,8 +50,22 @@ ODD = st.sampled_from([
     b'{"time": 7.0, "event": "discarded", "step": 5, "verd{"time": 8.0, "event": "discarded", "step": 6}\n',  # merged
     b'{"time": 7.0, "event": "evaluated", "step": 5, "lo\n', b"\n", b"not JSON\n", b"}\n", b"\0" * 40 + b"}\n",
     b'{"event": "discarded", "step": 5}\n', b'{"time": "x", "event": "discarded", "step": 5}\n', b"[1]\n",
-    b'{"time": 7.0, "event": "discarded", "st\0\0": 5}\n', b'{"time": 7.0, "event": "discarded", "step": 5} \n',
+    b'{"time": 7.0, "event": "discarded", "step": 5, "l\0\0\0": 9}\n',
+    b'{"time": 7.0, "event": "discarded", "step": 5} \n',
 ])  # fmt: skip
+
+
+def stretch(one: Any, count: int) -> list[Any]:
+    """The same event again and again, from step to step; every other time of another name."""
+    if isinstance(one, bytes) or not isinstance(one.get("step"), int):
+        return [one]
+    steps = range(one["step"], one["step"] + count)
+    return [one | {"step": s} | ({"name": f"step-{s // 2}"} if "name" in one else {}) for s in steps]
+
+
+STORIES = st.lists(
+    st.builds(stretch, st.one_of(*[EVENTS] * 9, ODD), st.sampled_from([1, 1, 1, 2, 25, 50])), max_size=20
+).map(lambda parts: [one for part in parts for one in part])
 
 
 def lines_of(story: list[Any]) -> list[bytes]:
@@ -68,18 +82,37 @@ def read(follower: Follower, told: Chronicle) -> str:
     return repr((told, follower.damaged, follower.starts))
 
 
-@given(
-    st.lists(st.one_of(EVENTS, EVENTS, EVENTS, ODD), max_size=120), st.integers(200, 6000), st.integers(1, 3)
-)
+@given(STORIES, st.sampled_from([300, 2000, 8000, 20_000]), st.integers(1, 3))
 @settings(max_examples=200, deadline=None)
 def test_the_chronicle_is_the_same_as_of_a_full_read(story: list[Any], block: int, pieces: int) -> None:
-    lines = lines_of(story)
+    same(lines_of(story), block, pieces)
+
+
+REFUSED = {"event": "discarded", "step": 900, "loss": 9.0}
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        [],
+        stretch({"event": "evaluated", "step": 5, "loss": 3.5}, 25),
+        stretch({"event": "checkpoint", "step": 5, "name": "", "bytes": 7}, 50),
+        [b'{"time": 7.0, "event": "discarded", "step": 5, "l\0\0\0": 9}\n'],
+    ],
+)
+def test_what_stands_before_many_lines_that_are_left_out_counts(before: list[Any]) -> None:
+    lines = lines_of([*before, *stretch(REFUSED, 90), {"event": "unknown"}])
+    same(lines, block=sum(map(len, lines)), pieces=1)
+
+
+def same(lines: list[bytes], block: int, pieces: int) -> None:
+    """A full reading and a skimming one, of a file that grows in so many pieces."""
     with TemporaryDirectory() as folder, patch.object(follow, "BLOCK", block):
         path = Path(folder) / "journal.jsonl"
         followers, chronicles = (Follower(path), Follower(path, skim)), (Chronicle(), Chronicle())
         for piece in range(pieces):
             with path.open("ab") as file:
-                file.writelines(lines[piece::pieces])
+                file.writelines(lines[piece * len(lines) // pieces : (piece + 1) * len(lines) // pieces])
             full, skimmed = map(read, followers, chronicles)
             assert full == skimmed
 
