@@ -20,9 +20,7 @@ from typing import IO, Any, Protocol
 
 from megastable import durable, errors
 from megastable.config import RunConfig
-from megastable.data.blends import read_blends
-from megastable.data.corpora import open_corpora
-from megastable.data.skip_ledger import Ledger, append_all, sample_entries
+from megastable.data.skip_ledger import append_all
 from megastable.data.skips import Range
 from megastable.errors import ConfigError, DataError, MegastableError, SpaceError, UnstableError
 from megastable.messages import Progress, folder_of, log_of
@@ -31,6 +29,7 @@ from megastable.stability.actions import Action, Cause, Remedy
 from megastable.stability.attribution import ranges
 from megastable.stability.failures import Failure, after_failure, pause
 from megastable.stability.incident import Breakdown, Incident, Outcome
+from megastable.supervise.failed_data import bad_data, samples_of
 from megastable.supervise.follow import Follower
 from megastable.supervise.memory import Memory
 from megastable.supervise.outcome import End, end_of
@@ -284,7 +283,9 @@ class Supervisor:
                 end.what, end.step if end.cursor is not None else None, end.host, clock, code=end.code
             )
             remedy = after_failure([*memory.failures, failure], hosts(self.given), policy)
-            if end.code == errors.BAD_INPUT and (problem := self._bad_data()):
+            if end.code == errors.BAD_INPUT and (
+                problem := bad_data(self.config, self.run, lambda: self.signals > 0)
+            ):
                 remedy = Remedy(Action.STOP, Cause.STORAGE, problem)  # another attempt would be refused
             if remedy.skip:
                 skipped = self._skip(end)  # before it is noted that it was done
@@ -352,40 +353,17 @@ class Supervisor:
             return f"the training gave up: read {self.run.incidents}/index.html and {log}"
         return f"read {log}"
 
-    def _bad_data(self) -> str:
-        """What is wrong with the corpora as they are now, such as a shard that was cut in mid-run; "" = nothing."""
-        c = self.config
-        try:
-            open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, read_blends(self.run.blends))
-        except MegastableError as error:
-            return str(error)
-        return ""
-
     def _skip(self, end: End) -> list[Range]:
-        """Put the samples of the step that failed on the ledger, for as long as the run goes; where they stand.
-
-        The innocent among them are lost with the one that ends processes. But that one would come again in every epoch,
-        in another step, and end as many of them there before it is suspected anew.
-        """
-        c = self.config
+        """Put the samples of the step that failed on the ledger, for as long as the run goes."""
         if end.cursor is None:
             return []
-        blends = read_blends(self.run.blends)
-        corpora = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, blends)
-        order = corpora.train.order
         incident = next(iter(self.memory.open), self.memory.number + 1)
-        reason = f"{end.what} at step {end.step}, again and again"
-        ledger = Ledger.read(self.run.skips, [])
-        # As if a supervisor that was killed before it noted the end had not written its lines: the batch behind this
-        # one is innocent.
-        before = ledger.without(incident, reason)
-        left, _ = before.usable(self.run.skips, order, c.data.skip)
-        positions, _ = left.next_kept(end.cursor, c.train.global_batch)
-        entries = sample_entries(order, positions, reason, incident=incident, step=end.step)
-        if len(ledger.table) - len(before.table) < len(entries):
-            self._insist(lambda: append_all(self.run.skips, entries))
-        self.say(f"  skipped in this and every later epoch: positions {positions[0]}-{positions[-1]}")
-        return ranges(positions.tolist())
+        found = samples_of(self.config, self.run, end, end.cursor, incident)
+        if found.missing:
+            self._insist(lambda: append_all(self.run.skips, found.entries))
+        first, last = found.positions[0], found.positions[-1]
+        self.say(f"  skipped in this and every later epoch: positions {first}-{last}")
+        return ranges(found.positions)
 
     # Incidents of processes
 

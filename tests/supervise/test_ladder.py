@@ -24,6 +24,7 @@ from megastable.data.skip_ledger import Ledger, read_ledger
 from megastable.data.skips import Selection
 from megastable.errors import ConfigError, DataError, SpaceError
 from megastable.rundir import RunDirectory
+from megastable.supervise import failed_data
 from megastable.supervise import supervisor as module
 from megastable.supervise.audience import Audience
 from megastable.supervise.processes import FLAG
@@ -314,9 +315,10 @@ def test_an_error_in_mid_run_is_no_bad_input(ladder: Ladder) -> None:
 
 
 def test_a_shard_cut_in_mid_run_stops_at_once_and_after_the_restore_the_same_command_goes_on(
-    ladder: Ladder, tmp_path: Path
+    ladder: Ladder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another attempt would be refused at its start: the second one does not begin before the file is back."""
+    monkeypatch.setattr(failed_data, "RECHECK", 0.0)
     write_corpus(tmp_path / "data")
     ladder.config = tiny(tmp_path / "data", ladder.run.root, supervise={"backoff_seconds": 0.1})
     shard = tmp_path / "data/part-0.bin"
@@ -345,6 +347,26 @@ def test_a_disk_that_stays_full_is_called_by_its_name(
     reasons = list(ladder.run.events("incident"))[-1]["summary"]["reasons"]
     assert all("the disk is full" in reason for reason in reasons) and "stays full" in reasons[-1]
     assert not ladder.run.skips.exists()
+
+
+def test_data_that_comes_back_soon_is_trained_on(
+    ladder: Ladder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_corpus(tmp_path / "data")
+    ladder.config = tiny(tmp_path / "data", ladder.run.root, supervise={"backoff_seconds": 0.1})
+    (tmp_path / "data/manifest.json").rename(tmp_path / "manifest.json")
+    real, looks = failed_data.open_corpora, []
+
+    def stutters(*given: Any) -> Any:
+        looks.append(given)
+        if len(looks) == 2:
+            (tmp_path / "manifest.json").rename(tmp_path / "data/manifest.json")
+        return real(*given)
+
+    monkeypatch.setattr(failed_data, "open_corpora", stutters)
+    stale = {"begin": 0, "until": 7, "code": 2, "words": "DataError: Stale file handle"}
+    assert ladder(stale, FINISHED)[0] == errors.OK and len(looks) == 2
+    assert ladder.incidents() == [("crash", "process", "recoverable", "healed")]
 
 
 def test_no_file_and_no_argument_of_a_rank_holds_a_secret(ladder: Ladder) -> None:
