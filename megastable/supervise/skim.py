@@ -15,12 +15,14 @@ from megastable.supervise.chronicle import KEPT, TAIL
 BEGIN = b'{"time": '  # of a line, as rundir.py writes it
 REFUSED = b'"event": "discarded", "step": '
 PASSING = rb'(?:discarded|checkpoint_healthy|discard_examined|samples_examined|samples_dropped)", "step": \d'
-# All that does not pass; evaluations and checkpoints by name, as older ones of them do.
+# All that does not pass; evaluations, checkpoints and incidents by name, as older ones of them do.
 COUNTS = re.compile(
     rb'"event": "(?!' + PASSING + rb")"
     rb'(?:(?P<evaluated>evaluated)", "step": \d+, "loss": [-"\d]'
-    rb'|checkpoint", "step": \d+, "name": (?P<checkpoint>"[^"\\]+"), "bytes": \d)?'
+    rb'|checkpoint", "step": \d+, "name": (?P<checkpoint>"[^"\\]+"), "bytes": \d'
+    rb'|(?P<incident>incident)", "what": ")?'
 )
+SUMMARY = re.compile(rb'"summary": \{"number": (\d{1,15}), ')  # each has all that is known of an incident
 PASSES = re.compile(rb'"event": "(?:' + PASSING + rb'|(?:evaluated|checkpoint)", "step": \d)')
 
 
@@ -30,15 +32,26 @@ def skim(block: bytes) -> tuple[list[bytes], int]:
         return block.removesuffix(b"\n").split(b"\n"), 0
     lines = {0: _line(block, 0)}
     evaluated, checkpoints = deque[int](maxlen=KEPT), dict[bytes, int]()
+    incidents, older = dict[bytes, int](), list[int]()
     for found in COUNTS.finditer(block):
         if found["evaluated"]:
             evaluated.append(found.start())
         elif name := found["checkpoint"]:
             checkpoints.pop(name, None)
             checkpoints[name] = found.start()
+        elif found["incident"] and (
+            told := SUMMARY.search(block, found.end(), block.index(b"\n", found.end()))
+        ):
+            if told[1] in incidents:
+                older.append(incidents[told[1]])
+            incidents[told[1]] = found.start()
         else:
             _keep(lines, block, found.start())
-    for at in (*evaluated, *list(checkpoints.values())[-KEPT:], *_newest(block)):
+    newest = _newest(block)
+    # Before these, a step and words of an older summary are void, too.
+    void = newest[-1] if len(newest) == TAIL else 0
+    older = [at for at in older if at >= void]
+    for at in (*evaluated, *list(checkpoints.values())[-KEPT:], *incidents.values(), *older, *newest):
         _keep(lines, block, at)
     chosen = [lines[begin] for begin in sorted(lines)]
     return chosen, block.count(REFUSED) - sum(line.count(REFUSED) for line in chosen)

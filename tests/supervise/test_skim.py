@@ -98,10 +98,12 @@ REFUSED = {"event": "discarded", "step": 900, "loss": 9.0}
         stretch({"event": "evaluated", "step": 5, "loss": 3.5}, 25),
         stretch({"event": "checkpoint", "step": 5, "name": "", "bytes": 7}, 50),
         [b'{"time": 7.0, "event": "discarded", "step": 5, "l\0\0\0": 9}\n'],
+        [incident(1, "opened"), incident(2, "opened"), incident(1, "closed", outcome="healed")],
     ],
 )
-def test_what_stands_before_many_lines_that_are_left_out_counts(before: list[Any]) -> None:
-    lines = lines_of([*before, *stretch(REFUSED, 90), {"event": "unknown"}])
+@pytest.mark.parametrize("count", [1, 29, 90])
+def test_what_stands_before_many_lines_that_are_left_out_counts(before: list[Any], count: int) -> None:
+    lines = lines_of([*before, *stretch(REFUSED, count), {"event": "unknown"}])
     same(lines, block=sum(map(len, lines)), pieces=1)
 
 
@@ -128,6 +130,8 @@ def test_most_of_a_long_journal_is_left_out() -> None:
     assert len(chosen) + counted == 5000 and len(chosen) < 40
     healthy = journal_of(5000, lambda n: {"event": "checkpoint_healthy", "step": n, "name": f"step-{n}"})
     assert len(skim(healthy)[0]) < 40 and skim(healthy)[1] == 0
+    cases = journal_of(5000, lambda n: incident(n // 1000, "attributed") if n < 4000 else REFUSED)
+    assert len(skim(cases)[0]) < 40
 
 
 @pytest.mark.parametrize("kind", ["discarded", "checkpoint_healthy", "discard_examined", "samples_examined"])
