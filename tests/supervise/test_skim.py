@@ -79,6 +79,7 @@ def lines_of(story: list[Any]) -> list[bytes]:
 def read(follower: Follower, told: Chronicle) -> str:
     for event in follower.stream():
         told.add(event)
+    told.incidents = dict(sorted(told.incidents.items()))  # in which order they are told
     return repr((told, follower.damaged, follower.starts))
 
 
