@@ -117,7 +117,8 @@ class Trainer:
         while True:
             found = self.checkpoints.find(lambda saved: bool(self._later(saved)))
             if found is None:
-                for text in lint(self.config):
+                stability = self.config.stability
+                for text in lint(self.config) if stability.enabled and stability.signs.enabled else ():
                     self.note("warning", step=0, text=text, sign="recipe")
                     self.say(f"WARNING: {text}")
                 return
