@@ -53,6 +53,8 @@ def supervise(arguments: Sequence[str], given: Sequence[str]) -> int:
     run = rundir.make(config, recipe.find(args.recipe))
     run.compare(config)
     audience = Audience(config, run, run.note)
+    for text in config.supervise.exposed:
+        audience.say(f"WARNING: {text}")
     try:
         supervisor = Supervisor(config, run, audience, args.recipe, args.overrides, given, args.module)
         return supervisor.supervise()

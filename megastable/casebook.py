@@ -27,7 +27,7 @@ from megastable.deferring import Deferring, wanted
 from megastable.errors import DataError
 from megastable.evidence import Trained
 from megastable.ranks import first
-from megastable.report.told import plural
+from megastable.report.told import number, plural
 from megastable.rundir import RunDirectory
 from megastable.stability import attribution
 from megastable.stability.actions import Action, Cause, Decision
@@ -38,8 +38,8 @@ from megastable.stability.signals import Verdict
 
 Int64s = npt.NDArray[np.int64]
 
-NAMED = 1000  # documents of an incident that are named; a swapped corpus would fill the journal
-SHOWN = 16  # suspects of an incident whose numbers are kept
+SHOWN = 16  # suspects of an incident whose numbers are kept, beside those of the convicted
+NAMED = 1000  # documents and suspects of an incident that are named: a swapped corpus would fill the journal
 NEXT = 2  # global batches behind samples that were left out: trouble that begins there is of the same region
 TWICE = 1.0  # log10 odds of samples that trouble came with twice: two coincidences are 10 to 1, and no more
 NOBODY = Deferral([], *(np.empty(0, np.int64) for _ in range(3)))
@@ -81,10 +81,9 @@ class Casebook:
         finding = decision.finding
         if self.incident is None:
             self._number()
-            before = [x for x in state.recent_losses if math.isfinite(x)]
             self.incident = Incident(
                 number=self.count, step=state.step, onset=finding.onset, verdict=finding.verdict,
-                kind=kind_of(finding.verdict, 0), loss_before=float(np.median(before)) if before else None,
+                kind=kind_of(finding.verdict, 0), loss_before=_usual(state),
             )  # fmt: skip
         incident = self.incident
         incident.kind = kind_of(Verdict(incident.verdict), self.memory().recurrences)
@@ -189,6 +188,8 @@ class Casebook:
             because = f"corpus {swap} was guilty again and again"
             self._skip_positions([(min(found.guilty), LAST_POSITION)], because, swap)
             self.say(f"  swapped out: corpus {swap}")
+        convicted = set(found.convicted)
+        told = [s for n, s in enumerate(found.suspects) if n < SHOWN or s.position in convicted][:NAMED]
         incident.cause = found.cause
         incident.actions.append(action)
         incident.reasons.append(f"{found.reason}; {remedy}")
@@ -197,7 +198,7 @@ class Casebook:
         incident.seconds = round(incident.seconds + seconds, 3)
         self._commit(
             "incident", what="attributed", cause=found.cause, positions=skipped, reason=found.reason, action=action,
-            remedy=remedy, suspects=[asdict(s) for s in found.suspects[:SHOWN]], odds=round(found.odds, 2),
+            remedy=remedy, suspects=[asdict(s) for s in told], odds=round(found.odds, 2),
             region=None if found.region is None else asdict(found.region), inferred=len(found.inferred),
             deferred=ranges_of(deferred.positions), returns=ranges_of(deferred.returns), lost=deferred.lost.size,
         )  # fmt: skip
@@ -250,8 +251,7 @@ class Casebook:
         alone = self.incident is None
         if alone:
             self._number()
-            before = [x for x in state.recent_losses if math.isfinite(x)]
-            loss = float(np.mean(before)) if before else None
+            loss = _usual(state)
             # Over before it is written down, so that no restart takes it for open.
             self.incident = Incident(
                 number=self.count, step=state.step, onset=onset, verdict=verdict, kind="recoverable",
@@ -266,8 +266,10 @@ class Casebook:
             self._note("closed", step=state.step)
             self.incident = None
 
-    def rewound(self, step: int, cursor: int) -> None:
-        """The run goes on after `step`, from the position `cursor`."""
+    def rewound(self, step: int, cursor: int, seconds: float = 0.0) -> None:
+        """The run goes on after `step`, from the position `cursor`. seconds: that this took since `attribute`."""
+        incident = self._present()
+        incident.seconds = round(incident.seconds + seconds, 3)
         self._note("rewound", to_step=step, cursor=cursor)
 
     def close(self, state: RunState, outcome: Outcome) -> None:
@@ -276,13 +278,13 @@ class Casebook:
             return
         incident = self.incident
         incident.outcome = outcome
-        incident.loss_after = float(np.mean(state.recent_losses))
+        incident.loss_after = _usual(state)
         self._note("closed", step=state.step)
         self.incident = None
         how = "over: on the trend again" if outcome == "healed" else "not proven to be over"
         self.say(
-            f"step {state.step}: incident {incident.number} is {how}, loss {incident.loss_after:.3f}; "
-            f"{incident.steps_lost} steps done again, {incident.batches_discarded} batches refused"
+            f"step {state.step}: incident {incident.number} is {how}, loss {number(incident.loss_after)}; "
+            f"{plural(incident.steps_lost, 'step')} lost, {plural(incident.batches_discarded, 'update')} refused"
         )
 
     def alert(self, reason: str, state: RunState) -> None:
@@ -430,6 +432,12 @@ def ranges_of(positions: Int64s) -> list[tuple[int, int]]:
 
 def _count(ranges: Sequence[tuple[int, int]]) -> int:
     return sum(end - first for first, end in ranges)
+
+
+def _usual(state: RunState) -> float | None:
+    """The loss before, or after, an incident: the median of the last steps, as some of them may be its own."""
+    finite = [x for x in state.recent_losses if math.isfinite(x)]
+    return float(np.median(finite)) if finite else None
 
 
 def _peak(old: float | None, values: list[float]) -> float | None:

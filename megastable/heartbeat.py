@@ -23,7 +23,7 @@ from typing import Any, Self
 from megastable import rundir
 from megastable.checkpoint.store import RunState
 from megastable.errors import FAILED, SUPERSEDED, MegastableError
-from megastable.messages import Control, LastWords, folder_of
+from megastable.messages import LOST, Control, LastWords, folder_of
 from megastable.rundir import RunDirectory
 from megastable.startup import StopRequest
 
@@ -161,16 +161,12 @@ class Heartbeat:
         collective = isinstance(error, MegastableError) and error.collective
         if collective and self.rank:
             return
-        # Not by the name in the path: what is installed may lie in a clone of that name.
-        frames = [
-            f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(PACKAGE)
-        ]
-        where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
         words = LastWords(
             rank=self.rank, host=self._facts["host"], pid=os.getpid(), time=time.time(),
             step=self._facts["step"], cursor=self._facts["cursor"],
             code=error.code if isinstance(error, MegastableError) else FAILED,
-            error=f"{type(error).__name__}: {error}".splitlines()[0][:500], where=where, alone=not collective,
+            error=_in_a_line(error), where=_where(error), alone=not collective,
+            trace="".join(traceback.format_exception(error)) if LOST.search(str(error)) else "",
         )  # fmt: skip
         with contextlib.suppress(OSError):
             self._file("json").write_text(words.model_dump_json())
@@ -179,3 +175,26 @@ class Heartbeat:
         folder = folder_of(self.run, self.attempt or 0)
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"rank-{self.rank}.{suffix}"
+
+
+def parting(error: BaseException, rank: int) -> str:
+    """What a rank prints of the unforeseen error that ends it: its traceback, or a line where only another one is gone.
+
+    That one is to blame, and whoever reads the log looks for what it said; the traceback is among the last words.
+    """
+    if not LOST.search(str(error)):
+        return "".join(traceback.format_exception(error))
+    return f"rank {rank} lost another rank at {_where(error) or 'its start'}: {_in_a_line(error)}\n"
+
+
+def _in_a_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:500]
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of ours."""
+    # Not by the name in the path: what is installed may lie in a clone of that name.
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(PACKAGE)
+    ]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

@@ -15,6 +15,7 @@ FIRST = 5
 CHANGE = 0.5
 # Where small models without QK-norm begin to diverge (Wortsman et al., arXiv:2309.14322, section 3.1).
 WITHOUT_QK_NORM = 1e-2
+HIGHEST = 0.3  # the highest rate of that study, with QK-norm: beyond it nothing is known that trains
 
 
 def lint(config: RunConfig) -> list[str]:
@@ -35,5 +36,20 @@ def lint(config: RunConfig) -> list[str]:
         found.append(
             f"model.qk_norm=false with optimizer.lr={c.optimizer.lr:g}: from {WITHOUT_QK_NORM:g} on attention logits "
             "have been seen to grow without bound. Set model.qk_norm=true, or a lower optimizer.lr"
+        )
+    if c.optimizer.lr > HIGHEST:
+        found.append(
+            f"optimizer.lr={c.optimizer.lr:g} is above {HIGHEST:g}, the highest rate that AdamW is known to train with "
+            "(arXiv:2309.14322). Set one between 1e-4 and 1e-2, as the recipes do"
+        )
+    if (decay := c.optimizer.lr * c.optimizer.weight_decay) >= 1:
+        found.append(
+            f"optimizer.lr x optimizer.weight_decay = {decay:g}: from 1 on decay turns the sign of every weight. Lower "
+            "one of them"
+        )
+    if c.schedule.warmup_steps >= c.train.steps:
+        found.append(
+            f"schedule.warmup_steps={c.schedule.warmup_steps} is not below train.steps={c.train.steps}: the learning "
+            "rate never reaches its peak. Set a shorter warm-up, or more steps"
         )
     return found

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from megastable.rundir import RunDirectory
+
+# What a rank says when another one is gone; and when it waited for one in vain, which may also be its own fault.
+LOST = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|closed by peer|remote process exited|socket closed",
+    re.IGNORECASE,
+)
+BEREFT = re.compile(f"{LOST.pattern}|DistBackendError|socket timeout|timed out|timeout", re.IGNORECASE)
 
 
 class Control(BaseModel):
@@ -20,8 +28,8 @@ class Control(BaseModel):
 
 
 class LastWords(BaseModel):
-    """logs/attempt-N/rank-R.json: the error that ended a rank. where: the innermost line of ours; alone: other ranks
-    may have gone on."""
+    """logs/attempt-N/rank-R.json: the error that ended a rank. where: the innermost line of ours; trace: the
+    whole stack, where it is not in the log; alone: other ranks may have gone on."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -34,6 +42,7 @@ class LastWords(BaseModel):
     code: int
     error: str
     where: str
+    trace: str = ""
     alone: bool
 
 

@@ -114,7 +114,7 @@ class Rewinding:
         conclusion, remedy = self._remedy(conclusion, found, saved, left_out)
         seconds = time.perf_counter() - begin
         self._write_down(t.decision, t.state, conclusion, remedy, window, snapshot, seconds)
-        return self._go_on_from(snapshot, t.state, loader, begin, remedy.reason)
+        return self._go_on_from(snapshot, t.state, loader, begin, remedy.reason, seconds)
 
     def look_back(self, case: Waiting, measured: Measured, state: RunState, loader: Loader) -> RunState:
         """Examine the steps of a case on a proven state of before them. Where a crowd of their samples is guilty there,
@@ -150,9 +150,10 @@ class Rewinding:
         saved: RunState = snapshot.extra.state
         examined = Examined(found.odds, guilty=tuple(found.convicted))
         found, remedy = self._remedy(found, examined, saved, left_out)
-        self._write_down(decision, state, found, remedy, window, snapshot, time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        self._write_down(decision, state, found, remedy, window, snapshot, seconds)
         self.samples.convicted(case)
-        return self._go_on_from(snapshot, state, loader, begin, remedy.reason)
+        return self._go_on_from(snapshot, state, loader, begin, remedy.reason, seconds)
 
     def _replayed(self, t: Tripped) -> tuple[bool, str, str]:
         """Whether every run of the step differs; what is proven of the hardware, and of FP8, a sentence each, or ""."""
@@ -232,9 +233,16 @@ class Rewinding:
         return self._go_on_from(snapshot, t.state, loader, begin, "the newest that is finite")
 
     def _go_on_from(
-        self, snapshot: Snapshot, state: RunState, loader: Loader, begin: float, reason: str
+        self,
+        snapshot: Snapshot,
+        state: RunState,
+        loader: Loader,
+        begin: float,
+        reason: str,
+        told: float = 0.0,
     ) -> RunState:
-        """Everything but the engine goes back to a snapshot that the engine was put back to; where the run stands."""
+        """Everything but the engine goes back to a snapshot that the engine was put back to; where the run stands.
+        told: of the seconds since `begin`, those that the incident has already."""
         kept = snapshot.extra
         back: RunState = kept.state.model_copy(deep=True)
         back.seconds = state.seconds
@@ -244,10 +252,11 @@ class Rewinding:
         loader.go_to(back.cursor, self.selection())
         self.points.forget_after(snapshot.step)
         self.rates.forget_after(snapshot.step)
-        self.casebook.rewound(back.step, back.cursor)
+        seconds, lost = time.perf_counter() - begin, state.step - back.step
+        self.casebook.rewound(back.step, back.cursor, seconds - told)
         self.say(
-            f"  rewound {state.step - back.step} steps to step {back.step} in {time.perf_counter() - begin:.1f} s, "
-            f"without a restart; {reason}"
+            f"  rewound {lost} step{'' if lost == 1 else 's'} to step {back.step}, without a restart: found and "
+            f"undone in {seconds:.1f} s; {reason}"
         )
         self.last_resort.tell_alert(back)
         return back

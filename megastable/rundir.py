@@ -19,6 +19,7 @@ import yaml
 from megastable import durable, jsonl
 from megastable.config import RunConfig
 from megastable.errors import ConfigError, DataError, SpaceError
+from megastable.supervise.settings import SECRETS, redacted
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 IDENTITY = ("model", "run.seed")
 # ... and parts of those that only say how it is computed or trained on.
 FREE = ("model.attention", "model.z_loss")  # the first until there was `kernels`
+SECRET = tuple(f"supervise.{key}" for key in SECRETS)
 
 
 class RunDirectory:
@@ -133,6 +135,8 @@ class RunDirectory:
         before, after = dict(_leaves(old)), dict(_leaves(config.model_dump(mode="json")))
         if config.model.vocab_size is None:  # nobody has asked the tokenizer yet
             after["model.vocab_size"] = before.get("model.vocab_size")
+        # A version of before wrote passwords down.
+        before |= {key: redacted(before[key]) for key in SECRET if isinstance(before.get(key), str)}
         before, after = _folded(before, after), _folded(after, before)
         changed = {
             key: f"{key}: {before.get(key)} -> {after.get(key)}"

@@ -17,7 +17,6 @@ import platform
 import random
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ from megastable.deterministic import exact
 from megastable.engine import Engine, Judge, Measured, start_distributed, stop_distributed
 from megastable.errors import CheckpointError, DataError, SpaceError, UnstableError
 from megastable.hardware import peak_tflops
-from megastable.heartbeat import Heartbeat
+from megastable.heartbeat import Heartbeat, parting
 from megastable.lint import lint
 from megastable.membership import membership, tasks
 from megastable.messages import attempt_of
@@ -282,11 +281,6 @@ class Trainer:
         for text in self.engine.kernels.notes:
             self.note("warning", step=s.step, text=text)
             self.say(f"WARNING: {text}")
-        if c.schedule.warmup_steps >= c.train.steps:
-            self.say(
-                f"note: schedule.warmup_steps={c.schedule.warmup_steps} is not below train.steps={c.train.steps}: "
-                "the learning rate never reaches its peak"
-            )
         observer = None
         if self.first:
             observer = Observer(c, self.run, self.layout, self.engine.device, peak, s.step)
@@ -711,9 +705,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (Exception, KeyboardInterrupt) as error:
         # The end of the interpreter would wait for the thread that writes this rank's part of a checkpoint, which
         # nobody will commit.
-        traceback.print_exc()
         sys.stdout.flush()
-        sys.stderr.flush()
+        print(parting(error, rank), end="", file=sys.stderr, flush=True)
         os._exit(130 if isinstance(error, KeyboardInterrupt) else errors.FAILED)
     stop_distributed()
     # Everything is on the disk. What C++ libraries destroy when a process ends sometimes aborts, once in hundreds of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ from megastable.report.summary import incidents
 from megastable.rundir import RunDirectory
 from megastable.skipping import Skipping
 from megastable.stability.actions import Action, Cause, Decision
-from megastable.stability.attribution import Conclusion
+from megastable.stability.attribution import Conclusion, Suspect
 from megastable.stability.odds import Examined
 from megastable.stability.policy import Policy
 from megastable.stability.policy_state import PolicyState
@@ -385,6 +386,28 @@ def test_the_next_process_goes_on_from_every_point(book: Book) -> None:
     assert book.shown() == [(1, "healed", "rewind"), (2, "open", None)]
 
 
+def test_every_convicted_sample_keeps_its_loss_and_the_seconds_go_on_to_the_end_of_the_rewind(
+    book: Book,
+) -> None:
+    book.open()
+    suspects = [Suspect(248 + n, 9.0 - n / 100, 8.0) for n in range(60)]
+    found = Conclusion(Cause.DATA, [248 + n for n in range(40)], suspects, "so it is")
+    book.book.attribute(found, WINDOW, Action.REWIND, "and so on", 3, 1.5)
+    book.book.rewound(30, 240, 0.25)
+    (told,) = (e for e in book.run.events("incident") if e["what"] == "attributed")
+    assert [s["position"] for s in told["suspects"]] == list(range(248, 288))
+    assert book.book.incident is not None and book.book.incident.seconds == 1.75
+
+
+def test_the_loss_before_and_after_is_the_median_so_that_the_spike_is_no_part_of_it(book: Book) -> None:
+    spiking = state().model_copy(update={"recent_losses": [2.0, 2.1, 2.2, 9.0, math.nan]})
+    book.book.open(decision(Action.DISCARD), spiking, WINDOW, 9.0)
+    incident = book.book.incident
+    assert incident is not None and incident.loss_before == pytest.approx(2.15)
+    book.book.close(spiking, "healed")
+    assert incident.loss_after == pytest.approx(2.15)
+
+
 def test_the_summary_passes_over_events_that_it_does_not_know(book: Book) -> None:
     book.run.note("incident", number=1, what="opened")
     book.run.note("incident", summary={"colour": "red"})
@@ -435,7 +458,7 @@ def kill_when_rewound() -> None:
     """SIGKILL this process as soon as it has written down that it went back."""
     real = Casebook.rewound
 
-    def rewound(self: Casebook, step: int, cursor: int) -> None:
+    def rewound(self: Casebook, step: int, cursor: int, seconds: float) -> None:
         real(self, step, cursor)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -15,7 +15,7 @@ import pytest
 from megastable import errors
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.errors import DataError, HandoverError
-from megastable.heartbeat import Heartbeat
+from megastable.heartbeat import Heartbeat, parting
 from megastable.messages import Control, LastWords, Progress, attempt_of, folder_of, mark
 from megastable.ranks import shared
 from megastable.rundir import RunDirectory
@@ -140,3 +140,37 @@ def test_what_all_ranks_know_rank_0_says(run: RunDirectory) -> None:
 def test_the_mark_names_attempt_and_run(run: RunDirectory) -> None:
     assert mark(run, 7) == f"7@{run.root.resolve()}" and attempt_of(mark(run, 7)) == 7
     assert attempt_of(None) is None
+
+
+GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2968. Check the logs"
+
+
+@pytest.mark.parametrize(
+    ("error", "lines"),
+    [
+        (RuntimeError(GLOO), 1),
+        (ConnectionResetError(104, "Connection reset by peer"), 1),
+        (
+            RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms"),
+            4,
+        ),  # its own, perhaps
+        (ValueError("no"), 4),
+    ],
+)
+def test_a_rank_that_lost_another_says_so_in_a_line_and_keeps_its_traceback(
+    run: RunDirectory, error: Exception, lines: int
+) -> None:
+    """The one that is gone is to blame: what it said must not be buried under what followed from it."""
+
+    def fails() -> None:
+        with heart(run, rank=1):
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        fails()
+    printed = parting(caught.value, rank=1)
+    assert printed.endswith("\n") and len(printed.splitlines()) >= lines
+    assert ("Traceback" in printed) == (lines > 1)
+    words = LastWords.model_validate(json.loads((folder_of(run, 3) / "rank-1.json").read_text()))
+    assert ("in fails" in words.trace) == (lines == 1)
+    assert lines > 1 or (printed.count("\n") == 1 and "rank 1 lost another rank at " in printed)

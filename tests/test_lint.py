@@ -57,5 +57,22 @@ def test_without_qk_norm() -> None:
     assert "model.qk_norm=true" in text
 
 
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        ({"optimizer": {"lr": 30, "weight_decay": 0}}, "optimizer.lr=30 is above 0.3"),
+        ({"optimizer": {"lr": 0.25, "weight_decay": 4.0}}, "optimizer.weight_decay = 1: "),
+        ({"schedule": {"warmup_steps": 5000}, "train": {"steps": 220}}, "is not below train.steps=220"),
+        ({"optimizer": {"lr": 0.3}, "schedule": {"warmup_steps": 999}}, None),
+        ({"optimizer": {"lr": 0.25, "weight_decay": 3.9}}, None),
+    ],
+)
+def test_what_leads_nowhere_is_told(parts: dict[str, Any], told: str | None) -> None:
+    tree = {"model": SMALL, "train": {"steps": 10**6}, "schedule": {"warmup_steps": 10**5}} | parts
+    tree = {"train": {"steps": 1000}} | tree if "schedule" in parts else tree
+    said = lint(RunConfig.model_validate(tree))
+    assert said == [] if told is None else len(said) == 1 and told in said[0]
+
+
 def test_the_rule_of_thumb_knows_beta2() -> None:
     assert "= 40 is" in found(3e-3, 0)[0] and "= 2000 is" in found(3e-3, 0, 0.999)[0]

@@ -263,13 +263,12 @@ def config_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_command_prints_the_tree_and_the_deepspeed_json() -> None:
-    done = config_command(QUICKSTART, "--world", "8", "parallel.tensor=2", "train.steps=20")
+def test_the_command_prints_the_tree_and_the_deepspeed_json(corpus: Path) -> None:
+    given = ["parallel.tensor=2", "train.steps=40", f"data.corpora=[{{path: {corpus}}}]"]
+    done = config_command(QUICKSTART, "--world", "8", *given)
     assert (done.returncode, done.stderr) == (0, "")
     tree, ds = done.stdout.split("# DeepSpeed, 8 ranks\n")
-    assert RunConfig.model_validate(yaml.safe_load(tree)) == load(
-        QUICKSTART, ["parallel.tensor=2", "train.steps=20"]
-    )
+    assert RunConfig.model_validate(yaml.safe_load(tree)) == load(QUICKSTART, given)
     assert json.loads(ds)["gradient_accumulation_steps"] == 1
 
 
@@ -317,6 +316,34 @@ def test_the_command_and_bad_arguments(
 ) -> None:
     code, out, err = main(capsys, *arguments)
     assert (code, out) == (2, "") and word in err
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("data.corpora=[{path: nowhere}]", "nowhere is not a prepared corpus, make one with tools/prepare_data.py"),
+        ("data.corpora=[]", "data.corpora is empty: name at least one"),
+        ("model.vocab_size=128", "model.vocab_size=128 is smaller than the tokenizer's 250: leave it out"),
+        ("schedule.warmup_steps=5000", "schedule.warmup_steps=5000 is not below train.steps=220"),
+        ("optimizer.lr=30", "optimizer.lr=30 is above 0.3"),
+    ],
+)  # fmt: skip
+def test_the_command_tells_what_training_would_stumble_over(
+    override: str, told: str, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A warning: the corpus may lie on another host. What can never be is an error."""
+    code, out, err = main(capsys, QUICKSTART, f"data.corpora=[{{path: {corpus}}}]", override)
+    assert code == 0 and RunConfig.model_validate(yaml.safe_load(out.split("# DeepSpeed")[0]))
+    assert err.startswith("WARNING: ") and told in err
+
+
+@pytest.mark.parametrize("content", ["", "# nothing\n", "{}\n"])
+def test_the_command_refuses_an_empty_recipe(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.yaml").write_text(content)
+    code, out, err = main(capsys, str(tmp_path / "empty.yaml"))
+    assert (code, out) == (2, "") and "empty.yaml is empty: " in err and "launch/recipes/" in err
 
 
 # The recipes that come along

@@ -6,7 +6,6 @@ Sizes are compared, nothing is hashed: `store.verify` does that. Whatever is dam
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -156,8 +155,8 @@ def _entry(one: Found, losses: _Validation | None, named: bool) -> Entry:
     return Entry(
         step=one.step, name=path.name, path=path, state=standing, bytes=_bytes(path),
         layout=state.layout if state else None, health=health, pinned=markers.pinned(path),
-        loss=_mean(state.recent_losses) if state else None,
-        probes=_mean(state.vitals.losses) if state and state.vitals else None,
+        loss=state.recent_loss if state else None,
+        probes=store.finite_mean(state.vitals.losses) if state and state.vitals else None,
         validation=losses.until(one) if losses else None,
         age=_age(path), latest=named, problem="; ".join(problems).replace(f"{path}{os.sep}", ""),
     )  # fmt: skip
@@ -234,11 +233,6 @@ def _bytes(path: Path) -> int:
     except OSError:
         pass  # it is being deleted, or may not be read: its problem says so
     return total
-
-
-def _mean(losses: Sequence[float]) -> float | None:
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    return sum(loss / len(finite) for loss in finite) if finite else None  # a sum of large ones is none
 
 
 def _age(path: Path) -> float | None:

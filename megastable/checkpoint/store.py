@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -98,6 +99,13 @@ class RunState(BaseModel):
     stability: dict[str, Any] = {}
     mix: dict[str, float] = {}
     vitals: Vitals | None = None
+
+    @property
+    def recent_loss(self) -> float | None:
+        """The training loss that a run, or a checkpoint of it, is said to have: the mean of the finite ones of its last
+        steps (up to 20), nats per token; None where there is none. What was in the batch decides that of one step."""
+        return finite_mean(self.recent_losses)
+
     versions: dict[str, str] = {}
 
 
@@ -138,6 +146,12 @@ class Contents(BaseModel):
         """Whether `text`, which this was read from, is just what was written."""
         head, found, tail = text.rpartition(SEAL % self.xxh3.encode())
         return bool(found) and xxhash.xxh3_128_hexdigest(head + SEAL % b"" + tail) == self.xxh3
+
+
+def finite_mean(losses: Sequence[float]) -> float | None:
+    """The mean of those that are finite; None where there is none."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return sum(loss / len(finite) for loss in finite) if finite else None  # a sum of large ones is none
 
 
 def name_of(step: int) -> str:

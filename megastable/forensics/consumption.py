@@ -14,6 +14,7 @@ from megastable.data.skips import Range, Skips
 from megastable.forensics.history import SPANS, Done, History, blends_text
 from megastable.report.postmortem.passes import LAST
 from megastable.report.sheet import Column, Sheet
+from megastable.report.summary import latest
 from megastable.report.told import plural
 
 FEW = 1 << 24  # positions: of a longer range nobody asks whether any of it was read before
@@ -60,11 +61,11 @@ def run_sheet(history: History) -> Sheet:
     for row in rows:
         row["share"] = row["samples"] / total if total else 0.0
     refused = [d for d in done if not d.applied]
-    undone = [d for d in done if d.undone and d.applied]
+    lost = sum(int(i.get("steps_lost", 0)) for i in latest(history.run.events("incident")).values())
     facts = [
         ("position", f"{cursor:,}"), ("steps", f"{max((d.step for d in last), default=0):,}"),
-        ("tokens", f"{total * length:,}"), ("refused batches", f"{len(refused):,}"),
-        ("steps undone", f"{len(undone):,}"), ("skipped samples", f"{sum(r['skipped'] for r in rows):,}"),
+        ("tokens", f"{total * length:,}"), ("updates refused", f"{len(refused):,}"),
+        ("steps lost", f"{lost:,}"), ("skipped samples", f"{sum(r['skipped'] for r in rows):,}"),
     ]  # fmt: skip
     reasons = history.ledger.reasons.most_common(20)
     notes = [f"skip ledger, {plural(count, 'line')}: {reason}" for reason, count in reasons]

@@ -83,6 +83,7 @@ def step_sheet(
     return Sheet(
         title=f"{history.run.root.name}, {which}", lead=[*lead, *times], columns=_columns(rows), rows=rows,
         passages=passages, notes=_notes(history, losses), legend="loss of a token",
+        counts=("position", "sample"),
     )  # fmt: skip
 
 
@@ -145,14 +146,14 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
     left = put_off(incident.deferred, incident.returns, incident.lost)
     what = "; ".join([*([named] if count or not left else []), *([left] if left else [])])
     lead = [
-        f"Step {incident.step}, onset {incident.onset}: {incident.verdict}, {incident.kind}, cause: {incident.cause}; "
-        f"{incident.outcome}.",
+        f"Step {incident.onset}, acted on at step {incident.step}: {incident.verdict}, {incident.kind}, cause: "
+        f"{incident.cause}; {incident.outcome}.",
         f"{what}; {plural(others.size, 'other sample')} of the same steps below them.",
         *incident.reasons[-2:],
     ]
     return Sheet(
         title=f"{history.run.root.name}, incident {number}", lead=lead, columns=_columns(rows), rows=rows,
-        passages=passages, notes=notes, legend="loss of a token",
+        passages=passages, notes=notes, legend="loss of a token", counts=("position", "sample"),
     )  # fmt: skip
 
 

@@ -167,10 +167,12 @@ def _add(history: History, entries: Sequence[AnyEntry], added: Skipped) -> Skipp
         order, history.ledger.and_also(entries).exclusions, more
     )  # nothing that a run could not live with
     live, before = _is_live(history), len(_told(history))
+    if not entries:
+        return added
     append_all(history.run.skips, entries)
     told = {key: value for key, value in asdict(added).items() if key not in ("live", "taken_up")}
     history.run.note("skips_added", **told)
-    taken = _taken_up(history, before) if live and entries else None
+    taken = _taken_up(history, before) if live else None
     return Skipped(**asdict(added) | {"live": live, "taken_up": taken})
 
 

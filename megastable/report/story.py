@@ -17,9 +17,9 @@ from megastable.data.plant import read_planted
 from megastable.data.tokenizer import load_tokenizer
 from megastable.errors import DataError, user_errors
 from megastable.recipe import find, load
-from megastable.report.postmortem import words
-from megastable.report.postmortem.facts import IncidentFacts
-from megastable.report.told import put_off, ranges, sentence, visible
+from megastable.report.postmortem import costs_of, words
+from megastable.report.postmortem.facts import Cost, IncidentFacts
+from megastable.report.told import duration, number, put_off, ranges, sentence, visible
 from megastable.rundir import RunDirectory
 
 CLEAN = Path("data/stdlib")
@@ -36,10 +36,10 @@ def text_at(path: Path, position: int, config: RunConfig) -> str:
     return visible(text)[:36]
 
 
-def story(incident: dict[str, Any], config: RunConfig) -> Iterator[str]:
+def story(incident: dict[str, Any], config: RunConfig, cost: Cost | None = None) -> Iterator[str]:
     """An incident of summary.json in a few lines: seen, guilty, an example, done, cost."""
     i = IncidentFacts.model_validate({"number": 0, "kind": incident["class"], **incident})
-    yield f"step {i.step:<7} {visible(words.symptom(i), 300)}; {visible(i.kind)}, cause: {visible(i.cause)}"
+    yield f"step {i.onset:<7} {visible(words.symptom(i), 300)}; {visible(i.kind)}, cause: {visible(i.cause)}"
     if i.guilty:
         found, planted = (
             {(d["corpus"], d["shard"], d["document"]) for d in incident[key] or ()}
@@ -71,10 +71,8 @@ def story(incident: dict[str, Any], config: RunConfig) -> Iterator[str]:
         skipped += f"; {left}"
     done = f"{words.ACTIONS.get(action, visible(action))}{skipped}" if incident["action"] else "nothing"
     yield f"done         {done}: {visible(i.outcome)}"
-    yield (
-        f"cost         steps done again: {i.steps_lost}, batches refused: {i.batches_discarded}, "
-        f"seconds: {i.seconds:.1f}"
-    )
+    time = f", time lost: {duration(cost.seconds)}" if cost is not None else ""
+    yield f"cost         steps lost: {i.steps_lost}, updates refused: {i.batches_discarded}{time}"
 
 
 def _instead(run: Path, config: RunConfig) -> Iterator[str]:
@@ -112,13 +110,15 @@ def tell(run: Path) -> None:
             )
     print(
         f"\n{s['parameters'] / 1e6:.1f}M parameters, {s['steps']} steps, {s['tokens'] / 1e6:.2f}M tokens at "
-        f"{s['tokens_per_second']:,.0f} a second, on {s['world_size']} processes with ZeRO {s['zero_stage']}\n"
+        f"{s['tokens_per_second']:,.0f} a second on average, on {s['world_size']} processes with ZeRO "
+        f"{s['zero_stage']}\n"
     )
     if planted := read_planted(find(corpus)):
         met = "" if s["cursor"] > planted.first else "; the run ended before them"
         print(f"{corpus} has {planted}{met}.")
+    costs = costs_of(run) if s["incidents"] and RunDirectory(run).journal.exists() else {}
     for incident in s["incidents"]:
-        print(*story(incident, config), sep="\n")
+        print(*story(incident, config, costs.get(incident.get("number"))), sep="\n")
     if not s["incidents"]:
         print("\n".join(_instead(run, config)))
     reports = sorted(RunDirectory(run).incidents.glob("*/report.html"))
@@ -132,7 +132,8 @@ def tell(run: Path) -> None:
     }
     width = max(map(len, files))
     print(
-        f"\ntraining loss    {s['first_loss']:.3f} -> {s['final_loss']:.3f} nats per token (mean of the last steps)\n"
+        f"\ntraining loss    {number(s['first_loss'])} -> {number(s['final_loss'])} nats per token (mean of the last "
+        "steps)\n"
         f"validation loss  {validation}\n"
     )
     print(*(f"{name:<{width}}  {what}" for name, what in files.items()), sep="\n")

@@ -56,19 +56,20 @@ def summarise(
     config: RunConfig, state: RunState, validation: float | None, entropy: float | None,
     incidents: list[dict[str, Any]],
 ) -> dict[str, Any]:  # fmt: skip
-    """Losses in nats per token; final_loss: mean of the last steps (up to 20); None = not measured.
+    """Losses in nats per token; final_loss: `RunState.recent_loss`; None = not measured. tokens_per_second: of all
+    steps, without evaluations, checkpoints and starts.
 
     val_unigram_entropy: the loss of the best model that knows only how frequent each token of the validation text is.
     fp8: what became of it in a run that wants it.
     """
-    recent, layout = state.recent_losses, state.layout
+    layout = state.layout
     return {
         "steps": state.step,
         "updates": state.updates,
         "parameters": parameters(config.model),
         "tokens": state.tokens,
         "first_loss": state.first_loss,
-        "final_loss": sum(recent) / max(1, len(recent)),
+        "final_loss": state.recent_loss,
         "val_loss": validation,
         "val_unigram_entropy": entropy,
         "tokens_per_second": state.tokens / max(state.seconds, 1e-9),

@@ -190,6 +190,14 @@ def _examined(e: Event) -> str:
     return f"samples of {steps} {found}{_because(e)}"
 
 
+def _skips_added(e: Event) -> str:
+    if not e.get("documents"):
+        return f"corpus {e.get('corpus')} is swapped out, as a person asked"
+    if not e.get("samples"):
+        return f"{e['documents']} documents are named, as a person asked; their samples were skipped already"
+    return f"{e['samples']} samples of {e['documents']} documents are skipped, as a person asked"
+
+
 def _kinds(e: Event) -> str:
     kinds = e.get("kinds")
     return ", ".join(f"{n} {kind}" for kind, n in kinds.items()) if isinstance(kinds, dict) else "?"
@@ -224,11 +232,7 @@ TOLD: dict[str, Callable[[Event], str]] = {
         "skipped"
     ),
     "look_ahead_failed": lambda e: f"what looks ahead in the data has failed{_because(e, 'problem')}",
-    "skips_added": lambda e: (
-        f"{e.get('samples')} samples of {e.get('documents')} documents are skipped, as a person asked"
-        if e.get("documents")
-        else f"corpus {e.get('corpus')} is swapped out, as a person asked"
-    ),
+    "skips_added": _skips_added,
     "skips_end": lambda e: (
         f"{e.get('documents')} documents of corpus {e.get('corpus')} are skipped up to position {e.get('until')} only, "
         f"and this run is to go on to {e.get('end')}"

@@ -38,7 +38,7 @@ class Cause(StrEnum):
     LEARNING_RATE = "learning_rate"  # it recurs with other data, or came with a jump of the rate
     HARDWARE = "hardware"  # the same data on the same state gave something else
     PROCESS = "process"  # a process died, was killed or hung
-    STORAGE = "storage"  # a checkpoint was damaged
+    STORAGE = "storage"  # a checkpoint or a shard was damaged, or the disk is full
     CODE = "code"  # it fails at the same step with other data, too
     UNKNOWN = "unknown"
 

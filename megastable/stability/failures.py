@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from megastable.errors import NO_SPACE
 from megastable.stability.actions import Action, Cause, Remedy
 from megastable.stability.settings import PolicyConfig
+
+FULL = "the disk is full"
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class Failure:
 
     what: its kind, the same where it is the same failure ("SIGKILL", "hang", "RuntimeError: ..."). step: the one that
     was being done, None where none was begun. host: where, None where that is not known. clock: the farthest step that
-    was done by then. skipped: the samples of that step were skipped because of it.
+    was done by then. skipped: the samples of that step were skipped because of it. code: the exit code, if known.
     """
 
     what: str
@@ -24,6 +27,7 @@ class Failure:
     host: str | None
     clock: int
     skipped: bool = False
+    code: int | None = None
 
 
 def after_failure(failures: Sequence[Failure], hosts: int, config: PolicyConfig) -> Remedy:
@@ -34,22 +38,26 @@ def after_failure(failures: Sequence[Failure], hosts: int, config: PolicyConfig)
     if hosts > 1 and there >= c.same_host:
         reason = f"{there} failures of {last.host} within {c.budget_window} steps: it is that host"
         return Remedy(Action.STOP, Cause.HARDWARE, reason)
+    full = last.code == NO_SPACE
     here = _trailing(recent, lambda f: (f.what, f.step) == (last.what, last.step) and f.step is not None)
-    if len(here) >= c.same_place:
+    if (
+        len(here) >= c.same_place and not full
+    ):  # a disk is full wherever a checkpoint is due: no sample is guilty
         often = f"{last.what} at step {last.step}, {len(here)} times in a row"
         if any(f.skipped for f in here):
-            return Remedy(
-                Action.STOP, Cause.CODE, f"{often}, with other data, too: code or settings, no luck"
-            )
+            return Remedy(Action.STOP, Cause.CODE, f"{often}, with other data, too: code or settings")
         return Remedy(Action.RESTART, Cause.DATA, f"{often}: its samples are skipped", skip=True)
+    cause = Cause.STORAGE if full else Cause.PROCESS
     barren = _trailing(recent, lambda f: f.clock == last.clock)
     if len(barren) >= c.barren:
         reason = f"{len(barren)} failures in a row without a step of new ground (stability.policy.barren)"
-        return Remedy(Action.STOP, Cause.PROCESS, reason)
+        return Remedy(Action.STOP, cause, f"{reason}: {FULL}, and stays full" if full else reason)
     if len(recent) > c.restarts:
         reason = f"the {c.restarts} restarts per {c.budget_window} steps (stability.policy) are spent"
-        return Remedy(Action.STOP, Cause.PROCESS, reason)
-    return Remedy(Action.RESTART, Cause.PROCESS, f"{last.what}: luck, as far as can be told")
+        return Remedy(Action.STOP, cause, reason)
+    if full:
+        return Remedy(Action.RESTART, cause, f"{FULL}: make room; it is tried again")
+    return Remedy(Action.RESTART, cause, f"{last.what}: no pattern, treated as transient")
 
 
 def _trailing(failures: Sequence[Failure], like: Callable[[Failure], bool]) -> list[Failure]:

@@ -35,12 +35,16 @@ class LeftOut(BaseModel):
 
 
 class Incident(BaseModel):
-    """step: at which it was acted on; onset: the first step that belongs to it. positions: skipped ranges [first, end).
+    """Words for people call an incident by its number and its onset; docs/stability.md has these definitions once.
+
+    onset: the first step that belongs to it; step: at which it was acted on. positions: skipped ranges [first, end).
     deferred: ranges whose samples were put off, returns: where they are read instead, each by the order of its time;
     lost: samples of `positions` that would have been put off, if there had been room before the end of the run.
     released: samples whose conviction was withdrawn.
-    steps_lost: done again or undone. batches_discarded: updates refused. seconds: spent on finding and undoing it.
-    loss_before, loss_peak: nats per token; norm_peak: before clipping. failure: of a process or checkpoint, a sentence;
+    steps_lost: that were undone, and are done again, refused ones too. batches_discarded: updates refused. seconds:
+    spent on finding and undoing it, up to where training goes on; the time lost is more (Cost, in report/postmortem).
+    loss_before, loss_after: median of the last steps (up to 20) when it was opened and closed; loss_peak: the highest
+    of a step; nats per token. norm_peak: before clipping. failure: of a process or checkpoint, a sentence;
     evidence: paths of logs and stacks, relative to the run directory.
     """
 

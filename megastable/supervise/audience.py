@@ -99,7 +99,7 @@ class Audience:
         kind, what = str(event.get("event")), event.get("what")
         if kind in ("ended", "alert") or (kind == "incident" and what in NEWS):
             self.reports.due()  # once more at the end: by then the steps after it are known
-        if text := _news(event):
+        if text := news(event):
             self.hooks.notify(
                 f"{kind} {what}" if what else kind, f"{self.run.root.name}: {text}", _facts(event, self.run)
             )
@@ -147,12 +147,12 @@ class Audience:
             self.metrics.close()
 
 
-def _news(event: dict[str, Any]) -> str:
+def news(event: dict[str, Any]) -> str:
     """What people want to be told of an event; "" = nothing."""
     summary = event["summary"] if isinstance(event.get("summary"), dict) else {}
     if event.get("event") == "incident" and event.get("what") in ("opened", "handed over", "closed"):
         what = f"closed ({summary.get('outcome')})" if event["what"] == "closed" else event["what"]
-        text = f"incident {event.get('number')} {what} at step {summary.get('step')}"
+        text = f"incident {event.get('number')} (step {summary.get('onset', summary.get('step'))}) {what}"
         more = summary.get("failure") or "; ".join(summary.get("reasons") or []) or event.get("reason") or ""
         return f"{text}: {more}" if more else text
     if event.get("event") in ("look_ahead_spent", "look_ahead_failed", "alert"):
@@ -166,6 +166,6 @@ def _news(event: dict[str, Any]) -> str:
 
 def _facts(event: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
     summary = event["summary"] if isinstance(event.get("summary"), dict) else {}
-    names = ("step", "cause", "kind", "verdict", "outcome", "steps_lost", "batches_discarded")
+    names = ("step", "onset", "cause", "kind", "verdict", "outcome", "steps_lost", "batches_discarded")
     rest: dict[str, Any] = {key: event[key] for key in ("number", "code", "reason") if key in event}
     return {"run": str(run.root), **{n: summary[n] for n in names if n in summary}, **rest}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megastable.errors import HANDOVER, NO_SPACE, STOPPED, UNSTABLE
 from megastable.report.told import TOLD, Event, read_later, say, visible
+from megastable.supervise.follow import PASSED
 
 TAIL = 30  # events that are kept in words
 LARGEST = 2**53  # up to it a float is exact
@@ -27,10 +28,11 @@ class Said:
 
 @dataclass(frozen=True)
 class Case:
-    """One incident as it stands. kind: its class. steps_lost: done again or undone. put_off: samples
-    that are read later, in words. loss_*: nats per token."""
+    """One incident as it stands; see stability/incident.py. onset: the step that it is called by. kind: its class.
+    put_off: samples that are read later, in words. loss_*: nats per token."""
 
     number: int
+    onset: int
     step: int
     verdict: str
     kind: str
@@ -105,6 +107,8 @@ class Chronicle:
             self.world = whole(event.get("world"))
         elif kind == "discarded":
             self.refused += 1
+        elif kind == PASSED:
+            self.refused += whole(event.get("refused")) or 0
         elif kind == "alert":
             self.alert = event if event.get("what") == "begun" else None
         elif kind == "evaluated":
@@ -175,6 +179,7 @@ class Chronicle:
         actions = told.get("actions")
         self.incidents[number] = Case(
             number=number,
+            onset=whole(told.get("onset", told.get("step"))) or 0,
             step=whole(told.get("step")) or 0,
             verdict=visible(told.get("verdict", "?"), 40),
             kind=visible(told.get("kind", "?"), 40),

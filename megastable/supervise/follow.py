@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 ANCHOR = 4096  # bytes before the offset by which a file is known again
+BLOCK = 1 << 22  # bytes that are read at once
+PASSED = "passed over"  # an event that tells of lines that were left out
 
 
 class Follower:
@@ -19,10 +22,13 @@ class Follower:
     A file that was shortened or replaced, as when a person mended it, is read from its beginning again. `starts` counts
     the beginnings, from 1 on: where it is another after a reading than before, all that this reading gave may have been
     given before. Learn from it anew, but do not act on it: nobody wants to be told of all incidents twice.
+
+    skim: which lines of a long block count, and how many refused updates the others tell of (skim.py); these come as an
+    event, PASSED, after those of the block.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, skim: Callable[[bytes], tuple[list[bytes], int]] | None = None) -> None:
+        self.path, self._skim = path, skim
         self.starts = 1
         self.damaged = 0
         self.problem = ""
@@ -60,20 +66,39 @@ class Follower:
 
     def _rest(self, file: IO[bytes]) -> Iterator[dict[str, Any]]:
         file.seek(self._offset)
-        for line in file:
+        while block := file.read(BLOCK):
+            block += file.readline()
+            if self._skim is None or len(block) < BLOCK or not block.endswith(b"\n"):
+                yield from self._each(block)
+                continue
+            self._passed(block)
+            lines, refused = self._skim(block)
+            for line in lines:
+                if (entry := _event(line)) is not None:
+                    yield entry
+                elif line.strip():
+                    self.damaged += 1
+            yield {"event": PASSED, "refused": refused}
+
+    def _each(self, block: bytes) -> Iterator[dict[str, Any]]:
+        for line in io.BytesIO(block):
             entry = _event(line)
             # An object that is closed is whole, also without its newline; anything else may still grow.
             if entry is None and not line.endswith(b"\n"):
                 return
-            if self._again:
-                self._again, self.damaged = False, 0
-                self.starts += 1
-            self._offset += len(line)
-            self._anchor = (self._anchor + line)[-ANCHOR:]
+            self._passed(line)
             if entry is not None:
                 yield entry
             elif line.strip():
                 self.damaged += 1
+
+    def _passed(self, lines: bytes) -> None:
+        """They are read from now on."""
+        if self._again:
+            self._again, self.damaged = False, 0
+            self.starts += 1
+        self._offset += len(lines)
+        self._anchor = (self._anchor + lines)[-ANCHOR:]
 
 
 def _event(line: bytes) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ from megastable.errors import ConfigError
 from megastable.report.told import visible
 from megastable.rundir import as_json
 from megastable.supervise.child import Child
+from megastable.supervise.settings import REDACTED, SECRETS
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,13 @@ class Settings(Protocol):
 
 def check(config: Settings) -> None:
     """Raises ConfigError when a hook cannot work: before a night begins at whose end nobody would be told."""
+    for key in SECRETS:
+        if REDACTED in (getattr(config, key) or ""):
+            raise ConfigError(
+                f"supervise.{key}: its address was left out when this recipe was written, as it is a password: give it "
+                f"again, best as a variable of the environment (supervise.{key}='$NAME'), or supervise.{key}=null for "
+                "none"
+            )
     if config.command is not None:
         words = _command(config.command)
         if shutil.which(words[0]) is None:

@@ -92,7 +92,7 @@ class Memory:
             self.failures.append(
                 Failure(
                     what=str(event["what"]), step=event["step"], host=event["host"], clock=self.clock,
-                    skipped=bool(event.get("skipped")),
+                    skipped=bool(event.get("skipped")), code=event.get("code"),
                 )
             )  # fmt: skip
 

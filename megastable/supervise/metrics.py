@@ -76,7 +76,7 @@ def families(s: Status) -> Iterator[Metric]:
         ),
         "grad_norm": ("Gradient norm of the last step before clipping.", s.grad_norm),
         "learning_rate": ("Rate of the last update.", s.lr),
-        "tokens_per_second": ("Tokens a second over all ranks.", s.tokens_per_second),
+        "tokens_per_second": ("Tokens a second over all ranks, at the median step.", s.tokens_per_second),
         "step_seconds": ("Seconds a step, the median of the last ones.", s.rate),
         "remaining_seconds": ("Seconds until the last step at that pace.", s.eta),
         "attempt": ("The present start by the supervisor.", s.attempt),

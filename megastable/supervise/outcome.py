@@ -14,20 +14,16 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from megastable import errors
-from megastable.messages import LastWords, Progress
+from megastable.messages import BEREFT, LastWords, Progress
 from megastable.supervise.processes import Fate
 
-# What a rank says when another one is gone: it is not the one to blame.
-BEREFT = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|closed by peer|remote process exited|DistBackendError|"
-    r"socket (closed|timeout)|timed out|timeout",
-    re.IGNORECASE,
-)
 # From pdsh with the host before it; without, all ranks are on this one, and local ones are the ranks.
 LAUNCHER = re.compile(
     r"^(?:(?P<host>[\w.-]+): )?\[.*?(?:'--local_rank=(?P<rank>\d+)'.*)?exits with return code = (?P<code>-?\d+)",
     re.MULTILINE,
 )
+# What a process prints of an error that its user can act on (errors.user_errors).
+TOLD = re.compile(r"^error: (\S.*)$", re.MULTILINE)
 SAID = {
     "finished": errors.OK,
     "stopped": errors.STOPPED,
@@ -111,7 +107,8 @@ def end_of(
         text = f"{len(words)} ranks lost another; rank {w.rank} on {w.host} first: {w.error}"
         return End(what="connection lost", host=host, failure=text, **place)
     if code:
-        text = f"the training ended with code {code}"
+        told_last = TOLD.findall(log)
+        text = f"the training ended with code {code}" + (f": {told_last[-1][:500]}" if told_last else "")
         return End(code=code, what=f"code {code}", host=host, failure=text, certain=True, **place)
     if code is None and not fates:
         return End(what="processes gone", failure="its processes are gone, and nobody saw them end", **place)

@@ -13,7 +13,7 @@ from megastable import errors
 from megastable.report.told import duration, visible
 from megastable.rundir import RunDirectory
 from megastable.supervise.chronicle import WORKS, Chronicle, whole
-from megastable.supervise.settings import SuperviseConfig
+from megastable.supervise.settings import SuperviseConfig, redacted_override
 
 MODULE = "megastable.train"  # what launch/supervise.py starts where it is not told otherwise
 
@@ -149,7 +149,7 @@ def command(run: RunDirectory, told: Chronicle) -> list[str]:
     recipe, overrides, given = (told.started.get(key) for key in ("recipe", "overrides", "given"))
     if not isinstance(recipe, str) or not isinstance(overrides, list):
         recipe, overrides, given = str(run.recipe), [], []
-    words = ["python", "launch/supervise.py", recipe, *map(str, overrides)]
+    words = ["python", "launch/supervise.py", recipe, *(redacted_override(str(text)) for text in overrides)]
     if not any(word.startswith("run.dir=") for word in words):
         words.append(f"run.dir={run.root}")  # else it would be a new run
     if (module := told.started.get("module", MODULE)) != MODULE:

@@ -32,7 +32,8 @@ from megastable.rundir import RunDirectory
 from megastable.supervise.chronicle import Attempt, Case, Chronicle, Said, real, whole
 from megastable.supervise.follow import Follower
 from megastable.supervise.settings import SuperviseConfig
-from megastable.supervise.state import State, advice, patience, state_of
+from megastable.supervise.skim import skim
+from megastable.supervise.state import Stands, State, advice, patience, state_of
 
 RECENT = 240  # steps whose losses are kept
 FILES = 6  # newest files of step records that are looked at
@@ -65,7 +66,8 @@ class Status:
 
     code: the exit code that the run ended with, None while it has not. phase: of the training process. recent: (step,
     loss) of the last steps, oldest first; of refused ones, too. age: since the last sign of progress. rate: seconds a
-    step, the median of the last ones. eta: until the last step at that rate. restarts: counted by how the attempt
+    step, the median of the last ones; tokens_per_second: at that rate. loss, grad_norm, lr: of the last step. eta:
+    until the last step at that rate. restarts: counted by how the attempt
     before ended (chronicle.kind_of_end). starts: of training processes. alert: since when and why nothing more is done
     automatically, "" where that is not so. problems: what could not be read.
     """
@@ -150,7 +152,7 @@ class Watch:
     def __init__(self, run: Path, clock: Callable[[], float] = time.time) -> None:
         self.run, self.clock = RunDirectory(run), clock
         _check(run)
-        self._journal = Follower(self.run.journal)
+        self._journal = Follower(self.run.journal, skim)
         self._told, self._starts = Chronicle(), self._journal.starts
         self._recipe = _Recipe()
         self._records: list[tuple[int, float, float]] = []  # step, loss, seconds
@@ -180,6 +182,10 @@ class Watch:
         if not s.over and age is not None and age <= patience(phase, slowest, limits):
             supervisor, trainer = _believed(supervisor, trainer)
         stands = state_of(s, supervisor.alive, trainer.alive, phase, age, slowest, limits)
+        if stands.state is State.NEW and self._complete():
+            stands = Stands(
+                State.FINISHED, errors.OK, "its journal is gone: summary.json says that it is complete"
+            )
         goes_on = stands.state in (State.RUNNING, State.HUNG) and steps is not None and rate is not None
         recent = self._recent(step)
         applied, loss = progress.get("applied"), real(progress.get("loss"))
@@ -306,6 +312,11 @@ class Watch:
                 return max(step or 0, self._records[-1][0] if self._records else 0)
         return step
 
+    def _complete(self) -> bool:
+        """Whether all steps are done, as summary.json has it: training on begins with its removal."""
+        done, wanted = whole(_read_object(self.run.summary).get("steps")), self._recipe.steps
+        return done is not None and (wanted is None or done >= wanted)
+
     def _last_progress(self, progress: dict[str, Any]) -> float | None:
         """The newest sign of life. The writer's clock may be another than ours; the file's time is the server's."""
         signs = [_finite(progress.get("time")), _finite(self._told.last)]
@@ -334,8 +345,10 @@ class Watch:
         return tuple((at, rows[at]) for at in sorted(rows))[-RECENT:]
 
     def _speed(self, progress: dict[str, Any], rate: float | None) -> float | None:
-        told, tokens = real(progress.get("tokens_per_second")), self._recipe.batch_tokens
-        return told if told is not None or not tokens or not rate else tokens / rate
+        """At the rate: the last step may have been slower or faster than the median."""
+        told, seconds = _finite(progress.get("tokens_per_second")), _finite(progress.get("seconds"))
+        tokens = self._recipe.batch_tokens or (told or 0.0) * (seconds or 0.0)
+        return tokens / rate if tokens and rate else None
 
 
 def _check(run: Path) -> None:

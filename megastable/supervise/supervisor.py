@@ -20,9 +20,7 @@ from typing import IO, Any, Protocol
 
 from megastable import durable, errors
 from megastable.config import RunConfig
-from megastable.data.blends import read_blends
-from megastable.data.corpora import open_corpora
-from megastable.data.skip_ledger import Ledger, append_all, sample_entries
+from megastable.data.skip_ledger import append_all
 from megastable.data.skips import Range
 from megastable.errors import ConfigError, DataError, MegastableError, SpaceError, UnstableError
 from megastable.messages import Progress, folder_of, log_of
@@ -31,12 +29,14 @@ from megastable.stability.actions import Action, Cause, Remedy
 from megastable.stability.attribution import ranges
 from megastable.stability.failures import Failure, after_failure, pause
 from megastable.stability.incident import Breakdown, Incident, Outcome
+from megastable.supervise.failed_data import bad_data, samples_of
 from megastable.supervise.follow import Follower
 from megastable.supervise.memory import Memory
 from megastable.supervise.outcome import End, end_of
 from megastable.supervise.patience import Patience
 from megastable.supervise.processes import Attempt, command, hosts
 from megastable.supervise.scout import ScoutProcess
+from megastable.supervise.settings import redacted_override
 from megastable.supervise.wire import Wire
 
 LOOK = 0.2  # seconds between two looks: a dead rank waits about a second for the launcher to notice
@@ -74,13 +74,15 @@ class Supervisor:
         module: str = "megastable.train",
     ) -> None:
         self.config, self.run, self.audience = config, run, audience
-        self.recipe, self.overrides, self.given, self.module = recipe, list(overrides), list(given), module
+        self.recipe, self.given, self.module = recipe, list(given), module
+        # The ranks tell nobody: they need no password, and other users see their arguments.
+        self.overrides = [redacted_override(text) for text in overrides]
         self.here = socket.gethostname()
         self.memory = Memory()
         self.patience = Patience(config.supervise)
         self.signals = 0
         self.wire = Wire(run, audience.say)
-        self.scout = ScoutProcess(config, run, recipe, overrides, audience.say)
+        self.scout = ScoutProcess(config, run, recipe, self.overrides, audience.say)
         self._journal = Follower(run.journal)
         self._read = 0  # bytes of the present log that were shown
         self._failed: float | None = None  # when the failure that is being mended was noticed
@@ -118,6 +120,8 @@ class Supervisor:
         code, reason = errors.FAILED, "an unforeseen error"
         try:
             code, reason = self._until_the_end(predecessor)
+            if code not in (errors.OK, errors.STOPPED):
+                self.say(f"ended with code {code}: {reason}")
         except MegastableError as error:
             code, reason = error.code, str(error)
             raise
@@ -275,8 +279,14 @@ class Supervisor:
         final = end.code in FINAL or (end.code == errors.BAD_INPUT and not end.trained)
         failure, remedy, skipped = None, None, list[Range]()
         if not final and not self.signals:
-            failure = Failure(end.what, end.step if end.cursor is not None else None, end.host, clock)
+            failure = Failure(
+                end.what, end.step if end.cursor is not None else None, end.host, clock, code=end.code
+            )
             remedy = after_failure([*memory.failures, failure], hosts(self.given), policy)
+            if end.code == errors.BAD_INPUT and (
+                problem := bad_data(self.config, self.run, lambda: self.signals > 0)
+            ):
+                remedy = Remedy(Action.STOP, Cause.STORAGE, problem)  # another attempt would be refused
             if remedy.skip:
                 skipped = self._skip(end)  # before it is noted that it was done
         silent = None if progress is None else round(max(0.0, time.time() - progress.time), 1)
@@ -322,7 +332,8 @@ class Supervisor:
         if remedy.action is Action.STOP:
             incident.kind = "divergent"
             self._close(incident, "stopped")
-            code = errors.NO_SPACE if end.code == errors.NO_SPACE else errors.UNSTABLE
+            mendable = end.code == errors.NO_SPACE or remedy.cause is Cause.STORAGE
+            code = end.code if mendable and end.code is not None else errors.UNSTABLE
             return code, f"{remedy.reason}. The last failure: {end.failure}. {self._advice(number, end)}"
         self._tell("attributed", incident)
         delay = pause(memory.failures, self.config.supervise.backoff_seconds)
@@ -343,30 +354,16 @@ class Supervisor:
         return f"read {log}"
 
     def _skip(self, end: End) -> list[Range]:
-        """Put the samples of the step that failed on the ledger, for as long as the run goes; where they stand.
-
-        The innocent among them are lost with the one that ends processes. But that one would come again in every epoch,
-        in another step, and end as many of them there before it is suspected anew.
-        """
-        c = self.config
+        """Put the samples of the step that failed on the ledger, for as long as the run goes."""
         if end.cursor is None:
             return []
-        blends = read_blends(self.run.blends)
-        corpora = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, blends)
-        order = corpora.train.order
         incident = next(iter(self.memory.open), self.memory.number + 1)
-        reason = f"{end.what} at step {end.step}, again and again"
-        ledger = Ledger.read(self.run.skips, [])
-        # As if a supervisor that was killed before it noted the end had not written its lines: the batch behind this
-        # one is innocent.
-        before = ledger.without(incident, reason)
-        left, _ = before.usable(self.run.skips, order, c.data.skip)
-        positions, _ = left.next_kept(end.cursor, c.train.global_batch)
-        entries = sample_entries(order, positions, reason, incident=incident, step=end.step)
-        if len(ledger.table) - len(before.table) < len(entries):
-            self._insist(lambda: append_all(self.run.skips, entries))
-        self.say(f"  skipped in this and every later epoch: positions {positions[0]}-{positions[-1]}")
-        return ranges(positions.tolist())
+        found = samples_of(self.config, self.run, end, end.cursor, incident)
+        if found.missing:
+            self._insist(lambda: append_all(self.run.skips, found.entries))
+        first, last = found.positions[0], found.positions[-1]
+        self.say(f"  skipped in this and every later epoch: positions {first}-{last}")
+        return ranges(found.positions)
 
     # Incidents of processes
 

@@ -212,7 +212,7 @@ def _case(case: Case) -> str:
         losses = f", loss {case.loss_before:.2f} to {case.loss_peak:.2f}"
     action = f", {case.action.replace('_', ' ')}" if case.action else ""
     left = f"; {case.put_off}" if case.put_off else ""
-    return f"#{case.number} step {case.step:,}: {case.verdict}{losses}, {case.cause}{action}: {case.outcome}{left}"
+    return f"#{case.number} step {case.onset:,}: {case.verdict}{losses}, {case.cause}{action}: {case.outcome}{left}"
 
 
 def _processes(s: Status) -> Text:

@@ -215,6 +215,9 @@ def test_a_second_skip_adds_nothing_and_a_corpus_can_go(
     once_more = skip_documents(History(tmp_path / "run"), fingerprint, {"part-0": DOCUMENTS}, "bad")
     assert once_more.samples == 0 and once_more.already > 0
     assert len(read_ledger(history.run.skips)) == before + again.lines
+    assert once_more.text.startswith("nothing to do")
+    told = [event["lines"] for event in history.run.events("skips_added")]
+    assert told and 0 not in told  # what was not done is not journaled
     with pytest.raises(DataError, match="does not train on the corpus that the plan was made for"):
         skip_documents(history, "0" * 64, {"part-0": DOCUMENTS}, "bad")
     with pytest.raises(DataError, match="lists no shard 'other'"):
@@ -234,6 +237,10 @@ def test_an_incident_begins_with_the_guilty(corpus: Path, tmp_path: Path) -> Non
     assert {r["state"] for r in sheet.rows if r["position"] == 400} == {"never met"}
     named = {(d["shard"], d["document"]) for d in incident.documents}
     assert {(r["shard"], r["document"]) for r in sheet.rows if r["guilty"]} == named
+    assert (
+        dict(run_sheet(history).facts)["steps lost"] == "2" == str(incident.steps_lost)
+    )  # refused ones, too
+    assert dict(run_sheet(history).facts)["updates refused"] == "2"
     with pytest.raises(DataError, match="there is no incident 7; those of this run: 1"):
         incident_sheet(history, 7, texts=0)
 

@@ -105,7 +105,7 @@ def test_the_story_of_an_incident_in_five_lines(folder: tuple[Path, Planted]) ->
     shard = "".join(" ".join(text.split()) for text in documents(60))
     assert noise != text and text[3:20] in shard
     assert "skipped those samples" in done and done.endswith(": healed")
-    assert cost == "cost         steps done again: 3, batches refused: 1, seconds: 1.2"
+    assert cost == "cost         steps lost: 3, updates refused: 1"
     assert after == "" and lines[begin + 6].startswith("training loss    8.347 -> 3.930")
     assert all(len(line) <= 120 for line in lines)
 

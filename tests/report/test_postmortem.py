@@ -573,7 +573,7 @@ def test_a_summary_of_another_version_is_read_as_far_as_it_goes(make: Make) -> N
     note(RunDirectory(run), 1030.0, "incident", what="opened", number=7, summary=odd)
     (folder,) = write_incidents(run)
     (evidence,) = incidents_of(run)
-    assert folder.name == "0007" and (evidence.incident.onset, evidence.incident.step) == (0, 31)
+    assert folder.name == "0007" and (evidence.incident.onset, evidence.incident.step) == (31, 31)
     assert {p.split("=")[0] for p in evidence.problems} == {
         f"the incident: {k}" for k in ("onset", "kind", "documents")
     }

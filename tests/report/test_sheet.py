@@ -7,6 +7,9 @@ import io
 import json
 import math
 import re
+import shutil
+import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -19,7 +22,7 @@ from rich.console import Console
 
 from megastable.report.postmortem import safe
 from megastable.report.sheet import Column, Histogram, Passage, Sheet, Span, as_csv, as_html, as_json, console
-from megastable.report.sheet.page import BEGIN, END, PART, content, embed, marked, texts
+from megastable.report.sheet.page import BEGIN, END, PART, _source, content, embed, marked, texts
 from megastable.report.sheet.values import plain, told
 from megastable.report.told import visible
 from tests.report.sheets import scan
@@ -344,3 +347,43 @@ def test_plain_values() -> None:
     given = [np.int64(1), (np.float64(0.5), None), np.array([True]), {"x"}, b"x"]
     assert plain(given) == [1, [0.5, None], [True], ["x"], "b'x'"]
     assert visible("x") == "x"
+
+
+NODE = shutil.which("node")
+SAMPLES = Sheet(
+    "t", columns=[Column("guilty", "guilty"), Column("n", "n", "count")], counts=("position", "sample"),
+    rows=[{"guilty": g, "position": p, "n": 1} for g, p in ((True, 7), (True, 7), (True, 8), (False, 9))],
+)  # fmt: skip
+
+
+def test_a_sample_of_several_documents_counts_once() -> None:
+    """Three rows are guilty, of two samples: the page says two, as its first lines do."""
+    assert content(SAMPLES)["units"] == {"name": "sample", "of": [0, 0, 1, 2]}
+    alone = replace(SAMPLES, rows=SAMPLES.rows[1:])
+    assert content(alone)["units"] is None and content(Sheet("t"))["units"] is None
+
+
+@pytest.mark.skipif(NODE is None, reason="no node: the page's script is run by it")
+def test_the_chips_of_the_page_count_samples() -> None:
+    script = _source("megastable.report.sheet", "rows.js")
+    ask = "const r = new Rows(JSON.parse(process.argv[1]), () => undefined);"
+    ask += "console.log(JSON.stringify([r.categories(0, 9), r.counted([0, 1, 2, 3])]))"
+    for sheet, expected in (
+        (SAMPLES, [[["yes", 2], ["no", 1]], "3 samples"]),
+        (replace(SAMPLES, counts=None), [[["yes", 3], ["no", 1]], "4 rows"]),
+    ):
+        given = embed(content(sheet))
+        done = subprocess.run([str(NODE), "-e", script + ask, given], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == expected
+
+
+def test_a_page_with_the_texts_of_some_rows_says_of_which() -> None:
+    rows = [{"a": n} for n in range(5)]
+    passages = {n: [Passage("p", [Span("x")])] for n in range(5)}
+    some, columns = {n: passages[n] for n in range(3)}, [Column("a", "a")]
+    assert "shows its text, of the first 3</span>" in as_html(
+        Sheet("t", columns=columns, rows=rows, passages=some)
+    )
+    assert "shows its text</span>" in as_html(Sheet("t", columns=columns, rows=rows, passages=passages))
+    assert "shows its text" not in as_html(Sheet("t", columns=columns, rows=rows))

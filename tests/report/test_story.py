@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from megastable.report.postmortem import costs_of, incidents_of, words
 from megastable.report.story import story
+from megastable.report.told import duration
 from tests.conftest import tiny
 
 KNOWN: dict[str, Any] = {
@@ -23,17 +25,27 @@ def lines(corpus: Path, **change: Any) -> list[str]:
 
 def test_where_the_state_was_spoilt_nobody_is_guilty(corpus: Path) -> None:
     assert lines(corpus, cause="state") == [
-        "step 121     the loss jumped from 4.00 to 9.00; recoverable, cause: state",
+        "step 120     the loss jumped from 4.00 to 9.00; recoverable, cause: state",
         "done         went back in memory to before the onset and went on, without a restart; skipped 190-192: healed",
-        "cost         steps done again: 2, batches refused: 0, seconds: 1.0",
+        "cost         steps lost: 2, updates refused: 0",
     ]
+
+
+def test_the_time_lost_is_that_of_the_post_mortem(corpus: Path, spike: Path) -> None:
+    """Not only the search: the steps that are done again, too."""
+    (evidence,) = incidents_of(spike)
+    cost = costs_of(spike)[evidence.incident.number]
+    assert cost == evidence.cost and cost.seconds > evidence.incident.seconds > 0
+    found = [line for line in story(KNOWN, tiny(corpus, Path("unused")), cost) if line.startswith("cost")]
+    assert found == [f"cost         steps lost: 2, updates refused: 0, time lost: {duration(cost.seconds)}"]
+    assert {name: value for name, value, _ in words.figures(evidence)}["time lost"] == duration(cost.seconds)
 
 
 def test_of_a_crash_the_failure_is_told(corpus: Path) -> None:
     failure = "rank 1 was killed by \x1b[31msignal 9 (SIGKILL)"
     crash = {"verdict": "crash", "cause": "process", "positions": [], "action": "restart", "failure": failure}
     seen, done, _ = lines(corpus, **crash, loss_before=None, loss_peak=None)
-    assert seen == f"step 121     {failure}; recoverable, cause: process".replace("\x1b", "\\x1b")
+    assert seen == f"step 120     {failure}; recoverable, cause: process".replace("\x1b", "\\x1b")
     assert done.startswith("done         started the processes again from the newest good checkpoint, or ")
     assert done.endswith(": healed")
 

@@ -1,4 +1,4 @@
-"""What the supervisor does about failed processes: luck, data, code, a host; and how long it waits."""
+"""What the supervisor does about failed processes: none, data, code, a host; and how long it waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def after(failures: list[Failure], hosts: int = 1, **limits: int) -> tuple[Actio
     return remedy.action, remedy.cause, remedy.skip
 
 
-def test_luck_is_met_with_a_restart() -> None:
+def test_what_has_no_pattern_is_met_with_a_restart() -> None:
     kills = [("SIGKILL", clock + 1, clock) for clock in (7, 19, 20, 33)]
     assert after(failed(*kills)) == (Action.RESTART, Cause.PROCESS, False)
 

@@ -24,11 +24,12 @@ from megastable.data.skip_ledger import Ledger, read_ledger
 from megastable.data.skips import Selection
 from megastable.errors import ConfigError, DataError, SpaceError
 from megastable.rundir import RunDirectory
+from megastable.supervise import failed_data
 from megastable.supervise import supervisor as module
 from megastable.supervise.audience import Audience
 from megastable.supervise.processes import FLAG
 from megastable.supervise.supervisor import Supervisor
-from tests.conftest import tiny
+from tests.conftest import tiny, write_corpus
 
 # What stands in for the training: trains from step `begin` to `until`, a hundredth of a second each, then ends.
 PROGRAM = """
@@ -58,7 +59,7 @@ if "words" in plan:
     (run.logs / f"attempt-{number:04d}/rank-0.json").write_text(json.dumps(words))
 if plan.get("hang"):
     time.sleep(60)
-print("the last line", flush=True)
+print(plan.get("prints", "the last line"), flush=True)
 os._exit(plan.get("code", 0))
 """
 
@@ -83,12 +84,14 @@ class Quiet:
 class Ladder:
     def __init__(self, corpus: Path, folder: Path) -> None:
         self.run, self.quiet = RunDirectory(folder), Quiet()
+        self.overrides: list[str] = []
+        self.commands: list[list[str]] = []  # what attempts were started with
         self.config = tiny(
             corpus, folder, supervise={"hang_floor": 1.0, "hang_unknown": 30.0, "backoff_seconds": 0.1}
         )
 
     def supervisor(self, *given: str) -> Supervisor:
-        return Supervisor(self.config, self.run, self.quiet, "recipe.yaml", [], given)
+        return Supervisor(self.config, self.run, self.quiet, "recipe.yaml", self.overrides, given)
 
     def __call__(
         self, *plan: dict[str, Any], given: tuple[str, ...] = ()
@@ -106,11 +109,15 @@ class Ladder:
 @pytest.fixture
 def ladder(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ladder]:
     def command(run: RunDirectory, number: int, *rest: Any) -> list[str]:
+        ladder.commands.append(
+            [text for part in rest for text in ([part] if isinstance(part, str) else part)]
+        )
         return [sys.executable, "-c", PROGRAM, f"{FLAG}={number}@{run.root}"]
 
+    ladder = Ladder(corpus, tmp_path)
     monkeypatch.setattr(module, "command", command)
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    yield Ladder(corpus, tmp_path)
+    yield ladder
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -304,6 +311,79 @@ def test_an_error_in_mid_run_is_no_bad_input(ladder: Ladder) -> None:
     stale = {"begin": 0, "until": 7, "code": 2, "words": "DataError: Stale file handle"}
     code, ends = ladder(stale, FINISHED)
     assert code == errors.OK and [e["code"] for e in ends] == [2, 0]
+
+
+def test_a_shard_cut_in_mid_run_stops_at_once_and_after_the_restore_the_same_command_goes_on(
+    ladder: Ladder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another attempt would be refused at its start: the second one does not begin before the file is back."""
+    monkeypatch.setattr(failed_data, "RECHECK", 0.0)
+    write_corpus(tmp_path / "data")
+    ladder.config = tiny(tmp_path / "data", ladder.run.root, supervise={"backoff_seconds": 0.1})
+    shard = tmp_path / "data/part-0.bin"
+    whole = shard.read_bytes()
+    os.truncate(shard, len(whole) // 8)
+    cut = {"begin": 0, "until": 7, "code": 2, "words": f"DataError: {shard} became shorter: restore it"}
+    code, ends = ladder(cut, FINISHED)
+    assert code == errors.BAD_INPUT and len(ends) == 1
+    assert ladder.incidents() == [("crash", "storage", "divergent", "stopped")]
+    (told,) = {e["summary"]["reasons"][-1] for e in ladder.run.events("incident") if e["what"] == "closed"}
+    assert "restore it" in told and "luck" not in told and "transient" not in told
+    assert any(line.startswith("ended with code 2: ") and "restore it" in line for line in ladder.quiet.said)
+    shard.write_bytes(whole)
+    code, ends = ladder(cut, FINISHED)
+    assert code == errors.OK and [e["code"] for e in ends] == [2, 0]
+
+
+def test_a_disk_that_stays_full_is_called_by_its_name(
+    ladder: Ladder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Always at the same step, where a checkpoint is due: no sample is skipped for that."""
+    monkeypatch.setattr(module, "NO_ROOM", 0.0)
+    code, ends = ladder({"begin": 0, "until": 7, "code": errors.NO_SPACE})
+    assert code == errors.NO_SPACE and len(ends) == ladder.config.stability.policy.barren
+    assert ladder.incidents() == [("crash", "storage", "divergent", "stopped")]
+    reasons = list(ladder.run.events("incident"))[-1]["summary"]["reasons"]
+    assert all("the disk is full" in reason for reason in reasons) and "stays full" in reasons[-1]
+    assert not ladder.run.skips.exists()
+
+
+def test_data_that_comes_back_soon_is_trained_on(
+    ladder: Ladder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_corpus(tmp_path / "data")
+    ladder.config = tiny(tmp_path / "data", ladder.run.root, supervise={"backoff_seconds": 0.1})
+    (tmp_path / "data/manifest.json").rename(tmp_path / "manifest.json")
+    real, looks = failed_data.open_corpora, []
+
+    def stutters(*given: Any) -> Any:
+        looks.append(given)
+        if len(looks) == 2:
+            (tmp_path / "manifest.json").rename(tmp_path / "data/manifest.json")
+        return real(*given)
+
+    monkeypatch.setattr(failed_data, "open_corpora", stutters)
+    stale = {"begin": 0, "until": 7, "code": 2, "words": "DataError: Stale file handle"}
+    assert ladder(stale, FINISHED)[0] == errors.OK and len(looks) == 2
+    assert ladder.incidents() == [("crash", "process", "recoverable", "healed")]
+
+
+def test_no_file_and_no_argument_of_a_rank_holds_a_secret(ladder: Ladder) -> None:
+    hook = "https://localhost:1/services/hunter2"
+    ladder.overrides = [f"supervise.webhook={hook}"]
+    parts = ladder.config.supervise.model_copy(update={"webhook": hook})
+    ladder.config = ladder.config.model_copy(update={"supervise": parts})
+    assert ladder(FINISHED)[0] == errors.OK
+    assert any("supervise.webhook=https://localhost:1/<redacted>" in given for given in ladder.commands)
+    files = [path for path in ladder.run.root.rglob("*") if path.is_file()]
+    assert len(files) > 5 and not [path for path in files if b"hunter2" in path.read_bytes()]
+    assert "hunter2" not in str(ladder.commands)
+
+
+def test_what_the_training_printed_last_is_told(ladder: Ladder) -> None:
+    code, ends = ladder({"code": 2, "prints": "error: data.corpora is empty: name one"})
+    assert code == errors.BAD_INPUT
+    assert ends[0]["failure"] == "the training ended with code 2: data.corpora is empty: name one"
 
 
 def test_a_run_that_finished_while_nobody_watched_is_adopted(ladder: Ladder) -> None:

@@ -20,6 +20,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megastable import errors
 from megastable.config import RunConfig
 from megastable.errors import DataError
 from megastable.supervise.chronicle import KEPT, TAIL, Chronicle
@@ -222,6 +223,7 @@ def test_the_numbers_of_a_running_run(run: Path) -> None:
         s = look(run)
     assert (s.state, s.step, s.steps, s.loss, s.lr, s.applied) == (State.RUNNING, 10, 50, 3.5, 1e-3, False)
     assert (s.age, s.rate, s.eta, s.world, s.cursor) == (1.0, 2.0, 80.0, 2, 640)
+    assert s.tokens_per_second == 64 * 2048 / s.rate  # at that rate, not at the last step's
     assert (s.supervisor.alive, s.supervisor.pid, s.supervisor.host) == (True, 11, "node-1")
     assert (s.trainer.alive, s.trainer.pid, s.trainer.host) == (True, 22, "node-2")
     assert (s.attempt, s.starts, s.restarts, s.refused, s.steps_lost) == (2, 2, {"killed": 1}, 1, 3)
@@ -380,6 +382,27 @@ def test_locks_are_only_looked_at(run: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     look(run)
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("summary", "state", "code"),
+    [
+        ({"steps": 50}, State.FINISHED, errors.OK),
+        ({"steps": 49}, State.NEW, errors.STOPPED),  # of a shorter run; it is to be trained on
+        ({"steps": "x"}, State.NEW, errors.STOPPED),
+        (None, State.NEW, errors.STOPPED),
+    ],
+)
+def test_a_finished_run_whose_journal_is_gone(
+    summary: dict[str, Any] | None, state: State, code: int, run: Path
+) -> None:
+    if summary is not None:
+        (run / "summary.json").write_text(json.dumps(summary))
+    progress(run, step=50)
+    status = look(run)
+    assert (status.state, exit_code(status)) == (state, code)
+    journal(run, TRAINING)  # somebody trained it on, and is gone: the journal knows better
+    assert look(run).state is State.INTERRUPTED
 
 
 def test_no_run_is_an_error_that_helps(run: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from megastable.report.told import duration, size, visible
+from megastable.supervise.audience import news
 from megastable.supervise.state import State
 from megastable.supervise.status import Status, Watch, read_status
 from megastable.supervise.view import BARS, live, panel, sparkline
@@ -74,6 +75,15 @@ def test_it_fits_and_tells_what_matters(width: int, status: Status) -> None:
     ):
         assert part in flat, part
     assert "run.dir=" in flat
+
+
+def test_an_incident_is_called_by_the_step_that_it_began_with(tmp_path: Path) -> None:
+    """As in the post-mortem, and in what people are told; it was acted on a step later."""
+    journal(tmp_path, incident(1, step=121, onset=120))
+    status = read_status(tmp_path)
+    assert (status.incidents[0].onset, status.incidents[0].step) == (120, 121)
+    assert "#1 step 120: spike" in rendered(status, 140)
+    assert news(incident(1, step=121, onset=120)) == "incident 1 (step 120) opened"
 
 
 def test_an_alert_stands_out(status: Status) -> None:

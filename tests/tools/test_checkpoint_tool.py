@@ -201,6 +201,10 @@ def test_show(call: Callable[..., tuple[str, str]], checkpoint: Path) -> None:
     for words in ("2 layers, width 16", "tensor 2 x pipeline 1 x data 1, ZeRO 1, bf16", "150 steps after it", "mine",
                   "blocks.0.attention.k_norm.weight"):  # fmt: skip
         assert words in text
+    (row,) = json_of(call, "list", checkpoint.parents[1])["rows"]
+    assert (
+        row["loss"] == 3.375 and "3.375" in text and "3.250" not in text
+    )  # the mean of [3.5, 3.25] for both
     found = json_of(call, "show", checkpoint.parents[1], "--tensor", "*.qkv.*")
     assert {row["name"] for row in found["tensors"]} == {f"blocks.{i}.attention.qkv.weight" for i in (0, 1)}
     assert len(found["tensors"]) == 6 and found["state"]["cursor"] == 56 and found["model"]["hidden"] == 16

@@ -76,7 +76,7 @@ def show(path: Path, pattern: str | None = None) -> Shown:
         ("optimizer", f"Adam's moments, {state.adam_step:,.0f} updates" if len(whole.kinds) > 1 else "none"),
         ("step", f"{state.step:,} ({plural(state.updates, 'update')})"), ("tokens", f"{state.tokens:,}"),
         ("data position", f"{state.cursor:,}"), ("trained for", duration(state.seconds)),
-        ("loss", number(state.recent_losses[-1]) if state.recent_losses else "?"), ("layout", str(state.layout)),
+        ("loss", number(state.recent_loss)), ("layout", str(state.layout)),
         ("size", f"{size(contents.size)} in {plural(len(contents.files), 'file')}"),
         ("finite", "yes" if contents.finite else "no"),
         *((f"fingerprint of the {key}", value) for key, value in contents.fingerprints.items()),

@@ -18,12 +18,12 @@ from megastable.durable import write_file
 from megastable.errors import DataError
 from megastable.report.postmortem import logs, pages, pictures
 from megastable.report.postmortem.evidence import Case, Run
-from megastable.report.postmortem.facts import Evidence
+from megastable.report.postmortem.facts import Cost, Evidence
 from megastable.rundir import RunDirectory, as_json
 
 log = logging.getLogger(__name__)
 
-__all__ = ["incidents_of", "write_incidents"]
+__all__ = ["costs_of", "incidents_of", "write_incidents"]
 
 EVIDENCE = "evidence.json"
 
@@ -65,6 +65,12 @@ def incidents_of(run: Path) -> Iterator[Evidence]:
     """The facts of every incident, in order. Raises DataError for a journal that cannot be read."""
     given = _open(run)
     return (Case(given, number).gather() for number in given.incidents)
+
+
+def costs_of(run: Path) -> dict[int, Cost]:
+    """What every incident took, by number. Raises DataError for a journal that cannot be read."""
+    given = _open(run)
+    return {number: Case(given, number).cost() for number in given.incidents}
 
 
 def _open(run: Path) -> Run:

@@ -176,6 +176,10 @@ class Case:
         library = self.run.library(max(time for time, skipped, _ in named_when(self.own) if skipped))
         return library.tokens(self.incident.guilty, self.run.selection(library))
 
+    def cost(self) -> Cost:
+        """What it took, without the rest."""
+        return self._cost(self._facts(), self._try("the step records", self._rows, list[Row]()))
+
     # From the journal
 
     def _suspects(self) -> list[Suspect]:

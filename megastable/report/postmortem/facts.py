@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from megastable.data.documents import Document
 from megastable.data.order import LAST_POSITION
@@ -67,6 +67,11 @@ class IncidentFacts(BaseModel):
     outcome: str = "open"
     failure: str = ""
     evidence: list[str] = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_onset(cls, given: Any) -> Any:
+        return {"onset": given["step"]} | given if isinstance(given, dict) and "step" in given else given
 
     @field_validator("positions", "deferred", "returns")
     @classmethod
@@ -190,7 +195,8 @@ class Layers(Facts):
 
 
 class Cost(Facts):
-    """What it took. step_seconds: median of the steps around; recovery: searching and undoing; downtime: from the end
+    """What it took. seconds, the time lost, is the sum of four: redone, steps lost at step_seconds, the median of the
+    steps around; recovery: searching and undoing; downtime: from the end
     of a process, as it was noticed, to the next one's first step; silent: from the last progress until it was noticed.
     """
 

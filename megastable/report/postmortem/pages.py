@@ -23,6 +23,7 @@ from megastable.report.told import duration, plural, ranges, visible
 
 ON_PAGE = 5  # samples that the page shows
 DOCUMENTS = 50  # documents that the page shows
+SUSPECTS = 16  # suspects that either page shows
 CHANGED = 12  # statistics of layers that the page shows
 FILES = {
     "report.html": "all of it on one page",
@@ -125,6 +126,7 @@ def _facts(e: Evidence) -> dict[str, Any]:
     """What both pages tell."""
     return {
         "e": e, "headline": words.seen(e.incident), "sequel": words.sequel(e), "outcome": words.outcome(e),
+        "most_suspects": SUSPECTS,
         "tokens": e.tokens, "skipped": words.skipped(e),
         "type_of": words.type_of, "type_remark": words.type_remark(e.incident),
         "cause": words.cause(e.incident), "actions": [words.acted(a) for a in e.incident.actions],

@@ -29,7 +29,7 @@ CAUSES = {
 }
 BREAKDOWNS = {
     "process": "process: one that died, was killed or hung",
-    "storage": "storage: a checkpoint was damaged on its disk",
+    "storage": "storage: a file was damaged or cut on its disk, or the disk is full",
     "code": "code: the same failure at the same step, with other data, too",
     "data": "data: the same failure at the same place, again and again; its samples were not measured",
     "hardware": "hardware: one host fails among several",
@@ -396,10 +396,12 @@ def _of_breakdown(e: Evidence) -> Iterator[FollowUp]:
             yield FollowUp(
                 text="Take that host out of the hostfile, and check it: GPU error counters (ECC, Xid), then a burn-in."
             )
-        case "storage":
+        case "storage" if e.incident.verdict == "damaged_checkpoint":
             yield FollowUp(
                 text="Check the disk that held the damaged checkpoint, and the kernel's log of the host that wrote it."
             )
+        case "storage":
+            yield FollowUp(text="Restore the file that is named above; where the disk is full, make room.")
         case "code":
             yield FollowUp(
                 text="It fails at the same step with other data: reproduce it from the checkpoint before, on few ranks."

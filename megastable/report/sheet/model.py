@@ -83,7 +83,9 @@ class Histogram:
 @dataclass(frozen=True, slots=True)
 class Sheet:
     """passages: texts of a row, by its index. Rows may have keys that no column shows: JSON has them, and with `shard`
-    and `document` the page offers a plan. legend: what the heat of the texts means."""
+    and `document` the page offers a plan. legend: what the heat of the texts means. counts: the key whose different
+    values are what a person counts, where one may have several rows, and what they are called: ("position", "sample").
+    """
 
     title: str
     lead: Sequence[str] = ()
@@ -94,6 +96,7 @@ class Sheet:
     histograms: Sequence[Histogram] = ()
     notes: Sequence[str] = ()
     legend: str = "heat of a token"
+    counts: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         keys = [column.key for column in self.columns]

@@ -51,12 +51,23 @@ def content(sheet: Sheet) -> dict[str, Any]:
     return {
         "columns": [_column(column, sheet) for column in sheet.columns],
         "rows": len(sheet.rows),
+        "units": _units(sheet),
         "plan": _plan(sheet),
         "part": PART,
         "first": FIRST,
         "histograms": [_histogram(histogram, keys) for histogram in sheet.histograms],
         "legend": marked(sheet.legend),
     }
+
+
+def _units(sheet: Sheet) -> dict[str, Any] | None:
+    """What a person counts, and which of them every row belongs to; None where that is the rows themselves."""
+    if sheet.counts is None:
+        return None
+    key, name = sheet.counts
+    seen: dict[Any, int] = {}
+    of = [seen.setdefault(plain(row.get(key)), len(seen)) for row in sheet.rows]
+    return None if len(seen) == len(of) else {"name": marked(name), "of": of}
 
 
 def texts(sheet: Sheet) -> dict[int, dict[str, Any]]:

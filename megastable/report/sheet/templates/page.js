@@ -227,7 +227,8 @@ class Table {
 
   count() {
     const [shown, all] = [same.format(this.order.length), same.format(this.rows.count)];
-    find("shown").textContent = shown === all ? `${all} row${all === "1" ? "" : "s"}` : `${shown} of ${all} rows`;
+    const rows = shown === all ? `${all} row${all === "1" ? "" : "s"}` : `${shown} of ${all} rows`;
+    find("shown").textContent = this.rows.units ? `${this.rows.counted(this.order)} in ${rows}` : rows;
     if (!this.rows.lines) return;
     const count = this.lines().length;
     find("copy").textContent = `copy ${same.format(count)} for a plan`;

@@ -44,6 +44,7 @@ class Reader {
     this.body.replaceChildren(this.values(row, (i) => !wide[i]));
     const texts = this.rows.passages(row);
     if (texts.some((passage) => passage.heat)) this.body.append(this.scale());
+    if (!texts.length && this.rows.read(0)) put(node("p", { class: "note" }, this.body), "The text of this row is not on this page: it has those of the first rows.");
     for (const passage of texts) {
       put(node("h3", {}, this.body), passage.title);
       this.body.append(this.text(passage));

@@ -26,7 +26,7 @@ function told(value, kind) {
 class Rows {
   /** read(n): the n-th part of the texts, by row; undefined where there is none. */
   constructor(data, read) {
-    Object.assign(this, { columns: data.columns, count: data.rows, lines: data.plan, part: data.part, read });
+    Object.assign(this, { columns: data.columns, count: data.rows, lines: data.plan, part: data.part, units: data.units, read });
     this.texts = [];
     this.parts = [];
   }
@@ -38,6 +38,17 @@ class Rows {
 
   text(column, row) {
     return told(this.columns[column].values[row], this.columns[column].kind);
+  }
+
+  /** What a person counts: a sample of several documents has a row for each. */
+  unit(row) {
+    return this.units ? this.units.of[row] : row;
+  }
+
+  /** How many of them are in these rows, in words. */
+  counted(rows) {
+    const name = this.units?.name ?? "row", count = new Set(rows.map((row) => this.unit(row))).size;
+    return `${same.format(count)} ${name}${count === 1 ? "" : "s"}`;
   }
 
   /** All text of a row in lower case: what a search looks through. */
@@ -54,14 +65,15 @@ class Rows {
 
   /** The values of a column of text, the most frequent first; null where they are too many to choose from. */
   categories(column, most) {
-    const counts = new Map();
-    for (const value of this.columns[column].values)
+    const found = new Map();
+    for (const [row, value] of this.columns[column].values.entries())
       for (const part of new Set([].concat(value ?? []))) {
         const text = told(part, "text");
-        counts.set(text, (counts.get(text) ?? 0) + 1);
-        if (counts.size > most) return null;
+        found.set(text, (found.get(text) ?? new Set()).add(this.unit(row)));
+        if (found.size > most) return null;
       }
-    return [...counts].sort((a, b) => b[1] - a[1] || collator.compare(a[0], b[0]));
+    const counts = [...found].map(([text, units]) => [text, units.size]);
+    return counts.sort((a, b) => b[1] - a[1] || collator.compare(a[0], b[0]));
   }
 
   /** Indices of the rows that have all words, a picked value in every picked column, and a value in every range. */
