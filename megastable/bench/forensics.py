@@ -17,6 +17,7 @@ from megastable.data.tokenizer import Tokenizer, load_tokenizer
 from megastable.errors import DataError
 from megastable.forensics.oddness.corruption import PLANTED, corrupt, corrupt_span
 from megastable.forensics.oddness.lexicon import Lexicon
+from megastable.forensics.oddness.windows import judge_pieces
 from megastable.forensics.oddness.yardstick import KINDS, Yardstick, cut, document_keys
 
 Ids = npt.NDArray[np.int64]
@@ -31,13 +32,10 @@ BLOCK = 1 << 19  # tokens measured at once
 
 @dataclass(frozen=True)
 class Scanned:
-    """Of d documents: score [d], kind [d] (index in KINDS) and the piece that both are of."""
+    """Of d documents: score [d] and kind [d] (index in KINDS)."""
 
     score: npt.NDArray[np.float32]
     kind: npt.NDArray[np.int16]
-    feature: npt.NDArray[np.int16]
-    values: dict[str, npt.NDArray[np.float32]]
-    yardstick: Yardstick
 
 
 def evaluate(corpus: Path, seed: int = 0, share: float = 0.005) -> list[Row]:
@@ -112,17 +110,10 @@ def scan(documents: Sequence[Ids], tokenizer: Tokenizer) -> Scanned:
     keys = document_keys(tokens, edges)
     yardstick = Yardstick.of([(tokens, edges, keys)], Lexicon.of(tokenizer, tokenizer.vocab_size))
     pieces, owner = cut(edges)
-    features = yardstick.measure(tokens, pieces, keys[owner])
-    judged = yardstick.judge(features)
-    order = np.lexsort((-judged.score, owner))
+    judged = judge_pieces(yardstick, tokens, pieces, keys[owner])
+    order = np.lexsort((-judged.worst.score, owner))
     worst = order[np.searchsorted(owner[order], np.arange(len(documents)))]
-    return Scanned(
-        judged.score[worst],
-        judged.kind[worst],
-        judged.feature[worst],
-        {name: values[worst] for name, values in features.items()},
-        yardstick,
-    )
+    return Scanned(judged.worst.score[worst], judged.worst.kind[worst])
 
 
 def speed(yardstick: Yardstick, tokens: npt.NDArray[np.integer], length: int, repeats: int = 3) -> float:
