@@ -13,6 +13,10 @@ from megastable.forensics.oddness.kinds import ODD
 from megastable.forensics.oddness.tables import Int64s, Keys
 from megastable.forensics.oddness.yardstick import Raw, Yardstick
 
+Span = tuple[int, int]
+
+WINDOW, STRIDE = 64, 16  # tokens: where in a document it is odd
+AT_ONCE = 4096  # windows that are measured together
 SHORTEST = 64  # tokens of a piece that is looked at by halves: what is shorter than half of it says little
 
 
@@ -54,6 +58,40 @@ def judge_pieces(yardstick: Yardstick, tokens: Raw, edges: Int64s, keys: Keys) -
         value[at] = _at(found, parts.feature)[worse]
         first[at], count[at] = halves[:, :2].ravel()[worse], sizes[worse]
     return Judged(features, Judgement(score, feature, kind), value, first, count)
+
+
+def spans_of(yardstick: Yardstick, tokens: Raw, key: int, least: float) -> list[Span]:
+    """Where a document [n] is as odd as `least`, with its key as `Yardstick.measure` takes it: [first, end) of its
+    tokens, ascending; at least the worst window.
+
+    Windows of WINDOW tokens begin every STRIDE; a token is odd when most of the windows that hold it are. What lies
+    between two odd spans, or at an end, and is shorter than a window, cannot be told from them and is odd, too.
+    """
+    count = len(tokens)
+    firsts = np.unique(np.append(np.arange(0, max(count - WINDOW, 0), STRIDE), max(count - WINDOW, 0)))
+    ends = np.minimum(firsts + WINDOW, count)
+    scores = np.empty(firsts.size, np.float32)
+    for some in np.split(np.arange(firsts.size), range(AT_ONCE, firsts.size, AT_ONCE)):
+        place = np.concatenate([np.arange(firsts[n], ends[n]) for n in some])
+        edges = np.append(0, np.cumsum(ends[some] - firsts[some]))
+        measured = yardstick.measure(tokens[place], edges, np.full(some.size, key, np.uint64))
+        scores[some] = yardstick.judge(measured).score
+    odd = (scores >= least) | (scores == scores.max())
+    change = np.zeros((2, count + 1), np.int64)
+    for row, windows in enumerate((odd, ~odd)):
+        np.add.at(change[row], firsts[windows], 1)
+        np.add.at(change[row], ends[windows], -1)
+    votes = change.cumsum(axis=1)[:, :-1]
+    inside = np.append(False, np.append(votes[0] > votes[1], False))
+    edges = np.flatnonzero(inside[1:] != inside[:-1]).tolist()
+    if not edges:  # the worst window is outvoted everywhere
+        worst = int(scores.argmax())
+        edges = [int(firsts[worst]), int(ends[worst])]
+    spans = list[Span]()
+    for first, end in zip(edges[::2], edges[1::2], strict=True):
+        begin = spans.pop()[0] if spans and first - spans[-1][1] < WINDOW else 0 if first < WINDOW else first
+        spans.append((begin, count if count - end < WINDOW else end))
+    return spans
 
 
 def _at(features: Features, chosen: npt.NDArray[np.int16]) -> Floats:

@@ -12,11 +12,23 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megastable.data.staging import write_file
 from megastable.errors import DataError
+from megastable.forensics.oddness.kinds import ODD
+from megastable.forensics.oddness.windows import Span, spans_of
 from megastable.forensics.oddness.yardstick import NAMES, Yardstick
 from megastable.forensics.scanning import workplace
 from megastable.forensics.scanning.duplicates import COPY, read_copies
-from megastable.forensics.scanning.rows import ALL_KINDS, EMPTY, REPETITIVE, codes
+from megastable.forensics.scanning.rows import (
+    ALL_KINDS,
+    EMPTY,
+    REPETITIVE,
+    cached_yardstick,
+    codes,
+    document_keys,
+    long_key,
+)
 from megastable.forensics.scanning.spool import Records
+from megastable.forensics.scanning.units import BLOCK
+from megastable.forensics.shelf import Shelf
 
 DUPLICATE, NEAR_DUPLICATE = "duplicate", "near duplicate"
 USUAL = ALL_KINDS[0]
@@ -170,7 +182,7 @@ class Scan(_Part):
 @dataclass(frozen=True)
 class Suspect:
     """A document that may be pruned: tokens [first_token, first_token + tokens) of its shard; piece: where in the shard
-    its worst piece begins; why: in words."""
+    its worst piece begins; why: in words; copy: it is there for being one, or for having no tokens, not for its score."""
 
     shard: str
     document: int
@@ -180,6 +192,7 @@ class Suspect:
     kind: str
     why: str
     piece: int
+    copy: bool = False
 
 
 def suspects(
@@ -231,7 +244,22 @@ def suspects(
             yield Suspect(
                 shard, row["document"], row["first_token"], row["tokens"], row["score"], called, "; ".join(why),
                 row["piece"] if high[index] else row["first_token"],
+                copy=index in of or row["kind"] == EMPTY,
             )  # fmt: skip
+
+
+def odd_spans(folder: Path, shelf: Shelf, suspect: Suspect, least: float | None = None) -> list[Span]:
+    """The tokens [first, end) of a document of a scan that are odd: as odd as `least`, or else as its kind asks for."""
+    shard = shelf.shard(suspect.shard)
+    path = folder / workplace.YARDSTICK
+    yardstick = cached_yardstick(path, path.stat().st_mtime_ns)
+    ids = shard.raw(suspect.first_token, suspect.tokens)
+    if suspect.tokens > BLOCK:
+        key = long_key(suspect.shard, suspect.document)
+    else:
+        key = int(document_keys(ids, np.array([0, len(ids)]))[0])
+    wanted = ODD if least is None else max(least, ODD)
+    return spans_of(yardstick, ids, key, min(wanted, suspect.score))
 
 
 def told(yardstick: Yardstick, row: dict[str, object]) -> str:
