@@ -108,11 +108,13 @@ def _suspects(
 ) -> Iterator[Why]:
     from megastable.forensics.scanning.scanned import Scan, odd_spans, suspects
 
+    found = Scan.load(folder)
     if score is None and not kinds and not duplicates:
+        advice = "" if found.advised is None else f" {found.advised:g}, which is its advice"
         raise DataError(
-            f"{folder}: nothing says which of its findings are meant: give --score, --kind or --duplicates"
+            f"{folder}: nothing says which of its findings are meant: give --score{advice}, --kind or --duplicates"
         )
-    if Scan.load(folder).fingerprint != manifest.fingerprint():
+    if found.fingerprint != manifest.fingerprint():
         raise DataError(
             f"{folder} is the scan of another corpus, or {corpus} has changed since: scan {corpus}, then plan again"
         )
@@ -202,18 +204,22 @@ def _removals(shelf: Shelf, found: Iterable[Why]) -> Iterator[Removal]:
         for document, of in sorted(reasons.get(shard.name, {}).items()):
             first, end = shard.document_bounds(document)
             texts = "; ".join(dict.fromkeys(why.text for why in of))
+            # What ends the document stays, or goes with all of it.
+            count = end - first
+            text = count - int(count > 0 and int(shard.raw(end - 1, 1)[0]) == shelf.eod)
             if all(why.spans for why in of):
                 spans = Skips.merged(np.array([span for why in of for span in why.spans or ()])).ranges
-                if spans[-1][1] > end - first:
+                if spans[-1][1] > count:
                     raise DataError(
-                        f"document {document} of {shard.name} has {plural(end - first, 'token')}, a list names a span of "
+                        f"document {document} of {shard.name} has {plural(count, 'token')}, a list names a span of "
                         f"it up to {spans[-1][1]}: mend that"
                     )
+                spans = [(begin, min(stop, text)) for begin, stop in spans if begin < text]
             else:
-                spans = []
-            if not spans or spans[0] == (0, end - first):
+                spans = [(0, text)]
+            if spans[:1] == [(0, text)]:
                 at = next((why.at for why in of if why.at is not None), first)
-                yield Removal(shard.name, document, end - first, texts, _excerpt(shelf, shard, first, at, end))
+                yield Removal(shard.name, document, count, texts, _excerpt(shelf, shard, first, at, end))
                 continue
             for begin, stop in spans:
                 excerpt = _excerpt(shelf, shard, first, first + begin, first + stop)

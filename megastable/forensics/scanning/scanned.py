@@ -52,13 +52,15 @@ class ShardFacts(_Part):
 
 
 class Threshold(_Part):
-    """Documents whose score is `score` or more: how many, their tokens, their share of the corpus and, `usual`, of the
-    sample of the reference, which is how many are called odd in a good corpus; kinds: how many of each."""
+    """Documents whose score is `score` or more: how many, their tokens, their share of the corpus; ordinary: how many of
+    as many ordinary documents would lie as high, which is how many may be named wrongly (`advice.py`); usual: the share
+    of the sample of the reference that does; kinds: how many of each."""
 
     score: float
     documents: int
     tokens: int
     share: float
+    ordinary: float
     usual: float
     kinds: dict[str, int]
 
@@ -101,13 +103,14 @@ class Scan(_Part):
     """shards are `name` (fingerprint, tokenizer: xxh3 or ""); against: the name of the reference, itself if it is "".
 
     lengths: documents by powers of two: of 0 tokens, of 1, of 2 and 3, ... scores: documents by score, in steps of
-    `score_step`, the last is all above. worst: at most `top`, none with a score of 0. quantiles: of the score and each
+    `score_step`, the last is all above. advised: the score from which on documents are worth a look (`advice.py`), None
+    where none is. worst: at most `top`, none with a score of 0. quantiles: of the score and each
     feature over documents, and of their compression, at `shares`; they and the histograms are of a sample of a large
     corpus. seconds: of the measuring in this call, of `measured_tokens`, by `workers`; yardstick_seconds: of what came
     before it. sample_documents: those with tokens, the parts of long ones counted each.
     """
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     name: str
     fingerprint: str
     tokenizer: str
@@ -127,6 +130,7 @@ class Scan(_Part):
     lengths: list[int]
     score_step: float
     scores: list[int]
+    advised: float | None
     thresholds: list[Threshold]
     top: int
     worst: list[Worst]
