@@ -86,8 +86,8 @@ def skip_documents(
     name, stream = order.corpora[corpus].name, library.source.streams[corpus]
     if isinstance(stream, GoneStream):
         raise DataError(f"the run no longer trains on corpus {name}: nothing to skip")
-    named = {shard: of if isinstance(of, Named) else Named(of, {}) for shard, of in documents.items()}
-    found = list(_tokens(stream, named))
+    chosen = {shard: of if isinstance(of, Named) else Named(of, {}) for shard, of in documents.items()}
+    found = list(_tokens(stream, chosen))
     edges = np.array([tokens for _, _, tokens in found], dtype=np.int64).reshape(-1, 2)
     known = history.selection(library).sequences.get(corpus, NONE)
     samples = sequences_of(Skips.merged(edges), order.sequence_length, order.sequences[corpus])
@@ -107,7 +107,7 @@ def skip_documents(
         entries.append(
             SampleEntry(corpus=name, fingerprint=fingerprint, tokens=tokens, reason=reason, documents=of)
         )
-    count = sum(of.touched.size for of in named.values())
+    count = sum(of.touched.size for of in chosen.values())
     return _add(history, entries, Skipped(name, count, new, len(entries), samples.count() - new, False, None))
 
 

@@ -9,11 +9,13 @@ import numpy.typing as npt
 
 from megastable.forensics.oddness.features import NAMES, Features, Floats
 from megastable.forensics.oddness.judgement import Judgement
-from megastable.forensics.oddness.kinds import ODD
+from megastable.forensics.oddness.kinds import KINDS, ODD
 from megastable.forensics.oddness.tables import Int64s, Keys
 from megastable.forensics.oddness.yardstick import Raw, Yardstick
 
 Span = tuple[int, int]
+
+VAGUE = np.isin(KINDS, ["another language or register", "odd"])  # kinds that say little of what is wrong
 
 WINDOW, STRIDE = 64, 16  # tokens: where in a document it is odd
 AT_ONCE = 4096  # windows that are measured together
@@ -52,6 +54,9 @@ def judge_pieces(yardstick: Yardstick, tokens: Raw, edges: Int64s, keys: Keys) -
         found = yardstick.measure(tokens[place], np.append(0, np.cumsum(sizes)), np.repeat(keys[odd], 2))
         parts = yardstick.judge(found)
         worse = 2 * np.arange(odd.size) + (parts.score[1::2] > parts.score[::2])
+        # Half of a piece that is noise looks like another language as a whole.
+        vague = VAGUE[kind[odd]] & (parts.score[worse] >= ODD) & ~VAGUE[parts.kind[worse]]
+        kind[odd[vague]] = parts.kind[worse[vague]]
         better = parts.score[worse] > score[odd]
         at, worse = odd[better], worse[better]
         score[at], feature[at], kind[at] = parts.score[worse], parts.feature[worse], parts.kind[worse]
@@ -62,10 +67,11 @@ def judge_pieces(yardstick: Yardstick, tokens: Raw, edges: Int64s, keys: Keys) -
 
 def spans_of(yardstick: Yardstick, tokens: Raw, key: int, least: float) -> list[Span]:
     """Where a document [n] is as odd as `least`, with its key as `Yardstick.measure` takes it: [first, end) of its
-    tokens, ascending; at least the worst window.
+    tokens, ascending; at least around the worst window.
 
-    Windows of WINDOW tokens begin every STRIDE; a token is odd when most of the windows that hold it are. What lies
-    between two odd spans, or at an end, and is shorter than a window, cannot be told from them and is odd, too.
+    Windows of WINDOW tokens begin every STRIDE. Half of one that crosses the edge of damage is sound, and its score about
+    half as high: a token is odd when most of the windows that hold it have half of `least`, and one near has all of it.
+    What lies between two odd spans, or at an end, and is shorter than a window, cannot be told from them and is odd, too.
     """
     count = len(tokens)
     firsts = np.unique(np.append(np.arange(0, max(count - WINDOW, 0), STRIDE), max(count - WINDOW, 0)))
@@ -76,19 +82,21 @@ def spans_of(yardstick: Yardstick, tokens: Raw, key: int, least: float) -> list[
         edges = np.append(0, np.cumsum(ends[some] - firsts[some]))
         measured = yardstick.measure(tokens[place], edges, np.full(some.size, key, np.uint64))
         scores[some] = yardstick.judge(measured).score
-    odd = (scores >= least) | (scores == scores.max())
-    change = np.zeros((2, count + 1), np.int64)
-    for row, windows in enumerate((odd, ~odd)):
+    sure = scores >= min(least, float(scores.max()))
+    odd = sure | (scores >= max(least / 2, ODD))
+    change = np.zeros((3, count + 1), np.int64)
+    for row, windows in enumerate((odd, ~odd, sure)):
         np.add.at(change[row], firsts[windows], 1)
         np.add.at(change[row], ends[windows], -1)
     votes = change.cumsum(axis=1)[:, :-1]
     inside = np.append(False, np.append(votes[0] > votes[1], False))
-    edges = np.flatnonzero(inside[1:] != inside[:-1]).tolist()
-    if not edges:  # the worst window is outvoted everywhere
+    edges = np.flatnonzero(inside[1:] != inside[:-1])
+    found = [(a, b) for a, b in edges.reshape(-1, 2).tolist() if votes[2, a:b].any()]
+    if not found:  # the worst window is outvoted everywhere
         worst = int(scores.argmax())
-        edges = [int(firsts[worst]), int(ends[worst])]
+        found = [(int(firsts[worst]), int(ends[worst]))]
     spans = list[Span]()
-    for first, end in zip(edges[::2], edges[1::2], strict=True):
+    for first, end in found:
         begin = spans.pop()[0] if spans and first - spans[-1][1] < WINDOW else 0 if first < WINDOW else first
         spans.append((begin, count if count - end < WINDOW else end))
     return spans

@@ -102,7 +102,7 @@ def _lead(scan: Scan) -> list[str]:
         lead.append("None stands out: at every score so many ordinary documents are to be expected.")
     else:
         lead.append(
-            f"{_number(line.documents, 'document')} a score of {line.score:g} or more{_sorts(line)}, where {_false(line)}."
+            f"{_number(line.documents, 'document')} a score of {line.score:g} or more{_sorts(line)}; {_false(line)}."
         )
     if scan.copies.documents:
         lead.append(
@@ -157,7 +157,9 @@ def _above(line: Threshold, scan: Scan) -> str:
 
 def _false(line: Threshold) -> str:
     """How many of those above may be ordinary ones."""
-    return f"{'fewer than 0.1' if line.ordinary < 0.1 else f'about {line.ordinary:,.1f}'} ordinary ones are expected"
+    if line.ordinary >= line.documents:
+        return "all may be false positives" if line.documents else "no false positive"
+    return f"expected false positives: {'fewer than 0.1' if line.ordinary < 0.1 else f'about {line.ordinary:,.1f}'}"
 
 
 def _held(line: Threshold, scan: Scan) -> str:
@@ -209,9 +211,9 @@ def _notes(scan: Scan) -> list[str]:
         f"to one in 33. It ends at {MOST:g}. A document has the score of its worst piece of up to {PIECE:,} tokens, so "
         "long documents have higher ones; an odd piece that is worse in one half has the score of that half. Odd is not "
         "bad: read before you prune.",
-        "Ordinary ones: how many documents would lie as high if all were ordinary, by what a score says and by how many "
-        f"of the {'reference' if scan.against else 'corpus'} have {CHECKED:g} or more. The score to begin with is the "
-        f"lowest at which they are at most {RATE:.0%} of those that lie there.",
+        "Expected false positives: how many documents would lie as high if all were ordinary, by what a score says and "
+        f"by how many of {scan.against or 'the corpus'} have {CHECKED:g} or more. The advised score is the lowest at "
+        f"which they are at most {RATE:.0%} of the documents above it.",
     ]
     if not scan.against:
         notes.append(
