@@ -1,4 +1,4 @@
-"""Documents, or spans of them, out of a corpus: a plan to read and edit, a new corpus without them, the proof that the rest is intact."""
+"""Documents, or spans of them, out of a corpus: a plan to edit, a new corpus, the proof that the rest is intact."""
 
 # ruff: noqa: E402 (imports take a while, and Ctrl-C must end them quietly)
 from __future__ import annotations
@@ -39,7 +39,9 @@ PRUNE skip runs/7b bad.txt
 
 PRUNE skip runs/7b --corpus web""".replace("PRUNE", "python tools/prune_data.py")
 app = typer.Typer(help=__doc__, epilog=EXAMPLES, add_completion=False, pretty_exceptions_enable=False)
-Most = Annotated[str, typer.Option(metavar="SHARE", help="Of the tokens, and of the documents, that may be gone")]
+Most = Annotated[
+    str, typer.Option(metavar="SHARE", help="Of the tokens, and of the documents, that may be gone")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print a summary for machines")]
 
 
@@ -64,7 +66,9 @@ def plan(corpus: Path,
         duplicates=duplicates, spans=spans, most=share_of(most), overwrite=overwrite,
     )  # fmt: skip
     what = f"{output} takes {loss}; delete the lines of what is to stay"
-    then = f"python tools/prune_data.py apply {output} OUTPUT" + (f" --most {most}" if most != f"{MOST:.0%}" else "")
+    then = f"python tools/prune_data.py apply {output} OUTPUT" + (
+        f" --most {most}" if most != f"{MOST:.0%}" else ""
+    )
     print(json.dumps({"plan": str(output), **loss.told}) if as_json else f"{what}, then: {then}")
 
 

@@ -69,9 +69,10 @@ def spans_of(yardstick: Yardstick, tokens: Raw, key: int, least: float) -> list[
     """Where a document [n] is as odd as `least`, with its key as `Yardstick.measure` takes it: [first, end) of its
     tokens, ascending; at least around the worst window.
 
-    Windows of WINDOW tokens begin every STRIDE. Half of one that crosses the edge of damage is sound, and its score about
-    half as high: a token is odd when most of the windows that hold it have half of `least`, and one near has all of it.
-    What lies between two odd spans, or at an end, and is shorter than a window, cannot be told from them and is odd, too.
+    Windows of WINDOW tokens begin every STRIDE. Half of one that crosses the edge of damage is sound, and its score
+    about half as high: a token is odd when most of the windows that hold it have half of `least`, and one near has all
+    of it. What lies between two odd spans, or at an end, and is shorter than a window, cannot be told from them and is
+    odd, too.
     """
     count = len(tokens)
     firsts = np.unique(np.append(np.arange(0, max(count - WINDOW, 0), STRIDE), max(count - WINDOW, 0)))

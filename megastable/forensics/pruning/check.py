@@ -190,7 +190,7 @@ class _Rows:
             count = int(np.unique(rows.old).size)
             if not all(map(np.array_equal, rows.columns, Rows.of(at, count, gaps).columns)):
                 raise DataError(
-                    f"{self.path}: the rows of {name} from its document {at} on are not what is left of them: prune again"
+                    f"{self.path}: the rows of {name} from its document {at} on are not what is left of it: prune again"
                 )
             at += count
 
@@ -296,9 +296,7 @@ def _different(old: Shard, new: Shard, gaps: Gaps, token: int) -> NoReturn:
     )
 
 
-def _told(
-    directory: Path, new: Manifest, pruned: Pruned, cuts: list[Cut], removed: str, added: int
-) -> None:
+def _told(directory: Path, new: Manifest, pruned: Pruned, cuts: list[Cut], removed: str, added: int) -> None:
     """pruned.json says what was found."""
     found = {
         "shards": cuts,

@@ -1,4 +1,4 @@
-"""What a plan is made of: the documents of an incident, of a scan's findings, or of a list by hand; or spans of them."""
+"""What a plan is made of: documents, or spans of them, of an incident, of a scan's findings, or of a list by hand."""
 
 from __future__ import annotations
 

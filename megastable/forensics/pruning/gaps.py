@@ -89,8 +89,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class CutDocument:
-    """A document of which some is left. first: its first token in the shard; pieces: at least one, ascending; sequences:
-    [first, end) of the shard; gone: tokens that are cut out, its end-of-document token never among them."""
+    """A document of which some is left. first: its first token in the shard; pieces: at least one, ascending;
+    sequences: [first, end) of the shard; gone: tokens that are cut out, its end-of-document token never among them."""
 
     number: int
     first: int
@@ -174,7 +174,7 @@ def _piece(first: int, end: int, closed: bool, lengths: Sequence[int], modes: Se
 @dataclass(frozen=True)
 class Gaps:
     """What is not left of a shard: `documents`, ascending, int64 [n], whole, and spans of `cuts`, ascending too; the
-    sequences and tokens of both, with what is put in their place; closing: the end-of-document token as it is stored."""
+    sequences and tokens of both, with what is put in their place; closing: the bytes of the end-of-document token."""
 
     documents: Int64s
     cuts: tuple[CutDocument, ...]
@@ -187,7 +187,7 @@ class Gaps:
         cls, shard: Shard, documents: Int64s, spans: Mapping[int, Sequence[Span]] | None = None, eod: int = 0
     ) -> Gaps:
         """`documents` are ascending and all there; spans: of other documents. One that is covered by its spans is gone
-        as a whole. Reads the index a piece at a time; raises DataError where it is damaged, or a span is not there."""
+        as a whole. Reads the index a piece at a time; raises DataError where it is damaged, or a span not there."""
         cuts, covered = list[CutDocument](), list[int]()
         for number in sorted(spans or ()):
             cut = cut_document(shard, number, (spans or {})[number], eod)
@@ -211,9 +211,8 @@ class Gaps:
         replaced = [(*cut.sequences, sum(len(piece.lengths) for piece in cut.pieces)) for cut in cuts]
         holes = [hole for cut in cuts for hole in cut.holes]
         closing = np.array(eod).astype(little_endian(shard.dtype)).tobytes()
-        return cls(
-            documents, tuple(cuts), _with(columns[0], columns[1], replaced), _with(columns[2], columns[3], holes), closing
-        )  # fmt: skip
+        sequences, tokens = _with(columns[0], columns[1], replaced), _with(columns[2], columns[3], holes)
+        return cls(documents, tuple(cuts), sequences, tokens, closing)
 
     @property
     def gone(self) -> int:
@@ -267,7 +266,7 @@ class Gaps:
         return self.cuts[low:high]
 
     def sequence_counts(self, first: int, counts: Int64s) -> Int64s:
-        """Sequences of each document that is left of [first, first + n), from those that they have, `counts` int64 [n]."""
+        """Sequences of each document that is left of [first, first + n), which had `counts` int64 [n] of them."""
         copies = (self.renumbered(first, counts.size) >= 0).astype(np.int64)
         cuts = self.cut_among(first, counts.size)
         for cut in cuts:

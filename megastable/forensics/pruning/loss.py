@@ -57,8 +57,8 @@ class Loss:
             return
         spans = ", have the plan cut only what is bad (plan --spans)" if self.documents else ""
         raise DataError(
-            f"{what} would take {self}: more than {100 * most:g} % of it; delete lines of documents to keep{spans}, or allow "
-            f"it with --most {_above(share)}"
+            f"{what} would take {self}: more than {100 * most:g} % of it; delete lines of documents to keep{spans}, or "
+            f"allow it with --most {_above(share)}"
         )
 
 

@@ -2,9 +2,9 @@
 
 A line is a document: its shard, its number there, and behind a # what speaks against it, for people alone. With
 `first:end` behind the number it is a span of that document: its tokens from `first` on, counted from 0, and before
-`end`. Before the lines stand keys (`fingerprint: ...`) that say of which corpus it is. Lists by hand may lack those, and
-may be CSV or JSON lines with `shard` and `document`, and with `first` and `end` for a span. A shard's name that is not
-one plain word stands in double quotes, as in JSON.
+`end`. Before the lines stand keys (`fingerprint: ...`) that say of which corpus it is. Lists by hand may lack those,
+and may be CSV or JSON lines with `shard` and `document`, and with `first` and `end` for a span. A shard's name that is
+not one plain word stands in double quotes, as in JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Int64s = npt.NDArray[np.int64]
 
 _LINE = re.compile(
     r'\s*("(?:[^"\\]|\\.)*"|[^\s"#{,](?:\S*?[^\s,])?)[\s,]+([0-9]{1,18})'
-    r"(?:[\s,]+([0-9]{1,18}):([0-9]{1,18}))?\s*(?:#.*)?", re.DOTALL
+    r"(?:[\s,]+([0-9]{1,18}):([0-9]{1,18}))?\s*(?:#.*)?",
+    re.DOTALL,
 )
 _KEY = re.compile(rf"({'|'.join(KEYS)}):\s+(.*)")
 _WORD = re.compile(r"[\w.+=@%~-]*[\w.+=@%~-]", re.ASCII)
@@ -151,8 +152,8 @@ class Plan:
                 spans.setdefault(document, []).append(span)
         if not twice and (both := sorted(whole.keys() & spans.keys())):
             raise DataError(
-                f"{self.path} line {whole[both[0]]} names document {both[0]} of {shard} as a whole, another line a span "
-                "of it: delete one"
+                f"{self.path} line {whole[both[0]]} names document {both[0]} of {shard} as a whole, another line a "
+                "span of it: delete one"
             )
         left = {document: sorted(of) for document, of in sorted(spans.items()) if document not in whole}
         return Named(np.array(sorted(whole), dtype=np.int64), left)
@@ -196,7 +197,7 @@ def text_of(removals: Iterable[Removal], corpus: Path, manifest: Manifest) -> st
     found = list(removals)
     head = [
         "# Documents to leave out of a corpus, one in a line: its shard, its number there, and what speaks against it;",
-        "# with FIRST:END only these tokens of it. Delete a line to keep that; what is behind a # is for you alone. Then:",
+        "# with FIRST:END only these tokens of it. Delete a line to keep that; what is behind a # is for you. Then:",
         "#   python tools/prune_data.py apply THIS_FILE OUTPUT",
         f"# {loss_of(found, manifest)}.",
         f"format: {FORMAT}",

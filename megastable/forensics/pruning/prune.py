@@ -1,8 +1,9 @@
 """A corpus without the documents and spans of a plan, as a new corpus: all else in it is, byte for byte, what it was.
 
-Where a span is cut out of a document, an end-of-document token stands in its place: `gaps.py`. Sequences, modes and documents without tokens stay as they are; shards keep their names. Files are read a block at a
-time, hashed before and after, and written on: memory does not grow with the corpus, and damage of the original is not
-sealed by new hashes. How it is proven: `prune_check.py`.
+Where a span is cut out of a document, an end-of-document token stands in its place: `gaps.py`. Sequences, modes and
+documents without tokens stay as they are; shards keep their names. Files are read a block at a time, hashed before and
+after, and written on: memory does not grow with the corpus, and damage of the original is not sealed by new hashes. How
+it is proven: `check.py`.
 """
 
 from __future__ import annotations
@@ -79,7 +80,12 @@ def gaps_of(directory: Path, manifest: Manifest, named: dict[str, Named]) -> dic
 
 
 def _write(
-    plan: Plan, directory: Path, manifest: Manifest, all_gaps: dict[str, Gaps], staging: Path, progress: Progress
+    plan: Plan,
+    directory: Path,
+    manifest: Manifest,
+    all_gaps: dict[str, Gaps],
+    staging: Path,
+    progress: Progress,
 ) -> Pruned:
     """All files but the tokenizer's and pruned.json, which is returned."""
     places = moved(manifest, all_gaps)
@@ -105,7 +111,9 @@ def _write(
         os.fsync(file.fileno())
     gone = sum(cut.documents for cut in cuts)
     tokens = sum(cut.tokens for cut in cuts)
-    what = plural(gone, "document") if not spans else f"{plural(gone, 'document')} and {plural(tokens, 'token')}"
+    what = (
+        plural(gone, "document") if not spans else f"{plural(gone, 'document')} and {plural(tokens, 'token')}"
+    )
     source = f"{manifest.source}; {what} pruned of {manifest.fingerprint()}".lstrip("; ")
     pruned = Manifest(
         name=manifest.name, tokenizer=manifest.tokenizer, dtype=manifest.dtype, shards=infos, source=source,
@@ -168,7 +176,9 @@ def write_shard(shard: Shard, info: ShardInfo, gaps: Gaps, directory: Path, prog
 
 
 def _write_index(shard: Shard, gaps: Gaps, index: HashedFile) -> None:
-    index.write(index_header(shard.dtype, shard.sequences - gaps.sequences.less, shard.documents - gaps.fewer))
+    index.write(
+        index_header(shard.dtype, shard.sequences - gaps.sequences.less, shard.documents - gaps.fewer)
+    )
 
     def lengths() -> Iterator[bytes]:
         end = HEADER.size + 4 * shard.sequences

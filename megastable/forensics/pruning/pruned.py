@@ -60,8 +60,8 @@ class Cut(BaseModel):
 class Pruned(BaseModel):
     """original: where the corpus lay; fingerprint: its own, not the new one's. plan_sha256: of the plan's file.
 
-    removed: SHA-256 of the lines "shard document" of all documents that were left out, and "shard document first:end" of
-    all spans, in order. documents: left out as a whole; tokens: gone. cut: documents that lost spans; added:
+    removed: SHA-256 of the lines "shard document" of all documents that were left out and "shard document first:end"
+    of all spans, in order. documents: left out as a whole; tokens: gone. cut: documents that lost spans; added:
     end-of-document tokens that were put where a document was cut in two. Both are None, and not in the file, where the
     plan has no spans.
     """
@@ -220,7 +220,8 @@ def read_map(directory: Path) -> Iterator[tuple[str, Rows]]:
                     raise DataError(f"{path}: its part {group} is not of one shard: prune again")
                 none = np.full(len(table), -1)
                 new, first, end = (
-                    table[name].fill_null(-1).to_numpy() if name in columns else none for name in ("new", "first", "end")
+                    table[name].fill_null(-1).to_numpy() if name in columns else none
+                    for name in ("new", "first", "end")
                 )
                 closed = table["closed"].to_numpy() if spans else none >= 0
                 yield str(names[0]), Rows(table["old"].to_numpy(), new, first, end, closed)

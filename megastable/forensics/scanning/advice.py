@@ -3,9 +3,9 @@
 A score of s is made so that one ordinary piece in 10^s lies as high (`judgement.py`), so a document of n pieces does
 with probability 1 - (1 - 10^-s)^n. Where the far tail is heavier than that, the scores of the corpus itself (or of a
 reference that is known to be good) tell by how much, at a score that ordinary documents still reach. The advice is the
-lowest score at which the ordinary documents expected above it are no more than a share of all that are above it: a false
-discovery rate (Benjamini and Hochberg, 1995), by which a corpus without damage gets hardly any named, and a large one a
-higher score than a small one.
+lowest score at which the ordinary documents expected above it are no more than a share of all that are above it: a
+false discovery rate (Benjamini and Hochberg, 1995), by which a corpus without damage gets hardly any named, and a large
+one a higher score than a small one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ CHECKED = 2.0  # the score at which what is expected is held against what is the
 
 
 def ordinary(lengths: Int64s, score: float) -> float:
-    """How many documents lie at `score` or above if all are ordinary. lengths: how many there are of 0 tokens, of 1, of 2
-    and 3, ... by powers of two."""
+    """How many documents lie at `score` or above if all are ordinary. lengths: how many there are of 0 tokens, of 1, of
+    2 and 3, ... by powers of two."""
     bits = np.arange(1, len(lengths))
     pieces = np.maximum(np.ceil(0.75 * 2.0**bits / PIECE), 1.0)
     return float(-np.expm1(pieces * np.log1p(-(10.0**-score))) @ lengths[1:])

@@ -175,10 +175,9 @@ class _Worst:
         self.first = edges[:-1].copy()
         self.tokens = np.zeros(documents, np.int32)
 
-    def look(
-        self, owner: Int64s, begins: npt.NDArray[np.intp], judged: Judged, first_token: int
-    ) -> None:
-        """Pieces of documents `owner` [k], whose first ones are at `begins`; first_token: where they lie in the shard."""
+    def look(self, owner: Int64s, begins: npt.NDArray[np.intp], judged: Judged, first_token: int) -> None:
+        """Pieces of documents `owner` [k], whose first ones are at `begins`; first_token: where they lie in the
+        shard."""
         score = judged.worst.score
         # The first of the highest of each: a stable sort by score within each document.
         order = np.lexsort((-score, owner))

@@ -209,8 +209,8 @@ def _notes(scan: Scan) -> list[str]:
     notes = [
         "A score of s says: about one in 10^s pieces of usual text is as odd, if what is usual goes on as it does up "
         f"to one in 33. It ends at {MOST:g}. A document has the score of its worst piece of up to {PIECE:,} tokens, so "
-        "long documents have higher ones; an odd piece that is worse in one half has the score of that half. Odd is not "
-        "bad: read before you prune.",
+        "long documents have higher ones; an odd piece that is worse in one half has the score of that half. Odd is "
+        "not bad: read before you prune.",
         "Expected false positives: how many documents would lie as high if all were ordinary, by what a score says and "
         f"by how many of {scan.against or 'the corpus'} have {CHECKED:g} or more. The advised score is the lowest at "
         f"which they are at most {RATE:.0%} of the documents above it.",
