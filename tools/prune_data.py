@@ -86,7 +86,7 @@ def apply(plan: Path, output: Path,
 
     with bar("pruning", corpus_bytes(plan, corpus), as_json) as progress:
         made = prune.apply(plan, output, corpus, progress, share, say)
-    print(made.model_dump_json() if as_json else f"pruned {output}: {made}")
+    print(made.model_dump_json(exclude_none=True) if as_json else f"pruned {output}: {made}")
 
 
 @app.command()

@@ -64,7 +64,8 @@ def test_from_a_list_to_the_proof(folder: Path) -> None:
     ]
     proof = json.loads(run("verify", "pruned", "--plan", "bad.txt", "--json", cwd=folder).stdout)
     assert proof == {
-        "documents": 8, "tokens": 16, "gone": 2, "gone_tokens": 4, "cut": 0, "added": 0, "original": str(folder.resolve() / "corpus"),
+        "documents": 8, "tokens": 16, "gone": 2, "gone_tokens": 4, "cut": 0, "added": 0,
+        "original": str(folder.resolve() / "corpus"),
     }  # fmt: skip
     with (folder / "pruned" / "a.bin").open("r+b") as file:
         file.write(b"\x09")
@@ -76,7 +77,8 @@ def test_from_a_list_to_the_proof(folder: Path) -> None:
 def test_for_machines(folder: Path) -> None:
     planned = run("plan", "corpus", "--list", "list.txt", "--json", "--most", "0.5", cwd=folder)
     assert json.loads(planned.stdout) == {
-        "plan": "prune-plan.txt", "documents": 3, "cut": 0, "tokens": 6, "document_share": 0.3, "token_share": 0.3,
+        "plan": "prune-plan.txt", "documents": 3, "cut": 0, "tokens": 6,
+        "document_share": 0.3, "token_share": 0.3,
     }  # fmt: skip
     assert planned.stderr == ""
     text = (folder / "prune-plan.txt").read_text().splitlines()

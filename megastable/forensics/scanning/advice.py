@@ -17,7 +17,7 @@ from megastable.forensics.oddness.yardstick import PIECE
 from megastable.forensics.scanning.tally import STEP, Int64s, Tally
 
 # Chosen on the standard library's source, measured on C headers, prose and a mix of both: docs/data.md.
-RATE = 0.05  # of the documents that the advice names may be expected to be ordinary
+RATE = 0.1  # of the documents that the advice names may be expected to be ordinary
 CHECKED = 2.0  # the score at which what is expected is held against what is there; no lower one is advised
 
 

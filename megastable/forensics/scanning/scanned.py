@@ -53,8 +53,8 @@ class ShardFacts(_Part):
 
 class Threshold(_Part):
     """Documents whose score is `score` or more: how many, their tokens, their share of the corpus; ordinary: how many
-    of as many ordinary documents would lie as high, which is how many may be named wrongly (`advice.py`); usual: the share
-    of the sample of the reference that does; kinds: how many of each."""
+    of as many ordinary documents would lie as high, which is how many may be named wrongly (`advice.py`); usual: the
+    share of the sample of the reference that does; kinds: how many of each."""
 
     score: float
     documents: int
@@ -186,7 +186,7 @@ class Scan(_Part):
 @dataclass(frozen=True)
 class Suspect:
     """A document that may be pruned: tokens [first_token, first_token + tokens) of its shard; piece: where in the shard
-    its worst piece begins; why: in words; copy: it is there for being one or for having no tokens, not for its score."""
+    its worst piece begins; why: in words; copy: it is there for being one or having no tokens, not for its score."""
 
     shard: str
     document: int

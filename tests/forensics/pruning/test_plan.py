@@ -256,6 +256,29 @@ def test_the_documents_of_an_incident(corpus: Path, tmp_path: Path) -> None:
         assert begins and (begins[0] > 0) == removal.excerpt.startswith("…")
 
 
+def test_the_spans_of_an_incident(corpus: Path, tmp_path: Path) -> None:
+    """Just the tokens of its samples, but for those that end a document; what is left holds none of them."""
+    root = make_run(corpus, tmp_path / "run", guilty())
+    found, loss = make_plan(corpus, tmp_path / "plan.txt", incidents=[f"{root}:1"], spans=True)
+    config = load(root / "recipe.yaml")
+    length = config.model.sequence_length
+    source = open_corpora(config.data.corpora, length, config.run.seed).train
+    shard = Shard(corpus / "part-0")
+    tokens = shard.raw(0, shard.tokens)
+    guilty_ones = np.zeros(shard.tokens, bool)
+    for position in (*range(232, 240), 250):
+        first = source.order.locate_one(position).first_token
+        guilty_ones[first : first + length] = True
+    named = np.zeros(shard.tokens, bool)
+    for removal in found:
+        begin, end = shard.document_bounds(removal.document)
+        first, stop = removal.span or (0, end - begin)
+        assert removal.tokens == stop - first and not named[begin + first : begin + stop].any()
+        named[begin + first : begin + stop] = True
+    assert (guilty_ones[tokens != 0] == named[tokens != 0]).all()
+    assert loss.tokens == named.sum() < 2 * guilty_ones.sum() and loss.cut
+
+
 def test_incidents_that_cannot_be_planned(corpus: Path, tmp_path: Path) -> None:
     root = make_run(corpus, tmp_path / "run", guilty())
     output = tmp_path / "plan.txt"
@@ -321,6 +344,11 @@ def test_the_findings_of_a_scan(tmp_path: Path) -> None:
         "a": {200, 201},
         "b": set(range(5)),
     }
+    # The loop is odd from end to end; a copy goes as a whole, also with --spans.
+    found, _ = make_plan(folder, output, scan=scan, score=worst, duplicates=True, spans=True, overwrite=True)
+    assert {(r.shard, r.document) for r in found} == {*copies, ("a", 200)}
+    assert all(r.span is None for r in found if r.document != 200)
+    assert sum(r.tokens for r in found if (r.shard, r.document) == ("a", 200)) > 350
     with pytest.raises(DataError, match="nothing says which of its findings"):
         make_plan(folder, output, scan=scan, overwrite=True)
     with pytest.raises(DataError, match=r"no document of .* is named"):

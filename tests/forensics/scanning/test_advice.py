@@ -51,7 +51,7 @@ def test_what_is_planted_is_named_and_little_else(documents: int, share: float) 
         return
     assert score is not None and (scores[bad] >= score).all()
     wrong = int((scores[~bad] >= score).sum())
-    assert wrong <= max(6, 3 * RATE * bad.sum())
+    assert wrong <= max(6, 2 * RATE * bad.sum())
     assert score * (score / STEP == int(score / STEP)) >= CHECKED
 
 
