@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megastable.data.shards import Shard
 from megastable.errors import DataError
 from megastable.forensics.pruning.check import verify
 from megastable.forensics.pruning.choose import make_plan
-from megastable.forensics.pruning.gaps import Span
+from megastable.forensics.pruning.gaps import Ranges, Span, without
 from megastable.forensics.pruning.loss import Loss, share_of
 from megastable.forensics.pruning.plan import Removal, read_plan, text_of
 from megastable.forensics.pruning.prune import apply
@@ -186,6 +187,26 @@ def test_empty_sequences_stay_with_what_they_touch(tmp_path: Path) -> None:
         apply(cut(tmp_path / "corpus", {("a", 0): [span]}), output)
         assert read(output, "a").documents == [*documents, [([9], 7)]]
         verify(output)
+
+
+@given(
+    edges=st.lists(st.integers(0, 40), min_size=2, max_size=12, unique=True).map(sorted),
+    data=st.binary(min_size=40, max_size=40),
+    block=st.integers(1, 50),
+)
+def test_what_is_put_in_place_of_a_gap_comes_once(edges: list[int], data: bytes, block: int) -> None:
+    """However the file is cut into blocks, in one of which a gap may begin, and end in another."""
+    pairs = list(pairwise(edges))[::2]
+    firsts, ends = (np.array(column, np.int64) for column in zip(*pairs, strict=True))
+    put = dict.fromkeys(firsts.tolist()[::2], b"<>")
+    parts = [
+        without(at, memoryview(data)[at : at + block], Ranges(firsts, ends), put)
+        for at in range(0, 40, block)
+    ]
+    expected, at = b"", 0
+    for first, end in pairs:
+        expected, at = expected + data[at:first] + put.get(first, b""), end
+    assert b"".join(parts) == expected + data[at:]
 
 
 @pytest.fixture
