@@ -73,7 +73,7 @@ def test_sound_pieces_are_what_they_were(yardstick: Yardstick) -> None:
 @pytest.mark.parametrize(("offset", "noise"), [(700, 256), (333, 600), (1000, 100), (0, 256), (1744, 256)])
 def test_where_it_is(yardstick: Yardstick, offset: int, noise: int) -> None:
     ids = document(offset, noise)
-    for least in (3.0, 12.0):
+    for least in (3.0, 24.0):
         ((first, end),) = spans_of(yardstick, ids, 7, least)
         assert abs(first - offset) <= WINDOW // 2 and abs(end - offset - noise) <= WINDOW // 2
 
