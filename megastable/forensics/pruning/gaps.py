@@ -211,8 +211,8 @@ class Gaps:
         replaced = [(*cut.sequences, sum(len(piece.lengths) for piece in cut.pieces)) for cut in cuts]
         holes = [hole for cut in cuts for hole in cut.holes]
         closing = np.array(eod).astype(little_endian(shard.dtype)).tobytes()
-        sequences, tokens = _with(columns[0], columns[1], replaced), _with(columns[2], columns[3], holes)
-        return cls(documents, tuple(cuts), sequences, tokens, closing)
+        runs, stretches = _with(columns[0], columns[1], replaced), _with(columns[2], columns[3], holes)
+        return cls(documents, tuple(cuts), runs, stretches, closing)
 
     @property
     def gone(self) -> int:
