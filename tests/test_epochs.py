@@ -15,10 +15,11 @@ from megastable.data.order import BLOCK, Order
 from megastable.data.plant import Planted, plant
 from megastable.data.shards import Shard
 from megastable.data.skip_ledger import SampleEntry, append_all, read_ledger, sample_entries
+from megastable.errors import DataError
 from megastable.forensics.consumption import run_sheet
 from megastable.forensics.history import History
 from megastable.forensics.shelf import open_shelf
-from megastable.forensics.skip import skip_documents
+from megastable.forensics.skip import skip_documents, skip_plan
 from megastable.forensics.whereabouts import document_sheet
 from tests.conftest import LENGTH, tiny, write_corpus
 from tests.distributed import run_ranks
@@ -203,3 +204,30 @@ def test_documents_are_named_also_where_all_of_their_samples_are_out(tmp_path: P
         assert (done.samples, done.already, done.lines) == (0, len(beside), lines)
     _, entry = read_ledger(tmp_path / "run/skips.jsonl")
     assert isinstance(entry, SampleEntry) and entry.tokens == [[first, end]]
+
+
+def test_of_a_span_only_its_samples_are_skipped(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a", tokens=SHORT, validation=0)
+    assert run_ranks(
+        1, train, tiny(tmp_path / "a", tmp_path / "run", train={"steps": 1, "eval_samples": 0})
+    ) == [(0, "")]
+    shard, history = Shard(tmp_path / "a/part-0"), History(tmp_path / "run")
+    number = next(n for n in range(shard.documents) if np.diff(shard.document_bounds(n))[0] > 3 * LENGTH)
+    first, end = shard.document_bounds(number)
+    plan = tmp_path / "plan.txt"
+    fingerprint = history.blends[0].corpora[0].fingerprint
+    plan.write_text(
+        f"fingerprint: {fingerprint}\npart-0 {number} 5:7\npart-0 {number} {LENGTH + 5}:{LENGTH + 6}\n"
+    )
+    done = skip_plan(history, plan)
+    (entry,) = read_ledger(tmp_path / "run/skips.jsonl")
+    wanted = [[first + 5, first + 7], [first + LENGTH + 5, first + LENGTH + 6]]
+    assert isinstance(entry, SampleEntry) and entry.tokens == wanted
+    assert entry.documents[0].documents == [number]
+    assert (
+        done.samples == len({token // LENGTH for a, b in wanted for token in range(a, b)})
+        and done.documents == 1
+    )
+    plan.write_text(f"fingerprint: {fingerprint}\npart-0 {number} 5:{end - first + 1}\n")
+    with pytest.raises(DataError, match="the plan names a span of it up to"):
+        skip_plan(History(tmp_path / "run"), plan)

@@ -1,4 +1,4 @@
-"""Documents out of a corpus: a plan to read and edit, a new corpus without them, the proof that the rest is intact."""
+"""Documents, or spans of them, out of a corpus: a plan to edit, a new corpus, the proof that the rest is intact."""
 
 # ruff: noqa: E402 (imports take a while, and Ctrl-C must end them quietly)
 from __future__ import annotations
@@ -17,15 +17,15 @@ import typer
 from megastable.errors import DataError, user_errors
 from megastable.forensics.pruning import check as prune_check
 from megastable.forensics.pruning import choose, prune
+from megastable.forensics.pruning.loss import MOST, Loss, share_of
 from megastable.forensics.pruning.prune import corpus_bytes
 from megastable.report.bars import bar
-from megastable.report.told import plural
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 EXAMPLES = """Examples:
 
-PRUNE plan data/mine --incident runs/7b:3 --output bad.txt
+PRUNE plan data/mine --incident runs/7b:3 --spans --output bad.txt
 
 PRUNE plan data/mine --scan scans/mine --kind "random tokens" --score 6 --output bad.txt
 
@@ -39,6 +39,9 @@ PRUNE skip runs/7b bad.txt
 
 PRUNE skip runs/7b --corpus web""".replace("PRUNE", "python tools/prune_data.py")
 app = typer.Typer(help=__doc__, epilog=EXAMPLES, add_completion=False, pretty_exceptions_enable=False)
+Most = Annotated[
+    str, typer.Option(metavar="SHARE", help="Of the tokens, and of the documents, that may be gone")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print a summary for machines")]
 
 
@@ -51,29 +54,39 @@ def plan(corpus: Path,
          kind: Annotated[list[str] | None, typer.Option(help="Of the scan: of this kind; repeatable")] = None,
          duplicates: Annotated[bool, typer.Option("--duplicates", help="Of the scan: copies, but the first")] = False,
          listed: Annotated[list[Path] | None, typer.Option("--list", help="SHARD DOCUMENT, CSV, JSONL")] = None,
+         spans: Annotated[bool, typer.Option("--spans", help="Of an incident the tokens of its samples, of a scan what "
+                                              "is odd: not whole documents")] = False,
+         most: Most = f"{MOST:.0%}",
          output: Annotated[Path, typer.Option(help="The plan")] = Path("prune-plan.txt"),
          overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there")] = False,
          as_json: Json = False) -> None:  # fmt: skip
-    """Write down which documents are to go, and why: a text file to read and to edit."""
-    found = choose.make_plan(
+    """Write down which documents are to go, or which spans of them, and why: a text file to read and to edit."""
+    _, loss = choose.make_plan(
         corpus, output, lists=listed or (), incidents=incident or (), scan=scan, score=score, kinds=kind or (),
-        duplicates=duplicates, overwrite=overwrite,
+        duplicates=duplicates, spans=spans, most=share_of(most), overwrite=overwrite,
     )  # fmt: skip
-    tokens = sum(removal.tokens for removal in found)
-    told = {"plan": str(output), "documents": len(found), "tokens": tokens}
-    what = f"{output}: {plural(len(found), 'document')}, {plural(tokens, 'token')}; delete the lines of those to keep"
-    print(json.dumps(told) if as_json else f"{what}, then: python tools/prune_data.py apply {output} OUTPUT")
+    what = f"{output} takes {loss}; delete the lines of what is to stay"
+    then = f"python tools/prune_data.py apply {output} OUTPUT" + (
+        f" --most {most}" if most != f"{MOST:.0%}" else ""
+    )
+    print(json.dumps({"plan": str(output), **loss.told}) if as_json else f"{what}, then: {then}")
 
 
 @app.command()
 @user_errors()
 def apply(plan: Path, output: Path,
           corpus: Annotated[Path | None, typer.Option(help="Where it lies now, if not where the plan says")] = None,
-          as_json: Json = False) -> None:  # fmt: skip
-    """Make OUTPUT, a new corpus without the documents of a plan; the old one stays as it is."""
+          most: Most = f"{MOST:.0%}", as_json: Json = False) -> None:  # fmt: skip
+    """Make OUTPUT, a new corpus without the documents and spans of a plan; the old one stays as it is."""
+    share = share_of(most)
+
+    def say(loss: Loss) -> None:
+        if not as_json:
+            print(f"{plan} takes {loss}", flush=True)
+
     with bar("pruning", corpus_bytes(plan, corpus), as_json) as progress:
-        made = prune.apply(plan, output, corpus, progress)
-    print(made.model_dump_json() if as_json else f"pruned {output}: {made}")
+        made = prune.apply(plan, output, corpus, progress, share, say)
+    print(made.model_dump_json(exclude_none=True) if as_json else f"pruned {output}: {made}")
 
 
 @app.command()

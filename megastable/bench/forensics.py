@@ -17,7 +17,10 @@ from megastable.data.tokenizer import Tokenizer, load_tokenizer
 from megastable.errors import DataError
 from megastable.forensics.oddness.corruption import PLANTED, corrupt, corrupt_span
 from megastable.forensics.oddness.lexicon import Lexicon
+from megastable.forensics.oddness.windows import judge_pieces
 from megastable.forensics.oddness.yardstick import KINDS, Yardstick, cut, document_keys
+from megastable.forensics.scanning.advice import advised, excess, ordinary
+from megastable.forensics.scanning.tally import BINS, LENGTHS, STEP, Tally
 
 Ids = npt.NDArray[np.int64]
 Row = dict[str, Any]
@@ -31,13 +34,11 @@ BLOCK = 1 << 19  # tokens measured at once
 
 @dataclass(frozen=True)
 class Scanned:
-    """Of d documents: score [d], kind [d] (index in KINDS) and the piece that both are of."""
+    """Of d documents: score [d], kind [d] (index in KINDS) and lengths [d] in tokens."""
 
     score: npt.NDArray[np.float32]
     kind: npt.NDArray[np.int16]
-    feature: npt.NDArray[np.int16]
-    values: dict[str, npt.NDArray[np.float32]]
-    yardstick: Yardstick
+    lengths: Ids
 
 
 def evaluate(corpus: Path, seed: int = 0, share: float = 0.005) -> list[Row]:
@@ -47,7 +48,9 @@ def evaluate(corpus: Path, seed: int = 0, share: float = 0.005) -> list[Row]:
     its own; "together", all kinds in the same corpus, other planted documents left out of the ranking; "span", alone
     and only in SPAN tokens of a document. In a row: documents, planted; recall at precision PRECISION; precision at the
     number planted; average precision; named: the share of those planted whose kind is named right, all of them whether
-    found or not; names: how many were given which; median_score. Raises DataError for a corpus that cannot be read.
+    found or not; names: how many were given which; median_score; advised: the score that a scan advises, None where
+    none, with named_advised and false_advised, how many planted and other ones it names, and expected_false, how many
+    it expects to name wrongly. Raises DataError for a corpus that cannot be read.
     """
     manifest = Manifest.load(corpus)
     tokenizer = load_tokenizer(corpus / manifest.tokenizer.file)
@@ -112,17 +115,10 @@ def scan(documents: Sequence[Ids], tokenizer: Tokenizer) -> Scanned:
     keys = document_keys(tokens, edges)
     yardstick = Yardstick.of([(tokens, edges, keys)], Lexicon.of(tokenizer, tokenizer.vocab_size))
     pieces, owner = cut(edges)
-    features = yardstick.measure(tokens, pieces, keys[owner])
-    judged = yardstick.judge(features)
-    order = np.lexsort((-judged.score, owner))
+    judged = judge_pieces(yardstick, tokens, pieces, keys[owner])
+    order = np.lexsort((-judged.worst.score, owner))
     worst = order[np.searchsorted(owner[order], np.arange(len(documents)))]
-    return Scanned(
-        judged.score[worst],
-        judged.kind[worst],
-        judged.feature[worst],
-        {name: values[worst] for name, values in features.items()},
-        yardstick,
-    )
+    return Scanned(judged.worst.score[worst], judged.worst.kind[worst], np.diff(edges))
 
 
 def speed(yardstick: Yardstick, tokens: npt.NDArray[np.integer], length: int, repeats: int = 3) -> float:
@@ -182,6 +178,10 @@ def _row(way: str, kind: str, scanned: Scanned, where: Ids, left_out: Ids) -> Ro
     precision = found / np.arange(1, len(hits) + 1)
     good = np.flatnonzero(precision >= PRECISION)
     named = [KINDS[number] in PLANTED[kind] for number in scanned.kind[where]]
+    advice, expected = _advice(scanned)
+    above = scanned.score >= (np.inf if advice is None else advice)
+    bad = planted.copy()
+    bad[left_out] = True
     return {
         "way": way,
         "kind": kind,
@@ -193,4 +193,18 @@ def _row(way: str, kind: str, scanned: Scanned, where: Ids, left_out: Ids) -> Ro
         "named": float(np.mean(named)),
         "names": {KINDS[k]: int(n) for k, n in enumerate(np.bincount(scanned.kind[where])) if n},
         "median_score": float(np.median(scanned.score[where])),
+        "advised": advice,
+        "named_advised": int((above & planted).sum()),
+        "false_advised": int((above & ~bad).sum()),
+        "expected_false": expected,
     }
+
+
+def _advice(scanned: Scanned) -> tuple[float | None, float]:
+    """The score that a scan of these documents advises, and how many false positives it expects there."""
+    tally = Tally(top=1)
+    tally.documents[0] += np.bincount((scanned.score / STEP).astype(np.int64), minlength=BINS)
+    tally.lengths += np.bincount(np.frexp(scanned.lengths.astype(np.float64))[1], minlength=LENGTHS)
+    times = excess(tally)
+    score = advised(tally, times)
+    return score, 0.0 if score is None else times * ordinary(tally.lengths, score)

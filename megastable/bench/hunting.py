@@ -79,7 +79,7 @@ def tables(hunted: Hunt) -> list[Table]:
     if hunted.found:
         found = Table(
             "planted", "way", "documents", "recall at precision 0.9", "precision at the number planted",
-            "kind named right", title="What a scan finds",
+            "kind named right", "named by the advice", "false", "false expected", title="What a scan finds",
         )  # fmt: skip
         ways: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for row in hunted.found:
@@ -87,7 +87,11 @@ def tables(hunted: Hunt) -> list[Table]:
         for (way, kind), rows in ways.items():
             planted = f"{sum(r['planted'] for r in rows):,} in {sum(r['documents'] for r in rows):,}"
             numbers = [f"{sum(r[key] for r in rows) / len(rows):.2f}" for key in NUMBERS]
-            found.add_row(kind, way, planted, *numbers)
+            named, false = (sum(r[key] for r in rows) for key in ("named_advised", "false_advised"))
+            advice = f"{named / sum(r['planted'] for r in rows):.2f}", f"{false}"
+            found.add_row(
+                kind, way, planted, *numbers, *advice, f"{sum(r['expected_false'] for r in rows):.1f}"
+            )
         made.append(found)
     return made
 

@@ -30,7 +30,7 @@ from megastable.data.skips import NONE, Identity, Range, Selection, Skips, seque
 from megastable.errors import DataError
 from megastable.forensics.history import History
 from megastable.forensics.places import checkpoint_cursor, live_place
-from megastable.forensics.pruning.plan import read_plan
+from megastable.forensics.pruning.plan import Named, read_plan
 
 Int64s = npt.NDArray[np.int64]
 
@@ -74,9 +74,9 @@ class Skipped:
 
 
 def skip_documents(
-    history: History, fingerprint: str, documents: Mapping[str, Int64s], reason: str
+    history: History, fingerprint: str, documents: Mapping[str, Int64s | Named], reason: str
 ) -> Skipped:
-    """documents: their numbers by shard, of the corpus with that manifest fingerprint.
+    """documents: their numbers, or also spans of some, by shard, of the corpus with that manifest fingerprint.
 
     Raises DataError where the run has no such corpus, or nothing would be left.
     """
@@ -86,7 +86,8 @@ def skip_documents(
     name, stream = order.corpora[corpus].name, library.source.streams[corpus]
     if isinstance(stream, GoneStream):
         raise DataError(f"the run no longer trains on corpus {name}: nothing to skip")
-    found = list(_tokens(stream, documents))
+    chosen = {shard: of if isinstance(of, Named) else Named(of, {}) for shard, of in documents.items()}
+    found = list(_tokens(stream, chosen))
     edges = np.array([tokens for _, _, tokens in found], dtype=np.int64).reshape(-1, 2)
     known = history.selection(library).sequences.get(corpus, NONE)
     samples = sequences_of(Skips.merged(edges), order.sequence_length, order.sequences[corpus])
@@ -98,13 +99,15 @@ def skip_documents(
     for part in (found[at : at + RANGES] for at in range(0, len(found) if lacking else 0, RANGES)):
         shards: dict[str, list[int]] = {}
         for shard, number, _ in part:
-            shards.setdefault(shard, []).append(number)
+            shards.setdefault(shard, [])
+            if number not in shards[shard][-1:]:
+                shards[shard].append(number)
         of = [ShardDocuments(shard=shard, documents=numbers) for shard, numbers in shards.items()]
         tokens = [list(tokens) for _, _, tokens in part]
         entries.append(
             SampleEntry(corpus=name, fingerprint=fingerprint, tokens=tokens, reason=reason, documents=of)
         )
-    count = sum(numbers.size for numbers in documents.values())
+    count = sum(of.touched.size for of in chosen.values())
     return _add(history, entries, Skipped(name, count, new, len(entries), samples.count() - new, False, None))
 
 
@@ -121,7 +124,7 @@ def skip_plan(history: History, path: Path) -> Skipped:
     if isinstance(stream, GoneStream):
         stream.pieces(0, 0)
     directory = stream.directory
-    documents = plan.documents(directory, Manifest.load(directory))
+    documents = plan.named(directory, Manifest.load(directory))
     return skip_documents(history, plan.fingerprint, documents, f"plan {path.name}, {plan.sha256[:12]}")
 
 
@@ -149,16 +152,23 @@ def goes_back_to(history: History, cursor: int) -> int:
     return min(cursor, checkpoint_cursor(history.run, min))
 
 
-def _tokens(stream: Stream, documents: Mapping[str, Int64s]) -> Iterator[tuple[str, int, Range]]:
-    """Shard, number and tokens of the stream of each of the documents. Those for validation, and those in no split,
-    have none."""
-    for name, numbers in documents.items():
+def _tokens(stream: Stream, documents: Mapping[str, Named]) -> Iterator[tuple[str, int, Range]]:
+    """Shard, number and tokens of the stream of each of the documents, or of each span. Those for validation, and those
+    in no split, have none."""
+    for name, named in documents.items():
         shard = stream.open(name)
-        for number in numbers.tolist():
+        for number in named.touched.tolist():
             first, end = shard.document_bounds(number)
             begin = stream.offset_of(name, first) if first < end else None
+            spans = named.spans.get(number, [(0, end - first)])
+            if number in named.spans and max(stop for _, stop in spans) > end - first:
+                raise DataError(
+                    f"document {number} of {name} has {end - first:,} tokens, the plan names a span of it up to "
+                    f"{max(stop for _, stop in spans):,}: make a new plan"
+                )
             if begin is not None:
-                yield name, number, (begin, begin + end - first)
+                for low, high in spans:
+                    yield name, number, (begin + low, begin + high)
 
 
 def _add(history: History, entries: Sequence[AnyEntry], added: Skipped) -> Skipped:

@@ -44,18 +44,28 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_from_a_list_to_the_proof(folder: Path) -> None:
-    planned = run("plan", "corpus", "--list", "list.txt", "--output", "bad.txt", cwd=folder).stdout
-    assert "bad.txt: 3 documents, 6 tokens" in planned
+    refused = run("plan", "corpus", "--list", "list.txt", "--output", "bad.txt", cwd=folder, code=2).stderr
+    assert "3 documents of 10 (30.000%), 6 tokens of 20 (30.000%): more than 5 % of it" in refused
+    assert "--most 30%" in refused and not (folder / "bad.txt").exists()
+    most = "--most", "30%"
+    planned = run("plan", "corpus", "--list", "list.txt", "--output", "bad.txt", *most, cwd=folder).stdout
+    assert "bad.txt takes 3 documents of 10 (30.000%), 6 tokens of 20 (30.000%); " in planned
     refused = run("apply", "bad.txt", "pruned", cwd=folder, code=2).stderr
+    assert "more than 5 % of it" in refused
+    refused = run("apply", "bad.txt", "pruned", *most, cwd=folder, code=2).stderr
     assert "nothing of the split 'validation': delete its line 12" in refused
     assert not (folder / "pruned").exists()
     lines = (folder / "bad.txt").read_text().splitlines()
     (folder / "bad.txt").write_text("\n".join(lines[:-1]))
-    told = run("apply", "bad.txt", "pruned", cwd=folder).stdout
-    assert told == "pruned pruned: 2 documents and 4 tokens are gone, 8 documents and 16 tokens are left\n"
+    told = run("apply", "bad.txt", "pruned", *most, cwd=folder).stdout.splitlines()
+    assert told == [
+        "bad.txt takes 2 documents of 10 (20.000%), 4 tokens of 20 (20.000%)",
+        "pruned pruned: 2 documents and 4 tokens are gone, 8 documents and 16 tokens are left",
+    ]
     proof = json.loads(run("verify", "pruned", "--plan", "bad.txt", "--json", cwd=folder).stdout)
     assert proof == {
-        "documents": 8, "tokens": 16, "gone": 2, "gone_tokens": 4, "original": str(folder.resolve() / "corpus"),
+        "documents": 8, "tokens": 16, "gone": 2, "gone_tokens": 4, "cut": 0, "added": 0,
+        "original": str(folder.resolve() / "corpus"),
     }  # fmt: skip
     with (folder / "pruned" / "a.bin").open("r+b") as file:
         file.write(b"\x09")
@@ -65,12 +75,15 @@ def test_from_a_list_to_the_proof(folder: Path) -> None:
 
 
 def test_for_machines(folder: Path) -> None:
-    planned = run("plan", "corpus", "--list", "list.txt", "--json", cwd=folder)
-    assert json.loads(planned.stdout) == {"plan": "prune-plan.txt", "documents": 3, "tokens": 6}
+    planned = run("plan", "corpus", "--list", "list.txt", "--json", "--most", "0.5", cwd=folder)
+    assert json.loads(planned.stdout) == {
+        "plan": "prune-plan.txt", "documents": 3, "cut": 0, "tokens": 6,
+        "document_share": 0.3, "token_share": 0.3,
+    }  # fmt: skip
     assert planned.stderr == ""
     text = (folder / "prune-plan.txt").read_text().splitlines()
     (folder / "prune-plan.txt").write_text("\n".join(text[:-1]))
-    made = run("apply", "prune-plan.txt", "pruned", "--json", cwd=folder)
+    made = run("apply", "prune-plan.txt", "pruned", "--json", "--most", "0.5", cwd=folder)
     found = json.loads(made.stdout)
     assert (found["documents"], found["tokens_left"], made.stderr) == (2, 16, "")
     assert found == json.loads((folder / "pruned" / "pruned.json").read_text())
@@ -88,6 +101,8 @@ def test_for_machines(folder: Path) -> None:
         ("apply list.txt pruned --corpus corpus", "no fingerprint"),
         ("apply nowhere pruned", "there is no such plan"),
         ("verify corpus", "is no pruned corpus"),
+        ("plan corpus --list list.txt --most 5", "give a share of the corpus, such as 5% or 0.05"),
+        ("apply list.txt pruned --most none", "give a share of the corpus"),
     ],
 )
 def test_mistakes(folder: Path, arguments: str, message: str) -> None:
@@ -124,7 +139,7 @@ def test_a_bar_and_ctrl_c(tmp_path: Path) -> None:
     (tmp_path / "plan").write_text(f"fingerprint: {fingerprint}\na 0\n")
     before = sorted(os.listdir(tmp_path))
     master, slave = pty.openpty()
-    tool = command("apply", "plan", "pruned", "--corpus", "corpus")
+    tool = command("apply", "plan", "pruned", "--corpus", "corpus", "--most", "100%")
     process = subprocess.Popen(tool, cwd=tmp_path, env=ENVIRONMENT, stdout=slave, stderr=slave)
     os.close(slave)
     shown = b""

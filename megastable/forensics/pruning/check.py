@@ -1,8 +1,9 @@
-"""The proof that a pruned corpus is the original without the documents of its plan, and nothing else.
+"""The proof that a pruned corpus is the original without the documents and spans of its plan, and nothing else.
 
 Both are read whole, side by side, and compared along the map of documents: the map names every document of either just
-once and in order, every document that is left has the same sequences, lengths, modes and tokens, and hashes, splits and
-tokenizer are what the manifests say. Memory does not grow with the corpora, but for 8 bytes per document left out.
+once and in order, and every piece of one that was cut; what is left has the same sequences, lengths, modes and tokens,
+but for the end-of-document tokens that the map says were put behind pieces; and hashes, splits and tokenizer are what
+the manifests say. Memory does not grow with the corpora, but for 8 bytes per document left out.
 """
 
 from __future__ import annotations
@@ -21,10 +22,18 @@ from megastable.data.manifest import Manifest
 from megastable.data.shard_format import HEADER, ShardInfo, chunks, little_endian
 from megastable.data.shards import Shard, hash_file
 from megastable.errors import DataError
-from megastable.forensics.pruning.gaps import Gaps, blocks, without
+from megastable.forensics.pruning.gaps import Gaps, Span, blocks, without
 from megastable.forensics.pruning.plan import read_plan
-from megastable.forensics.pruning.prune import Progress, check_splits, moved, splits_at, tokenizer_bytes
-from megastable.forensics.pruning.pruned import FILE, MAP, Cut, Pruned, Removed, read_map
+from megastable.forensics.pruning.prune import (
+    Progress,
+    check_splits,
+    cut_of,
+    gaps_of,
+    moved,
+    splits_at,
+    tokenizer_bytes,
+)
+from megastable.forensics.pruning.pruned import FILE, MAP, Cut, Pruned, Removed, Rows, gone_text, read_map
 from megastable.recipe import find
 from megastable.report.told import plural
 
@@ -33,19 +42,20 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Proof:
-    """What was compared: documents and tokens that are left, and how many are gone."""
+    """What was compared: documents and tokens that are left, and how many are gone; documents that were cut, and
+    end-of-document tokens that were put in between, which are counted among the tokens that are left."""
 
     documents: int
     tokens: int
     gone: int
     gone_tokens: int
+    cut: int
+    added: int
     original: Path
 
     def __str__(self) -> str:
         same = f"{plural(self.documents, 'document')} and {plural(self.tokens, 'token')} are those of {self.original}"
-        return (
-            f"{same}; {plural(self.gone, 'document')} and {plural(self.gone_tokens, 'token')} of it are gone"
-        )
+        return f"{same}; {gone_text(self.gone, self.gone_tokens, self.cut, self.added)}"
 
 
 def verify(
@@ -91,33 +101,37 @@ def _compare(
     directory: Path, new: Manifest, original: Path, old: Manifest, pruned: Pruned, plan: Path | None,
     progress: Progress,
 ) -> Proof:  # fmt: skip
-    listed = None if plan is None else read_plan(plan).documents(original, old)
+    listed = None if plan is None else gaps_of(original, old, read_plan(plan).named(original, old))
     news = {info.name: info for info in new.shards}
     rows = _Rows(directory)
     all_gaps, removed, cuts = dict[str, Gaps](), Removed(), list[Cut]()
     for info in old.shards:
         shard = Shard(original / info.name, info)
-        gone = rows.gone(info.name, info.documents)
-        if listed is not None and not np.array_equal(gone, listed.get(info.name, gone[:0])):
-            raise DataError(f"{plan} does not name the documents of {info.name} that {directory} lacks")
-        removed.add(info.name, gone)
-        gaps = all_gaps[info.name] = Gaps.of(shard, gone)
+        gone, spans = rows.gone(info.name, shard)
+        gaps = all_gaps[info.name] = Gaps.of(shard, gone, spans, old.tokenizer.eod)
+        rows.check(info.name, shard.documents, gaps)
+        if listed is not None and (gaps.documents.tolist(), gaps.cuts) != (
+            listed[info.name].documents.tolist(), listed[info.name].cuts
+        ):  # fmt: skip
+            raise DataError(f"{plan} does not name what {directory} lacks of {info.name}")
+        removed.add(info.name, gaps)
         left = gone.size < info.documents or not gone.size
         if left != (info.name in news):
             there = "is missing" if left else "should not be there: none of its documents is left"
             raise DataError(f"{directory / MANIFEST}: the shard {info.name} {there}")
         if left:
             _same(shard, info, Shard(directory / info.name, news[info.name]), news[info.name], gaps, progress)
-        cuts.append(Cut(shard=info.name, documents=gone.size, tokens=gaps.tokens.total, left=left))
+        cuts.append(cut_of(info.name, gaps, left, pruned.cut is not None))
     rows.end()
-    _told(directory, new, pruned, cuts, str(removed))
+    _told(directory, new, pruned, cuts, str(removed), sum(gaps.added for gaps in all_gaps.values()))
     if new.splits != splits_at(directory, moved(old, all_gaps)):
         raise DataError(
             f"{directory / MANIFEST}: its splits are not those of {original} without the documents"
         )
     check_splits(directory, new)
     documents, tokens = pruned.documents_left, pruned.tokens_left
-    return Proof(documents, tokens, pruned.documents, pruned.tokens, original)
+    cut, added = pruned.cut or 0, pruned.added or 0
+    return Proof(documents, tokens, pruned.documents, pruned.tokens, cut, added, original)
 
 
 class _Rows:
@@ -126,27 +140,59 @@ class _Rows:
     def __init__(self, directory: Path) -> None:
         self.path = directory / MAP
         self._parts = read_map(directory)
+        self._seen = list[Rows]()
 
-    def gone(self, shard: str, documents: int) -> Int64s:
-        """The documents of a shard that are left out. Every one of its `documents` must have its row."""
-        old_next, new_next, gone = 0, 0, [np.empty(0, np.int64)]
-        while old_next < documents:
-            name, old, new = next(self._parts, ("", gone[0], gone[0]))
-            kept = new[new >= 0]
-            if name != shard or not np.array_equal(old, np.arange(old_next, old_next + old.size)):
+    def gone(self, name: str, shard: Shard) -> tuple[Int64s, dict[int, list[Span]]]:
+        """The documents of a shard that are left out, and the spans of others. Every document must have its row."""
+        old_next, new_next, gone, self._seen = 0, 0, [np.empty(0, np.int64)], []
+        spans: dict[int, list[Span]] = {}
+        while old_next < shard.documents:
+            of, rows = next(self._parts, ("", None))
+            numbers = np.empty(0, np.int64) if rows is None else np.unique(rows.old)
+            if rows is None or of != name or not np.array_equal(
+                numbers, np.arange(old_next, old_next + numbers.size)
+            ):  # fmt: skip
                 raise DataError(
-                    f"{self.path}: document {old_next} of {shard} is missing or out of order: prune again"
+                    f"{self.path}: document {old_next} of {name} is missing or out of order: prune again"
                 )
+            kept = rows.new[rows.new >= 0]
             if not np.array_equal(kept, np.arange(new_next, new_next + kept.size)):
                 raise DataError(
-                    f"{self.path}: the new numbers of {shard} are not 0, 1, 2, ... near its document {old_next}: "
+                    f"{self.path}: the new numbers of {name} are not 0, 1, 2, ... near its document {old_next}: "
                     "prune again"
                 )
-            old_next, new_next = old_next + old.size, new_next + kept.size
-            gone.append(old[new < 0])
-        if old_next > documents:
-            raise DataError(f"{self.path}: {shard} has {documents} documents, the map more: prune again")
-        return np.concatenate(gone)
+            old_next, new_next = old_next + numbers.size, new_next + kept.size
+            if old_next > shard.documents:
+                break
+            gone.append(rows.old[rows.new < 0])
+            for number in np.unique(rows.old[rows.end >= 0]).tolist():
+                spans[number] = self._spans(name, shard, number, rows)
+            self._seen.append(rows)
+        if old_next > shard.documents:
+            raise DataError(f"{self.path}: {name} has {shard.documents} documents, the map more: prune again")
+        return np.concatenate(gone), spans
+
+    def _spans(self, name: str, shard: Shard, number: int, rows: Rows) -> list[Span]:
+        """What is between the pieces of a document."""
+        begin, end = shard.document_bounds(number)
+        mine = rows.old == number
+        edges = [0, *np.stack([rows.first[mine], rows.end[mine]], axis=1).ravel().tolist(), end - begin]
+        if edges != sorted(edges):
+            raise DataError(
+                f"{self.path}: the pieces of document {number} of {name} do not ascend, or are not in it: prune again"
+            )
+        return [(first, stop) for first, stop in zip(edges[::2], edges[1::2], strict=True) if first < stop]
+
+    def check(self, name: str, documents: int, gaps: Gaps) -> None:
+        """The rows of a shard are, each of them, those that `gaps` make."""
+        at = 0
+        for rows in self._seen:
+            count = int(np.unique(rows.old).size)
+            if not all(map(np.array_equal, rows.columns, Rows.of(at, count, gaps).columns)):
+                raise DataError(
+                    f"{self.path}: the rows of {name} from its document {at} on are not what is left of it: prune again"
+                )
+            at += count
 
     def end(self) -> None:
         """There is nothing behind the last shard."""
@@ -158,8 +204,8 @@ def _same(
     old: Shard, old_info: ShardInfo, new: Shard, new_info: ShardInfo, gaps: Gaps, progress: Progress
 ) -> None:
     """Raises DataError where `new` is not `old` without `gaps`, or one of them is not what its manifest says."""
-    gone = gaps.documents.size, gaps.sequences.total, gaps.tokens.total
-    counts = old.documents - gone[0], old.sequences - gone[1], old.tokens - gone[2]
+    less = gaps.fewer, gaps.sequences.less, gaps.tokens.less
+    counts = old.documents - less[0], old.sequences - less[1], old.tokens - less[2]
     found = new.documents, new.sequences, new.tokens
     if counts != found or old.dtype != new.dtype or (new.sequences and old.has_modes != new.has_modes):
         raise DataError(
@@ -172,13 +218,13 @@ def _same(
             _damaged(shard.idx_path)
     _same_sequences(old, new, gaps)
     itemsize = little_endian(old.dtype).itemsize
-    holes, before, after = gaps.tokens.scaled(itemsize).merged(), xxhash.xxh3_128(), xxhash.xxh3_128()
+    (holes, put), before, after = gaps.token_holes(itemsize), xxhash.xxh3_128(), xxhash.xxh3_128()
 
     def left() -> Iterator[memoryview | bytes]:
         for first, block in blocks(old.bin_path, end=old.bin_bytes):
             before.update(block)
             progress(len(block))
-            yield without(first, block, holes)
+            yield without(first, block, holes, put)
 
     at, others = 0, _Reader(new)
     for part in left():
@@ -211,23 +257,23 @@ def _same_sequences(old: Shard, new: Shard, gaps: Gaps) -> None:
     at = 0
     for part in chunks(old.documents):
         count = part.stop - part.start
-        sizes = np.diff(old.document_sequences(part.start, count))
-        sizes = sizes[gaps.renumbered(part.start, count) >= 0]
+        sizes = gaps.sequence_counts(part.start, np.diff(old.document_sequences(part.start, count)))
         found = np.diff(new.document_sequences(at, sizes.size))
         if (differ := np.flatnonzero(sizes != found)).size:
             document = at + int(differ[0])
             raise DataError(
                 f"{new.idx_path}: document {document} has {found[differ[0]]} sequences; as document "
-                f"{gaps.original(document)} of the original it has {sizes[differ[0]]}"
+                f"{gaps.original(document)[0]} of the original it has {sizes[differ[0]]}"
             )
         at += sizes.size
-    kinds = [("lengths", 4, HEADER.size, HEADER.size)]
+    kinds = [("lengths", 4, HEADER.size, HEADER.size, gaps.length_holes(HEADER.size))]
     if old.has_modes:
-        kinds.append(("modes", 1, old.idx_bytes - old.sequences, new.idx_bytes - new.sequences))
-    for what, size, old_at, new_at in kinds:
-        holes, done = gaps.sequences.scaled(size, old_at).merged(), 0
+        begins = old.idx_bytes - old.sequences, new.idx_bytes - new.sequences
+        kinds.append(("modes", 1, *begins, gaps.mode_holes(begins[0])))
+    for what, size, old_at, new_at, holes in kinds:
+        done = 0
         for first, block in blocks(old.idx_path, old_at, old_at + size * old.sequences):
-            kept, begin = bytes(without(first, block, holes)), new_at + done
+            kept, begin = bytes(without(first, block, *holes)), new_at + done
             others = b"".join(bytes(piece) for _, piece in blocks(new.idx_path, begin, begin + len(kept)))
             if kept != others:
                 wrong = np.frombuffer(kept, f"<i{size}") != np.frombuffer(others, f"<i{size}")
@@ -238,15 +284,19 @@ def _same_sequences(old: Shard, new: Shard, gaps: Gaps) -> None:
 
 def _different(old: Shard, new: Shard, gaps: Gaps, token: int) -> NoReturn:
     document = new.document_of(token)
-    first, was = new.document_bounds(document)[0], gaps.original(document)
-    there = old.document_bounds(was)[0] + token - first
+    first, (was, begin) = new.document_bounds(document)[0], gaps.original(document)
+    found = f"{new.bin_path}: token {token - first} of document {document} is {new.raw(token, 1)[0]}"
+    at = begin + token - first
+    cut = next((cut for cut in gaps.cut_among(was, 1)), None)
+    if cut is not None and any(piece.first == begin and at == piece.end for piece in cut.pieces):
+        raise DataError(f"{found}; an end-of-document token was to be there, where document {was} was cut")
+    there = old.document_bounds(was)[0] + at
     raise DataError(
-        f"{new.bin_path}: token {token - first} of document {document} is {new.raw(token, 1)[0]}; in the original, "
-        f"as document {was} of {old.bin_path}, it is {old.raw(there, 1)[0]}"
+        f"{found}; in the original, as document {was} of {old.bin_path}, it is {old.raw(there, 1)[0]}"
     )
 
 
-def _told(directory: Path, new: Manifest, pruned: Pruned, cuts: list[Cut], removed: str) -> None:
+def _told(directory: Path, new: Manifest, pruned: Pruned, cuts: list[Cut], removed: str, added: int) -> None:
     """pruned.json says what was found."""
     found = {
         "shards": cuts,
@@ -256,6 +306,8 @@ def _told(directory: Path, new: Manifest, pruned: Pruned, cuts: list[Cut], remov
         "documents_left": sum(info.documents for info in new.shards),
         "tokens_left": sum(info.tokens for info in new.shards),
     }
+    if pruned.cut is not None or added:
+        found |= {"cut": sum(cut.cut or 0 for cut in cuts), "added": added}
     for key, value in found.items():
         if getattr(pruned, key) != value:
             raise DataError(f"{directory / FILE}: {key} is not what map and shards say: prune again")

@@ -1,4 +1,4 @@
-"""What a plan is made of: the documents of an incident, of a scan's findings, or of a list by hand."""
+"""What a plan is made of: documents, or spans of them, of an incident, of a scan's findings, or of a list by hand."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import numpy as np
 
 from megastable import durable
 from megastable.data.blends import BlendEntry
-from megastable.data.documents import documents_by_position
+from megastable.data.documents import Part, parts_by_position
 from megastable.data.manifest import Manifest
 from megastable.data.shards import Shard
+from megastable.data.skips import Skips
 from megastable.errors import DataError
-from megastable.forensics.pruning.plan import EXCERPT, Removal, read_plan, text_of
+from megastable.forensics.pruning.gaps import Span
+from megastable.forensics.pruning.loss import Loss
+from megastable.forensics.pruning.plan import EXCERPT, Removal, loss_of, read_plan, text_of
 from megastable.forensics.shelf import Shelf, open_shelf
 from megastable.recipe import read_yaml
 from megastable.report.told import plural, ranges
@@ -24,12 +27,14 @@ BEGINNING = 64  # tokens of a document that an excerpt is made of
 
 
 class Why(NamedTuple):
-    """What speaks against a document; at: the token of the shard where that begins, None for its beginning."""
+    """What speaks against a document; at: the token of the shard where that begins, None for its beginning. spans: of
+    the document, what alone is to go; None for all of it."""
 
     shard: str
     document: int
     text: str
     at: int | None = None
+    spans: Sequence[Span] | None = None
 
 
 def make_plan(
@@ -42,12 +47,17 @@ def make_plan(
     score: float | None = None,
     kinds: Sequence[str] = (),
     duplicates: bool = False,
+    spans: bool = False,
+    most: float = 1.0,
     overwrite: bool = False,
-) -> list[Removal]:
-    """Write a plan for `corpus` into the file `output`. What it names stands in the order of the corpus.
+) -> tuple[list[Removal], Loss]:
+    """Write a plan for `corpus` into the file `output`. What it names stands in the order of the corpus. Returns that,
+    and what the corpus would lose.
 
-    incidents: RUN:NUMBER each; score, kinds, duplicates: which findings of the scan (`scan.suspects`). Raises DataError
-    for what cannot be read, is of another corpus, or names no document at all.
+    incidents: RUN:NUMBER each; score, kinds, duplicates: which findings of the scan (`scan.suspects`). spans: of the
+    documents of an incident only the tokens of its samples are to go, of those that a scan finds odd only what is odd.
+    Raises DataError for what cannot be read, is of another corpus, names no document at all, or takes more than `most`
+    of the corpus.
     """
     if output.exists() and not overwrite:
         raise DataError(f"{output} exists already: choose another --output, or replace it with --overwrite")
@@ -68,47 +78,54 @@ def make_plan(
     for path in lists:
         found += _listed(path, shelf.directory, shelf.manifest)
     for incident in incidents:
-        found += _guilty(incident, shelf.manifest)
+        found += _guilty(incident, shelf.manifest, spans)
     if scan is not None:
-        found += _suspects(corpus, shelf.manifest, scan, score, kinds, duplicates)
+        found += _suspects(corpus, shelf, shelf.manifest, scan, score, kinds, duplicates, spans)
     if not found:
         raise DataError(f"no document of {corpus} is named: there is nothing to plan")
     removals = list(_removals(shelf, found))
+    loss = loss_of(removals, shelf.manifest)
+    loss.check(most, str(output))
     durable.write_output(output, text_of(removals, shelf.directory.resolve(), shelf.manifest))
-    return removals
+    return removals, loss
 
 
 def _listed(path: Path, directory: Path, manifest: Manifest) -> Iterator[Why]:
-    for shard, documents in read_plan(path).checked(directory, manifest, twice=True).items():
-        for document in documents.tolist():
-            yield Why(shard, document, f"listed in {path.name}")
+    for shard, named in read_plan(path).checked(directory, manifest, twice=True).items():
+        for document in named.touched.tolist():
+            yield Why(shard, document, f"listed in {path.name}", spans=named.spans.get(document))
 
 
 def _suspects(
     corpus: Path,
+    shelf: Shelf,
     manifest: Manifest,
     folder: Path,
     score: float | None,
     kinds: Sequence[str],
     duplicates: bool,
+    spans: bool,
 ) -> Iterator[Why]:
-    from megastable.forensics.scanning.scanned import Scan, suspects
+    from megastable.forensics.scanning.scanned import Scan, odd_spans, suspects
 
+    found = Scan.load(folder)
     if score is None and not kinds and not duplicates:
+        advice = "" if found.advised is None else f" {found.advised:g}, which is its advice"
         raise DataError(
-            f"{folder}: nothing says which of its findings are meant: give --score, --kind or --duplicates"
+            f"{folder}: nothing says which of its findings are meant: give --score{advice}, --kind or --duplicates"
         )
-    if Scan.load(folder).fingerprint != manifest.fingerprint():
+    if found.fingerprint != manifest.fingerprint():
         raise DataError(
             f"{folder} is the scan of another corpus, or {corpus} has changed since: scan {corpus}, then plan again"
         )
     for suspect in suspects(folder, score, kinds or None, duplicates):
         why = f"{suspect.kind}, score {suspect.score:.2f}: {suspect.why}"
-        yield Why(suspect.shard, suspect.document, why, suspect.piece)
+        odd = None if not spans or suspect.copy else odd_spans(folder, shelf, suspect, score)
+        yield Why(suspect.shard, suspect.document, why, suspect.piece, odd)
 
 
-def _guilty(incident: str, manifest: Manifest) -> Iterator[Why]:
-    """The documents of `manifest` that the positions of an incident are made of."""
+def _guilty(incident: str, manifest: Manifest, spans: bool) -> Iterator[Why]:
+    """The documents of `manifest` that the positions of an incident are made of; spans: what of them is in it."""
     from megastable.forensics.history import History
 
     run, _, text = incident.rpartition(":")
@@ -142,22 +159,18 @@ def _guilty(incident: str, manifest: Manifest) -> Iterator[Why]:
         )
     positions = np.concatenate([np.empty(0, np.int64), *(np.arange(*span) for span in told)])
     positions = positions[source.order.locate(positions).corpus == mine[0]]
-    places = source.order.locate(positions)
-    firsts = dict(zip(positions.tolist(), places.first_token.tolist(), strict=True))
-    samples: dict[tuple[str, int], list[int]] = {}
-    begins: dict[tuple[str, int], int] = {}
-    for position, documents in documents_by_position(source, positions).items():
-        ((shard, at, _, _),) = source.streams[mine[0]].pieces(firsts[position], 1)
-        for found in documents:
-            key = found.shard, found.document
-            samples.setdefault(key, []).append(position)
-            inside = found.shard == shard.name and found.first_token < at
-            begins.setdefault(key, at if inside else found.first_token)
+    parts: dict[tuple[str, int], list[tuple[int, Part]]] = {}
+    for position, some in parts_by_position(source, positions).items():
+        for part in some:
+            parts.setdefault((part.document.shard, part.document.document), []).append((position, part))
     what = f"{summary.get('verdict')}, cause {summary.get('cause')}"
-    for key, where in samples.items():
-        spans = ranges([(position, position + 1) for position in where], most=3)
-        text = f"incident {number} ({what}): in {plural(len(where), 'sample')}, at {spans}"
-        yield Why(*key, text, begins[key])
+    for key, found in parts.items():
+        where = sorted({position for position, _ in found})
+        places = ranges([(position, position + 1) for position in where], most=3)
+        text = f"incident {number} ({what}): in {plural(len(where), 'sample')}, at {places}"
+        begin = found[0][1].document.first_token
+        inside = [(p.first_token - begin, p.first_token - begin + p.tokens) for _, p in found]
+        yield Why(*key, text, found[0][1].first_token, inside if spans else None)
 
 
 def _summary(events: Iterable[dict[str, Any]], number: int, run: str) -> tuple[dict[str, Any], float]:
@@ -183,21 +196,41 @@ def _summary(events: Iterable[dict[str, Any]], number: int, run: str) -> tuple[d
 
 
 def _removals(shelf: Shelf, found: Iterable[Why]) -> Iterator[Removal]:
-    """One for each document, in the order of the corpus, with all that speaks against it."""
+    """One for each document, or for each span of it, in the order of the corpus, with all that speaks against it."""
     reasons: dict[str, dict[int, list[Why]]] = {}
     for why in found:
         reasons.setdefault(why.shard, {}).setdefault(why.document, []).append(why)
     for shard in shelf.shards:
         for document, of in sorted(reasons.get(shard.name, {}).items()):
             first, end = shard.document_bounds(document)
-            at = next((why.at for why in of if why.at is not None), first)
-            excerpt = "…" * (at > first) + _excerpt(shelf, shard, at, min(end - at, BEGINNING))
             texts = "; ".join(dict.fromkeys(why.text for why in of))
-            yield Removal(shard.name, document, end - first, texts, excerpt)
+            # What ends the document stays, or goes with all of it.
+            count = end - first
+            text = count - int(count > 0 and int(shard.raw(end - 1, 1)[0]) == shelf.eod)
+            if all(why.spans for why in of):
+                spans = Skips.merged(np.array([span for why in of for span in why.spans or ()])).ranges
+                if spans[-1][1] > count:
+                    raise DataError(
+                        f"document {document} of {shard.name} has {plural(count, 'token')}, a list names a span of "
+                        f"it up to {spans[-1][1]}: mend that"
+                    )
+                spans = [(begin, min(stop, text)) for begin, stop in spans if begin < text]
+            else:
+                spans = [(0, text)]
+            if spans[:1] == [(0, text)]:
+                at = next((why.at for why in of if why.at is not None), first)
+                yield Removal(shard.name, document, count, texts, _excerpt(shelf, shard, first, at, end))
+                continue
+            for begin, stop in spans:
+                excerpt = _excerpt(shelf, shard, first, first + begin, first + stop)
+                yield Removal(shard.name, document, stop - begin, texts, excerpt, (begin, stop))
 
 
-def _excerpt(shelf: Shelf, shard: Shard, first: int, count: int) -> str:
-    ids = shard.raw(first, count).tolist()
+def _excerpt(shelf: Shelf, shard: Shard, first: int, at: int, end: int) -> str:
+    """The text from token `at` on, before `end`, of a document that begins at `first`."""
+    ids = shard.raw(at, min(end - at, BEGINNING)).tolist()
     if shelf.tokenizer is not None and all(0 <= token < shelf.tokenizer.vocab_size for token in ids):
-        return " ".join(shelf.tokenizer.decode(ids).split())[: EXCERPT + 1]
-    return " ".join(map(str, ids))
+        text = " ".join(shelf.tokenizer.decode(ids).split())[: EXCERPT + 1]
+    else:
+        text = " ".join(map(str, ids))
+    return "…" * (at > first) + text

@@ -1,38 +1,59 @@
-"""What of a shard is left when some of its documents are gone: as ranges of documents, sequences and tokens."""
+"""What of a shard is left when some of its documents, and spans of others, are gone: documents, sequences, tokens.
+
+A document that lost a span in its middle becomes several: what is before the span ends with an end-of-document token
+that is put there, if the document itself ends with one, and what is behind begins a document of its own. So no sample
+is made of tokens that never stood together in one document.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from megastable.data.shard_format import chunks
+from megastable.data.shard_format import LONGEST_SEQUENCE, chunks, little_endian
 from megastable.data.shards import Shard
 from megastable.errors import DataError
 
 BLOCK = 1 << 20  # bytes of a file in memory at a time: few enough to stay in the cache between two hashes
 
 Int64s = npt.NDArray[np.int64]
+Span = tuple[int, int]  # tokens [first, end) of a document
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """Ascending ranges [first, end) that do not overlap, int64 [n] each; some may be empty."""
+    """Ascending ranges [first, end) that do not overlap, int64 [n] each; some may be empty. added: how much is put in
+    place of each, int64 [n]; nothing where it is None."""
 
     firsts: Int64s
     ends: Int64s
+    added: Int64s | None = None
 
     @property
     def total(self) -> int:
+        """How much the ranges hold."""
         return int((self.ends - self.firsts).sum())
 
+    @property
+    def less(self) -> int:
+        """By how much the file is shorter without them and with what is put in their place."""
+        return self.total - int(self._added.sum())
+
+    @property
+    def _added(self) -> Int64s:
+        return np.zeros_like(self.firsts) if self.added is None else self.added
+
     def before(self, edges: Int64s) -> Int64s:
-        """How much of the ranges lies before each of `edges` [k], none of which is inside a range: int64 [k]."""
-        sums = np.append(0, np.cumsum(self.ends - self.firsts))
+        """By how much each of `edges` [k], none of which is inside a range, lies further ahead without them: int64
+        [k]."""
+        sums = np.append(0, np.cumsum(self.ends - self.firsts - self._added))
         return sums[np.searchsorted(self.firsts, edges)]
 
     def inside(self, edge: int) -> bool:
@@ -41,31 +62,141 @@ class Ranges:
         return number >= 0 and edge < int(self.ends[number])
 
     def merged(self) -> Ranges:
-        """The same without empty ranges and without ranges that touch."""
+        """The same without empty ranges and without ranges that touch; where something is put, a range begins."""
         full = self.ends > self.firsts
+        firsts, ends, added = self.firsts[full], self.ends[full], self._added[full]
         if not full.any():
-            return Ranges(self.firsts[full], self.ends[full])
-        firsts, ends = self.firsts[full], self.ends[full]
-        apart = firsts[1:] != ends[:-1]
-        return Ranges(firsts[np.append(True, apart)], ends[np.append(apart, True)])
+            return Ranges(firsts, ends)
+        apart = np.append(True, (firsts[1:] != ends[:-1]) | (added[1:] > 0))
+        return Ranges(firsts[apart], ends[np.append(apart[1:], True)], added[apart])
 
     def scaled(self, size: int, offset: int = 0) -> Ranges:
         """In bytes of a file, where one takes `size` and the first lies at `offset`."""
-        return Ranges(self.firsts * size + offset, self.ends * size + offset)
+        return Ranges(self.firsts * size + offset, self.ends * size + offset, self.added)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is left of a document between two spans: its tokens [first, end). closed: an end-of-document token that is
+    put there ends it. lengths, modes: of its sequences, that token among them."""
+
+    first: int
+    end: int
+    closed: bool
+    lengths: tuple[int, ...]
+    modes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CutDocument:
+    """A document of which some is left. first: its first token in the shard; pieces: at least one, ascending;
+    sequences: [first, end) of the shard; gone: tokens that are cut out, its end-of-document token never among them."""
+
+    number: int
+    first: int
+    tokens: int
+    pieces: tuple[Piece, ...]
+    sequences: Span
+    gone: int
+
+    @property
+    def holes(self) -> Iterator[tuple[int, int, int]]:
+        """Tokens [first, end) of the shard that are not left, and how many tokens are put in their place."""
+        edges = [0, *(edge for piece in self.pieces for edge in (piece.first, piece.end)), self.tokens]
+        closed = [False, *(piece.closed for piece in self.pieces)]
+        for first, end, put in zip(edges[::2], edges[1::2], closed, strict=True):
+            if first < end:
+                yield self.first + first, self.first + end, int(put)
+
+    @property
+    def spans(self) -> list[Span]:
+        """Its tokens that are cut out, as [first, end) of the document."""
+        return [(first - self.first, end - self.first) for first, end, _ in self.holes]
+
+    @property
+    def added(self) -> int:
+        """End-of-document tokens that were not there: the one of its own end goes on ending its last piece."""
+        return sum(piece.closed for piece in self.pieces) - (
+            self.pieces[-1].closed and self.pieces[-1].end < self.tokens
+        )
+
+
+def cut_document(shard: Shard, number: int, spans: Iterable[Span], eod: int) -> CutDocument | None:
+    """The document without `spans`, which may overlap; None where nothing of it is left.
+
+    Raises DataError for a span that is empty or ends behind the document.
+    """
+    begin, end = shard.document_bounds(number)
+    count = end - begin
+    closes = count > 0 and int(shard.raw(end - 1, 1)[0]) == eod
+    text = count - closes  # tokens but the one that ends it
+    kept, at, gone = list[Span](), 0, 0
+    for first, stop in sorted(spans):
+        if not 0 <= first < stop <= count:
+            raise DataError(
+                f"tokens {first}:{stop} of document {number} of {shard.name}, which has {count}: give first and end, "
+                "counted from 0, the end behind the last one"
+            )
+        if first > at:
+            kept.append((at, first))
+        gone += max(min(stop, text) - max(first, at), 0)
+        at = max(at, stop)
+    if at < text:
+        kept.append((at, count))
+    if not kept:
+        return None
+    low, high = shard.sequence_bounds(number)
+    lengths = shard.sequence_lengths(slice(low, high)).tolist()
+    stored = shard.modes(slice(low, high))
+    modes = [0] * len(lengths) if stored is None else stored.tolist()
+    pieces = tuple(_piece(first, stop, closes and stop < count, lengths, modes) for first, stop in kept)
+    return CutDocument(number, begin, count, pieces, (low, high), gone)
+
+
+def _piece(first: int, end: int, closed: bool, lengths: Sequence[int], modes: Sequence[int]) -> Piece:
+    """Tokens [first, end) of a document with sequences of `lengths`; an empty sequence belongs to the piece that it
+    touches."""
+    found, at = list[tuple[int, int]](), 0
+    for length, mode in zip(lengths, modes, strict=True):
+        inside = min(at + length, end) - max(at, first)
+        if inside > 0 or (not length and inside == 0):
+            found.append((inside, mode))
+        at += length
+    if closed:
+        length, mode = found[-1]
+        if length < LONGEST_SEQUENCE:
+            found[-1] = length + 1, mode
+        else:
+            found.append((1, mode))
+    return Piece(first, end, closed, tuple(n for n, _ in found), tuple(mode for _, mode in found))
 
 
 @dataclass(frozen=True)
 class Gaps:
-    """`documents` of a shard, ascending, int64 [n], and the sequences and tokens of each."""
+    """What is not left of a shard: `documents`, ascending, int64 [n], whole, and spans of `cuts`, ascending too; the
+    sequences and tokens of both, with what is put in their place; closing: the bytes of the end-of-document token."""
 
     documents: Int64s
+    cuts: tuple[CutDocument, ...]
     sequences: Ranges
     tokens: Ranges
+    closing: bytes
 
     @classmethod
-    def of(cls, shard: Shard, documents: Int64s) -> Gaps:
-        """`documents` are ascending and all there. Reads the index a piece at a time; raises DataError where it is
-        damaged."""
+    def of(
+        cls, shard: Shard, documents: Int64s, spans: Mapping[int, Sequence[Span]] | None = None, eod: int = 0
+    ) -> Gaps:
+        """`documents` are ascending and all there; spans: of other documents. One that is covered by its spans is gone
+        as a whole. Reads the index a piece at a time; raises DataError where it is damaged, or a span not there."""
+        cuts, covered = list[CutDocument](), list[int]()
+        for number in sorted(spans or ()):
+            cut = cut_document(shard, number, (spans or {})[number], eod)
+            if cut is None:
+                covered.append(number)
+            else:
+                cuts.append(cut)
+        if covered:
+            documents = np.union1d(documents, np.array(covered, np.int64))
         parts: list[list[Int64s]] = []
         for part in chunks(shard.documents):
             low, high = np.searchsorted(documents, (part.start, part.stop)).tolist()
@@ -77,20 +208,108 @@ class Gaps:
             parts.append([*edges, *(shard.sequence_edges(edge) for edge in edges)])
         empty = np.empty(0, np.int64)
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [empty] * 4
-        return cls(documents, Ranges(columns[0], columns[1]), Ranges(columns[2], columns[3]))
+        replaced = [(*cut.sequences, sum(len(piece.lengths) for piece in cut.pieces)) for cut in cuts]
+        holes = [hole for cut in cuts for hole in cut.holes]
+        closing = np.array(eod).astype(little_endian(shard.dtype)).tobytes()
+        runs, stretches = _with(columns[0], columns[1], replaced), _with(columns[2], columns[3], holes)
+        return cls(documents, tuple(cuts), runs, stretches, closing)
+
+    @property
+    def gone(self) -> int:
+        """Tokens that are not left."""
+        whole = self.tokens.total - sum(end - first for cut in self.cuts for first, end, _ in cut.holes)
+        return whole + sum(cut.gone for cut in self.cuts)
+
+    @property
+    def added(self) -> int:
+        """End-of-document tokens that are put in between."""
+        return sum(cut.added for cut in self.cuts)
+
+    @property
+    def fewer(self) -> int:
+        """By how many documents it is shorter: those that are cut in several make it longer."""
+        return self.documents.size - int(self._more.sum())
+
+    @cached_property
+    def _cut(self) -> Int64s:
+        return np.array([cut.number for cut in self.cuts], np.int64)
+
+    @cached_property
+    def _more(self) -> Int64s:
+        return np.array([len(cut.pieces) - 1 for cut in self.cuts], np.int64)
 
     def renumbered(self, first: int, count: int) -> Int64s:
-        """The new numbers of the documents [first, first + count): int64 [count], -1 for those that are gone."""
-        old = np.arange(first, first + count)
-        before = np.searchsorted(self.documents, old)
-        new = old - before
+        """The new numbers of the documents [first, first + count), of the first piece of one that is cut: int64
+        [count], -1 for those that are gone."""
+        new = self._at(np.arange(first, first + count))
         low, high = np.searchsorted(self.documents, (first, first + count))
         new[self.documents[low:high] - first] = -1
         return new
 
-    def original(self, new: int) -> int:
-        """The old number of a document that is left."""
-        return new + int(np.searchsorted(self.documents - np.arange(self.documents.size), new, side="right"))
+    def _at(self, old: Int64s) -> Int64s:
+        """The new number of the first document that is left from each of `old` [n] on."""
+        more = np.append(0, np.cumsum(self._more))[np.searchsorted(self._cut, old)]
+        return np.asarray(old - np.searchsorted(self.documents, old) + more)
+
+    def original(self, new: int) -> tuple[int, int]:
+        """(document, token) of the original with which a document that is left begins."""
+        numbers = range(new + self.documents.size + 1)
+        old = bisect_right(numbers, new, key=lambda number: int(self._at(np.array([number]))[0])) - 1
+        at = int(np.searchsorted(self._cut, old))
+        if at == self._cut.size or self._cut[at] != old:
+            return old, 0
+        return old, self.cuts[at].pieces[new - int(self._at(np.array([old]))[0])].first
+
+    def cut_among(self, first: int, count: int) -> tuple[CutDocument, ...]:
+        """Those of the documents [first, first + count) that are cut."""
+        low, high = np.searchsorted(self._cut, (first, first + count)).tolist()
+        return self.cuts[low:high]
+
+    def sequence_counts(self, first: int, counts: Int64s) -> Int64s:
+        """Sequences of each document that is left of [first, first + n), which had `counts` int64 [n] of them."""
+        copies = (self.renumbered(first, counts.size) >= 0).astype(np.int64)
+        cuts = self.cut_among(first, counts.size)
+        for cut in cuts:
+            copies[cut.number - first] = len(cut.pieces)
+        found, at = np.repeat(counts, copies), np.cumsum(copies) - copies
+        for cut in cuts:
+            begin = int(at[cut.number - first])
+            found[begin : begin + len(cut.pieces)] = [len(piece.lengths) for piece in cut.pieces]
+        return found
+
+    def token_holes(self, itemsize: int) -> tuple[Ranges, dict[int, bytes]]:
+        """Of the .bin, in bytes, for `without`."""
+        holes = self.tokens.scaled(itemsize).merged()
+        closed = [] if holes.added is None else holes.firsts[holes.added > 0].tolist()
+        return holes, dict.fromkeys(closed, self.closing)
+
+    def length_holes(self, offset: int) -> tuple[Ranges, dict[int, bytes]]:
+        """Of the lengths in the .idx, which begin at byte `offset`, for `without`."""
+        return self._sequence_holes(4, offset, [[piece.lengths for piece in cut.pieces] for cut in self.cuts])
+
+    def mode_holes(self, offset: int) -> tuple[Ranges, dict[int, bytes]]:
+        """Of the modes in the .idx, which begin at byte `offset`, for `without`."""
+        return self._sequence_holes(1, offset, [[piece.modes for piece in cut.pieces] for cut in self.cuts])
+
+    def _sequence_holes(
+        self, size: int, offset: int, values: Sequence[Sequence[tuple[int, ...]]]
+    ) -> tuple[Ranges, dict[int, bytes]]:
+        put = {
+            cut.sequences[0] * size + offset: np.concatenate([np.array(some, f"<i{size}") for some in new]).tobytes()
+            for cut, new in zip(self.cuts, values, strict=True)
+        }  # fmt: skip
+        return self.sequences.scaled(size, offset).merged(), put
+
+
+def _with(firsts: Int64s, ends: Int64s, more: Sequence[tuple[int, int, int]]) -> Ranges:
+    """Ranges with nothing in their place, and `more` (first, end, how much is put there), in their order."""
+    if not more:
+        return Ranges(firsts, ends)
+    table = np.array(more, np.int64)
+    firsts, ends = np.append(firsts, table[:, 0]), np.append(ends, table[:, 1])
+    added = np.append(np.zeros(len(firsts) - len(table), np.int64), table[:, 2])
+    order = np.lexsort((ends, firsts))
+    return Ranges(firsts[order], ends[order], added[order])
 
 
 def blocks(path: Path, first: int = 0, end: int | None = None) -> Iterator[tuple[int, memoryview]]:
@@ -117,8 +336,11 @@ def blocks(path: Path, first: int = 0, end: int | None = None) -> Iterator[tuple
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def without(first: int, block: memoryview, gaps: Ranges) -> memoryview | bytes:
-    """What is left of a block that begins at byte `first` of its file; gaps: of the file, in bytes, merged."""
+def without(
+    first: int, block: memoryview, gaps: Ranges, put: Mapping[int, bytes] | None = None
+) -> memoryview | bytes:
+    """What is left of a block that begins at byte `first` of its file; gaps: of the file, in bytes, merged; put: what
+    stands in place of a gap, by its first byte."""
     end = first + len(block)
     low = int(np.searchsorted(gaps.ends, first, side="right"))
     high = int(np.searchsorted(gaps.firsts, end))
@@ -127,8 +349,13 @@ def without(first: int, block: memoryview, gaps: Ranges) -> memoryview | bytes:
     # The edges of what is left: the ends of the gaps and, shifted by one, their beginnings.
     begins = np.clip(np.append(first, gaps.ends[low:high]) - first, 0, len(block)).tolist()
     stops = np.clip(np.append(gaps.firsts[low:high], end) - first, 0, len(block)).tolist()
-    if len(begins) <= 2:
+    if len(begins) <= 2 and not put:
         parts = [block[a:b] for a, b in zip(begins, stops, strict=True) if a < b]
         return parts[0] if len(parts) == 1 else b"".join(parts)
     whole = bytes(block)  # many pieces of it are several times faster to make than of a memoryview
-    return b"".join([whole[a:b] for a, b in zip(begins, stops, strict=True)])
+    left = [whole[a:b] for a, b in zip(begins, stops, strict=True)]
+    if put:
+        # A gap that began in a block before has had its own put there.
+        there = [put.get(at, b"") if at >= first else b"" for at in gaps.firsts[low:high].tolist()]
+        left = [part for pair in zip(left, [*there, b""], strict=True) for part in pair]
+    return b"".join(left)

@@ -1,8 +1,10 @@
 """Which documents are to be left out of a corpus, as a text file that a person reads and edits before it is applied.
 
-A line is a document: its shard, its number there, and behind a # what speaks against it, for people alone. Before them
-stand keys (`fingerprint: ...`) that say of which corpus it is. Lists by hand may lack those, and may be CSV or JSON
-lines with `shard` and `document`. A shard's name that is not one plain word stands in double quotes, as in JSON.
+A line is a document: its shard, its number there, and behind a # what speaks against it, for people alone. With
+`first:end` behind the number it is a span of that document: its tokens from `first` on, counted from 0, and before
+`end`. Before the lines stand keys (`fingerprint: ...`) that say of which corpus it is. Lists by hand may lack those,
+and may be CSV or JSON lines with `shard` and `document`, and with `first` and `end` for a span. A shard's name that is
+not one plain word stands in double quotes, as in JSON.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from megastable.data.manifest import Manifest
 from megastable.errors import DataError
+from megastable.forensics.pruning.gaps import Span
+from megastable.forensics.pruning.loss import Loss
 from megastable.report.told import plural, visible
 
 FORMAT = "1"
@@ -30,7 +34,9 @@ WHY, EXCERPT = 300, 120  # characters of a line
 Int64s = npt.NDArray[np.int64]
 
 _LINE = re.compile(
-    r'\s*("(?:[^"\\]|\\.)*"|[^\s"#{,](?:\S*?[^\s,])?)[\s,]+([0-9]{1,18})\s*(?:#.*)?', re.DOTALL
+    r'\s*("(?:[^"\\]|\\.)*"|[^\s"#{,](?:\S*?[^\s,])?)[\s,]+([0-9]{1,18})'
+    r"(?:[\s,]+([0-9]{1,18}):([0-9]{1,18}))?\s*(?:#.*)?",
+    re.DOTALL,
 )
 _KEY = re.compile(rf"({'|'.join(KEYS)}):\s+(.*)")
 _WORD = re.compile(r"[\w.+=@%~-]*[\w.+=@%~-]", re.ASCII)
@@ -38,31 +44,58 @@ _WORD = re.compile(r"[\w.+=@%~-]*[\w.+=@%~-]", re.ASCII)
 
 @dataclass(frozen=True)
 class Removal:
-    """A document to leave out, and what a person should know of it (both texts may say anything)."""
+    """A document to leave out, or a span of it; tokens: how many that are. And what a person should know of it (both
+    texts may say anything)."""
 
     shard: str
     document: int
     tokens: int = 0
     why: str = ""
     excerpt: str = ""
+    span: Span | None = None
+
+
+class Line(NamedTuple):
+    """A line of a plan, its number in the file first. span: None for the whole document."""
+
+    number: int
+    document: int
+    span: Span | None
+
+
+@dataclass(frozen=True)
+class Named:
+    """What is to be left out of a shard: `documents` as a whole, ascending, int64 [n]; spans: of other documents."""
+
+    documents: Int64s
+    spans: dict[int, list[Span]]
+
+    @property
+    def touched(self) -> Int64s:
+        """The documents that it is about, ascending."""
+        return np.union1d(self.documents, np.array(list(self.spans), np.int64))
+
+
+NOTHING = Named(np.empty(0, np.int64), {})
 
 
 @dataclass
 class Plan:
     """A plan as it was read. corpus, fingerprint: None where it does not say. lines: by shard, in the order of the
-    file: document numbers, and the lines that they stand in."""
+    file."""
 
     path: Path
     sha256: str
     corpus: Path | None = None
     fingerprint: str | None = None
-    lines: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
+    lines: dict[str, list[Line]] = field(default_factory=dict)
 
-    def documents(self, directory: Path, manifest: Manifest) -> dict[str, Int64s]:
-        """The documents to leave out of a corpus, ascending, by shard.
+    def named(self, directory: Path, manifest: Manifest) -> dict[str, Named]:
+        """What to leave out of a corpus, by shard.
 
         Raises DataError naming the line for a document that is not there or stands twice, and for a plan that is empty
-        or does not say, by the fingerprint, that it was made for this very corpus.
+        or does not say, by the fingerprint, that it was made for this very corpus. Whether a document has the tokens of
+        a span, only its shard knows: `gaps.cut_document`.
         """
         if self.fingerprint is None:
             raise DataError(
@@ -71,8 +104,8 @@ class Plan:
             )
         return self.checked(directory, manifest)
 
-    def checked(self, directory: Path, manifest: Manifest, twice: bool = False) -> dict[str, Int64s]:
-        """As `documents`, but a list by hand has no fingerprint. twice: a document may stand twice."""
+    def checked(self, directory: Path, manifest: Manifest, twice: bool = False) -> dict[str, Named]:
+        """As `named`, but a list by hand has no fingerprint. twice: a document may stand twice."""
         if self.fingerprint not in (None, manifest.fingerprint()):
             raise DataError(
                 f"{self.path} was made for another corpus, or {directory} has changed since (its fingerprint is "
@@ -82,41 +115,52 @@ class Plan:
             raise DataError(f"{self.path} names no document: there is nothing to do")
         infos = {info.name: info for info in manifest.shards}
         found = {}
-        for shard, (documents, lines) in self.lines.items():
+        for shard, lines in self.lines.items():
             if shard not in infos:
                 known = ", ".join(list(infos)[:5]) + ", ..." * (len(infos) > 5)
                 raise DataError(
-                    f"{self.path} line {lines[0]}: {directory} has no shard '{visible(shard, 80)}', it has {known}"
+                    f"{self.path} line {lines[0].number}: {directory} has no shard '{visible(shard, 80)}', it has "
+                    f"{known}"
                 )
-            numbers, count = np.array(documents, dtype=np.int64), infos[shard].documents
-            if (wrong := np.flatnonzero(numbers >= count)).size:
-                raise DataError(
-                    f"{self.path} line {lines[wrong[0]]}: there is no document {numbers[wrong[0]]} in {shard}, "
-                    f"which has {plural(count, 'document')}, counted from 0"
-                )
-            order = np.argsort(numbers, kind="stable")
-            again = np.flatnonzero(np.diff(numbers[order]) == 0)
-            if again.size and not twice:
-                first, second = order[again[0]], order[again[0] + 1]
-                raise DataError(
-                    f"{self.path} lines {lines[first]} and {lines[second]} name the same document: "
-                    f"{numbers[first]} of {shard}; delete one"
-                )
-            found[shard] = numbers[order][np.append(True, np.diff(numbers[order]) > 0)]
-        if sum(len(documents) for documents in found.values()) == sum(
+            found[shard] = self._named(shard, lines, infos[shard].documents, twice)
+        if sum(len(named.documents) for named in found.values()) == sum(
             info.documents for info in infos.values()
         ):
-            last = max(lines[-1] for _, lines in self.lines.values())
+            last = max(lines[-1].number for lines in self.lines.values())
             raise DataError(
                 f"{self.path} names every document of the corpus: nothing would be left; delete its line {last}, "
                 "and those of all others to keep"
             )
         return found
 
+    def _named(self, shard: str, lines: list[Line], count: int, twice: bool) -> Named:
+        whole, spans = dict[int, int](), dict[int, list[Span]]()
+        for number, document, span in lines:
+            if document >= count:
+                raise DataError(
+                    f"{self.path} line {number}: there is no document {document} in {shard}, "
+                    f"which has {plural(count, 'document')}, counted from 0"
+                )
+            if document in whole and not twice:
+                raise DataError(
+                    f"{self.path} lines {whole[document]} and {number} name the same document: "
+                    f"{document} of {shard}; delete one"
+                )
+            if span is None:
+                whole[document] = number
+            else:
+                spans.setdefault(document, []).append(span)
+        if not twice and (both := sorted(whole.keys() & spans.keys())):
+            raise DataError(
+                f"{self.path} line {whole[both[0]]} names document {both[0]} of {shard} as a whole, another line a "
+                "span of it: delete one"
+            )
+        left = {document: sorted(of) for document, of in sorted(spans.items()) if document not in whole}
+        return Named(np.array(sorted(whole), dtype=np.int64), left)
+
     def line_of(self, shard: str, document: int) -> int:
         """The line in which a document stands."""
-        documents, lines = self.lines[shard]
-        return lines[documents.index(document)]
+        return next(line.number for line in self.lines[shard] if line.document == document)
 
 
 def read_plan(path: Path) -> Plan:
@@ -138,24 +182,24 @@ def read_plan(path: Path) -> Plan:
     except csv.Error:  # a field that is too long: no table, whatever else it is
         columns = []
     parts = _table(path, lines, start) if {"shard", "document"} <= set(columns) else _lines(plan, lines)
-    for number, shard, document in parts:
-        documents, at = plan.lines.setdefault(shard, ([], []))
-        documents.append(document)
-        at.append(number)
+    for shard, line in parts:
+        if line.span is not None and line.span[0] >= line.span[1]:
+            raise DataError(
+                f"{path} line {line.number}: the span {line.span[0]}:{line.span[1]} is empty: give first and end, the "
+                "end behind the last token"
+            )
+        plan.lines.setdefault(shard, []).append(line)
     return plan
 
 
 def text_of(removals: Iterable[Removal], corpus: Path, manifest: Manifest) -> str:
     """A plan as text, the removals in the order that they come in."""
     found = list(removals)
-    tokens = sum(removal.tokens for removal in found)
-    documents, whole = sum(info.documents for info in manifest.shards), sum(i.tokens for i in manifest.shards)
-    share = f"{plural(tokens, 'token')} of {whole:,} ({tokens / max(whole, 1):.3%})"
     head = [
-        "# Documents to leave out of a corpus, one in a line: its shard, its number there, and what speaks against it.",
-        "# Delete a line to keep its document; what is behind a # is for you alone. Then:",
+        "# Documents to leave out of a corpus, one in a line: its shard, its number there, and what speaks against it;",
+        "# with FIRST:END only these tokens of it. Delete a line to keep that; what is behind a # is for you. Then:",
         "#   python tools/prune_data.py apply THIS_FILE OUTPUT",
-        f"# {plural(len(found), 'document')} of {documents:,}, {share}.",
+        f"# {loss_of(found, manifest)}.",
         f"format: {FORMAT}",
         f"corpus: {_quoted(str(corpus))}",
         f"fingerprint: {manifest.fingerprint()}",
@@ -165,11 +209,24 @@ def text_of(removals: Iterable[Removal], corpus: Path, manifest: Manifest) -> st
     return "\n".join([*head, *map(_line, found)]) + "\n"
 
 
+def loss_of(removals: Iterable[Removal], manifest: Manifest) -> Loss:
+    """What a corpus would lose."""
+    whole, cut, tokens = 0, set[tuple[str, int]](), 0
+    for removal in removals:
+        tokens += removal.tokens
+        if removal.span is None:
+            whole += 1
+        else:
+            cut.add((removal.shard, removal.document))
+    return Loss.of(manifest, documents=whole, cut=len(cut), tokens=tokens)
+
+
 def _line(removal: Removal) -> str:
     parts = [plural(removal.tokens, "token"), visible(removal.why, WHY)]
     excerpt = f": {visible(removal.excerpt, EXCERPT)}" if removal.excerpt else ""
     name = removal.shard if _WORD.fullmatch(removal.shard) else json.dumps(removal.shard)
-    return f"{name} {removal.document}  # {'; '.join(part for part in parts if part)}{excerpt}"
+    span = "" if removal.span is None else f" {removal.span[0]}:{removal.span[1]}"
+    return f"{name} {removal.document}{span}  # {'; '.join(part for part in parts if part)}{excerpt}"
 
 
 def _quoted(text: str) -> str:
@@ -188,21 +245,23 @@ def _unquoted(path: Path, number: int, text: str) -> str:
         ) from None
 
 
-def _lines(plan: Plan, lines: list[str]) -> Iterator[tuple[int, str, int]]:
-    """(number of the line, shard, document) of plain lines and JSON ones; keys go into the plan."""
+def _lines(plan: Plan, lines: list[str]) -> Iterator[tuple[str, Line]]:
+    """The shard and what else is in plain lines and JSON ones; keys go into the plan."""
     for number, line in enumerate(lines, start=1):
         found = _LINE.fullmatch(line)
         if found and (
             plan.lines or not found[1].endswith(":")
         ):  # `format: 1` is a key as long as no document came
             name = found[1]
-            yield number, _unquoted(plan.path, number, name) if name[0] == '"' else name, int(found[2])
+            span = None if found[3] is None else (int(found[3]), int(found[4]))
+            shard = _unquoted(plan.path, number, name) if name[0] == '"' else name
+            yield shard, Line(number, int(found[2]), span)
             continue
         line = line.strip()
         if not line or line.startswith("#"):
             continue
         if line.startswith("{"):
-            yield number, *_json(plan.path, number, line)
+            yield _json(plan.path, number, line)
         elif not plan.lines and (key := _KEY.fullmatch(line)):
             _take(plan, number, key[1], _unquoted(plan.path, number, key[2]))
         else:
@@ -220,30 +279,44 @@ def _take(plan: Plan, number: int, key: str, value: str) -> None:
         plan.fingerprint = value
 
 
-def _json(path: Path, number: int, line: str) -> tuple[str, int]:
+def _json(path: Path, number: int, line: str) -> tuple[str, Line]:
     try:
         entry = json.loads(line)
-        shard, document = entry["shard"], entry["document"]
-    except (ValueError, KeyError, RecursionError):
+        shard, numbers = entry["shard"], [entry["document"], *_both(entry.get("first"), entry.get("end"))]
+    except (ValueError, KeyError, RecursionError, AttributeError):
         _bad(path, number, line)
-    if not isinstance(shard, str) or type(document) is not int or not 0 <= document < 10**18:
+    if not isinstance(shard, str) or not all(type(n) is int and 0 <= n < 10**18 for n in numbers):
         _bad(path, number, line)
-    return shard, int(document)
+    return shard, Line(number, numbers[0], (numbers[1], numbers[2]) if numbers[1:] else None)
 
 
-def _table(path: Path, lines: list[str], start: int) -> Iterator[tuple[int, str, int]]:
+def _table(path: Path, lines: list[str], start: int) -> Iterator[tuple[str, Line]]:
     rows = csv.DictReader(lines[start:])
     try:
         for row in rows:
-            number = start + rows.line_num
-            shard, document = row["shard"], (row["document"] or "").strip().replace(",", "")
-            if shard is None or not re.fullmatch("[0-9]{1,18}", document):
+            number, shard = start + rows.line_num, row["shard"]
+            cells = [(row.get(name) or "").strip().replace(",", "") for name in ("document", "first", "end")]
+            try:
+                cells = [cells[0], *_both(cells[1] or None, cells[2] or None)]
+            except ValueError:
                 _bad(path, number, lines[number - 1])
-            yield number, shard.strip(), int(document)
+            if shard is None or not all(re.fullmatch("[0-9]{1,18}", cell) for cell in cells):
+                _bad(path, number, lines[number - 1])
+            span = (int(cells[1]), int(cells[2])) if cells[1:] else None
+            yield shard.strip(), Line(number, int(cells[0]), span)
     except csv.Error as error:
         raise DataError(
             f"{path} line {start + rows.line_num + 1}: {error}: mend or delete the line"
         ) from None
+
+
+def _both(first: Any, end: Any) -> list[Any]:
+    """What a list says of a span: both or nothing. Raises ValueError for one of the two."""
+    if first is None and end is None:
+        return []
+    if first is None or end is None:
+        raise ValueError("first and end belong together")
+    return [first, end]
 
 
 def _bad(path: Path, number: int, line: str) -> NoReturn:

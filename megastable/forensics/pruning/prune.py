@@ -1,8 +1,9 @@
-"""A corpus without the documents of a plan, as a new corpus: everything else in it is, byte for byte, what it was.
+"""A corpus without the documents and spans of a plan, as a new corpus: all else in it is, byte for byte, what it was.
 
-Sequences, modes and documents without tokens stay as they are; shards keep their names. Files are read a block at a
-time, hashed before and after, and written on: memory does not grow with the corpus, and damage of the original is not
-sealed by new hashes. How it is proven: `prune_check.py`.
+Where a span is cut out of a document, an end-of-document token stands in its place: `gaps.py`. Sequences, modes and
+documents without tokens stay as they are; shards keep their names. Files are read a block at a time, hashed before and
+after, and written on: memory does not grow with the corpus, and damage of the original is not sealed by new hashes. How
+it is proven: `check.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from megastable.data.shards import Shard, hash_file
 from megastable.data.staging import staged_directory, write_file
 from megastable.errors import DataError
 from megastable.forensics.pruning.gaps import Gaps, blocks, without
-from megastable.forensics.pruning.plan import Plan, read_plan
+from megastable.forensics.pruning.loss import Loss
+from megastable.forensics.pruning.plan import NOTHING, Named, Plan, read_plan
 from megastable.forensics.pruning.pruned import MAP, Cut, MapWriter, Pruned, Removed
 from megastable.recipe import find
 from megastable.report.told import plural
@@ -34,22 +36,31 @@ Place = tuple[str, int, int]  # tokens [first, end) of a shard
 
 
 def apply(
-    plan: Path, output: Path, corpus: Path | None = None, progress: Progress = lambda count: None
-) -> Pruned:
-    """Make `output`, the corpus of a plan without its documents; whole or not at all.
+    plan: Path, output: Path, corpus: Path | None = None, progress: Progress = lambda count: None,
+    most: float = 1.0, say: Callable[[Loss], object] = lambda loss: None,
+) -> Pruned:  # fmt: skip
+    """Make `output`, the corpus of a plan without its documents and spans; whole or not at all.
 
-    corpus: where it lies now, if not where the plan says. Raises DataError for a plan that is of another corpus, empty
-    or names what is not there, for a corpus that is damaged, and for an output that is occupied or in the way.
+    corpus: where it lies now, if not where the plan says. most: of the tokens, and of the documents, the share that may
+    be gone; say: is told what will be gone before anything is written. Raises DataError for a plan that is of another
+    corpus, empty, takes too much or names what is not there, for a corpus that is damaged, and for an output that is
+    occupied or in the way.
     """
     chosen = read_plan(plan)
     directory = _corpus_of(chosen, corpus)
     manifest = Manifest.load(directory)
-    documents = chosen.documents(directory, manifest)
+    gaps = gaps_of(directory, manifest, chosen.named(directory, manifest))
+    loss = Loss.of(
+        manifest, documents=sum(gap.documents.size for gap in gaps.values()),
+        cut=sum(len(gap.cuts) for gap in gaps.values()), tokens=sum(gap.gone for gap in gaps.values()),
+    )  # fmt: skip
+    loss.check(most, str(plan))
     _keep_apart(directory, output)
     tokenizer = tokenizer_bytes(directory, manifest)
+    say(loss)
     with staged_directory(output) as staging:
         try:
-            made = _write(chosen, directory, manifest, documents, staging, progress)
+            made = _write(chosen, directory, manifest, gaps, staging, progress)
         except OSError as error:
             raise DataError(f"{output} could not be written: {error.strerror or error}") from error
         write_file(staging / manifest.tokenizer.file, tokenizer)
@@ -57,40 +68,53 @@ def apply(
     return made
 
 
-def _write(
-    plan: Plan, directory: Path, manifest: Manifest, documents: dict[str, np.ndarray], staging: Path,
-    progress: Progress,
-) -> Pruned:  # fmt: skip
-    """All files but the tokenizer's and pruned.json, which is returned."""
-    none = np.empty(0, np.int64)
+def gaps_of(directory: Path, manifest: Manifest, named: dict[str, Named]) -> dict[str, Gaps]:
+    """What every shard of a corpus lacks without what a plan names. Raises DataError for a span that is not there."""
     # Shards are opened one at a time: a corpus may have more of them than a process may have open files.
-    all_gaps = {
-        info.name: Gaps.of(Shard(directory / info.name, info), documents.get(info.name, none))
-        for info in manifest.shards
-    }
+    found = {}
+    for info in manifest.shards:
+        of = named.get(info.name, NOTHING)
+        shard = Shard(directory / info.name, info)
+        found[info.name] = Gaps.of(shard, of.documents, of.spans, manifest.tokenizer.eod)
+    return found
+
+
+def _write(
+    plan: Plan,
+    directory: Path,
+    manifest: Manifest,
+    all_gaps: dict[str, Gaps],
+    staging: Path,
+    progress: Progress,
+) -> Pruned:
+    """All files but the tokenizer's and pruned.json, which is returned."""
     places = moved(manifest, all_gaps)
     for split, found in places.items():
         if not found and manifest.splits[split]:
-            _nothing_left(plan, split, manifest, all_gaps)
+            _nothing_left(plan, split, directory, manifest.splits[split][0])
     infos, cuts, removed = list[ShardInfo](), list[Cut](), Removed()
+    spans = any(line.span is not None for lines in plan.lines.values() for line in lines)
     writer = MapWriter(staging)
     try:
         for info in manifest.shards:
             shard, gaps = Shard(directory / info.name, info), all_gaps[info.name]
-            removed.add(info.name, gaps.documents)
+            removed.add(info.name, gaps)
             for part in chunks(shard.documents):
-                writer.add(info.name, part.start, gaps.renumbered(part.start, part.stop - part.start))
+                writer.add(info.name, part.start, part.stop - part.start, gaps)
             left = gaps.documents.size < shard.documents or not gaps.documents.size
             if left:
                 infos.append(write_shard(shard, info, gaps, staging, progress))
-            count = int(gaps.documents.size)
-            cuts.append(Cut(shard=info.name, documents=count, tokens=gaps.tokens.total, left=left))
+            cuts.append(cut_of(info.name, gaps, left, spans))
     finally:
         writer.close()
     with (staging / MAP).open("rb") as file:
         os.fsync(file.fileno())
     gone = sum(cut.documents for cut in cuts)
-    source = f"{manifest.source}; {plural(gone, 'document')} pruned of {manifest.fingerprint()}".lstrip("; ")
+    tokens = sum(cut.tokens for cut in cuts)
+    what = (
+        plural(gone, "document") if not spans else f"{plural(gone, 'document')} and {plural(tokens, 'token')}"
+    )
+    source = f"{manifest.source}; {what} pruned of {manifest.fingerprint()}".lstrip("; ")
     pruned = Manifest(
         name=manifest.name, tokenizer=manifest.tokenizer, dtype=manifest.dtype, shards=infos, source=source,
         splits=splits_at(staging, places),
@@ -99,11 +123,19 @@ def _write(
     pruned.save(staging)
     return Pruned(
         original=str(directory.resolve()), fingerprint=manifest.fingerprint(), plan=plan.path.name,
-        plan_sha256=plan.sha256, removed=str(removed), documents=gone, tokens=sum(cut.tokens for cut in cuts),
+        plan_sha256=plan.sha256, removed=str(removed), documents=gone, tokens=tokens,
+        cut=sum(cut.cut or 0 for cut in cuts) if spans else None,
+        added=sum(gaps.added for gaps in all_gaps.values()) if spans else None,
         documents_left=sum(info.documents for info in infos), tokens_left=sum(info.tokens for info in infos),
         shards=cuts, made=datetime.now(UTC), manifest_xxh3=hash_file(staging / MANIFEST),
         map_xxh3=hash_file(staging / MAP),
     ).sealed()  # fmt: skip
+
+
+def cut_of(shard: str, gaps: Gaps, left: bool, spans: bool) -> Cut:
+    """What a shard lost. spans: the plan has some."""
+    cut = len(gaps.cuts) if spans else None
+    return Cut(shard=shard, documents=gaps.documents.size, tokens=gaps.gone, left=left, cut=cut)
 
 
 def write_shard(shard: Shard, info: ShardInfo, gaps: Gaps, directory: Path, progress: Progress) -> ShardInfo:
@@ -117,11 +149,11 @@ def write_shard(shard: Shard, info: ShardInfo, gaps: Gaps, directory: Path, prog
     itemsize = little_endian(shard.dtype).itemsize
     before, after = xxhash.xxh3_128(), HashedFile(directory / f"{shard.name}.bin")
     try:
-        holes = gaps.tokens.scaled(itemsize).merged()
+        holes, put = gaps.token_holes(itemsize)
         for first, block in blocks(shard.bin_path, end=shard.bin_bytes):
             if holes.firsts.size:
                 before.update(block)
-            after.write(without(first, block, holes))
+            after.write(without(first, block, holes, put))
             progress(len(block))
         bin_xxh3 = after.finish()
         if (before.hexdigest() if holes.firsts.size else bin_xxh3) != info.bin_xxh3:
@@ -137,34 +169,37 @@ def write_shard(shard: Shard, info: ShardInfo, gaps: Gaps, directory: Path, prog
         index.discard()
         raise
     return ShardInfo(
-        name=shard.name, dtype=shard.dtype, tokens=shard.tokens - gaps.tokens.total,
-        documents=shard.documents - int(gaps.documents.size), sequences=shard.sequences - gaps.sequences.total,
+        name=shard.name, dtype=shard.dtype, tokens=shard.tokens - gaps.tokens.less,
+        documents=shard.documents - gaps.fewer, sequences=shard.sequences - gaps.sequences.less,
         bin_bytes=after.bytes, idx_bytes=index.bytes, bin_xxh3=bin_xxh3, idx_xxh3=idx_xxh3,
     )  # fmt: skip
 
 
 def _write_index(shard: Shard, gaps: Gaps, index: HashedFile) -> None:
-    gone = gaps.sequences.total
-    index.write(index_header(shard.dtype, shard.sequences - gone, shard.documents - gaps.documents.size))
+    index.write(
+        index_header(shard.dtype, shard.sequences - gaps.sequences.less, shard.documents - gaps.fewer)
+    )
 
-    def kept(size: int, offset: int) -> Iterator[bytes]:
-        holes = gaps.sequences.scaled(size, offset).merged()
-        end = offset + size * shard.sequences
-        return (bytes(without(first, block, holes)) for first, block in blocks(shard.idx_path, offset, end))
+    def lengths() -> Iterator[bytes]:
+        end = HEADER.size + 4 * shard.sequences
+        holes = gaps.length_holes(HEADER.size)
+        return (bytes(without(*block, *holes)) for block in blocks(shard.idx_path, HEADER.size, end))
 
-    for lengths in kept(4, HEADER.size):
-        index.write(lengths)
-    for pointers in pointers_of((np.frombuffer(part, "<i4") for part in kept(4, HEADER.size)), shard.dtype):
+    for part in lengths():
+        index.write(part)
+    for pointers in pointers_of((np.frombuffer(part, "<i4") for part in lengths()), shard.dtype):
         index.write(pointers)
-    for part in chunks(shard.documents):
-        count = part.stop - part.start
-        staying = gaps.renumbered(part.start, count) >= 0
-        firsts = shard.document_sequences(part.start, count)[:-1][staying]
-        index.write((firsts - gaps.sequences.before(firsts)).astype("<i8").tobytes())
-    index.write(np.array(shard.sequences - gone, dtype="<i8").tobytes())
+    sequence = 0
+    for some in chunks(shard.documents):
+        counts = np.diff(shard.document_sequences(some.start, some.stop - some.start))
+        ends = sequence + np.cumsum(gaps.sequence_counts(some.start, counts))
+        index.write(np.append(sequence, ends[:-1])[: ends.size].astype("<i8").tobytes())
+        sequence = int(ends[-1]) if ends.size else sequence
+    index.write(np.array(sequence, dtype="<i8").tobytes())
     if shard.has_modes:
-        for modes in kept(1, shard.idx_bytes - shard.sequences):
-            index.write(modes)
+        begin = shard.idx_bytes - shard.sequences
+        for block in blocks(shard.idx_path, begin, shard.idx_bytes):
+            index.write(without(*block, *gaps.mode_holes(begin)))
 
 
 def moved(manifest: Manifest, gaps: dict[str, Gaps]) -> dict[str, list[Place]]:
@@ -249,10 +284,8 @@ def _corpus_of(plan: Plan, given: Path | None) -> Path:
     return find(given or plan.corpus or "")
 
 
-def _nothing_left(plan: Plan, split: str, manifest: Manifest, gaps: dict[str, Gaps]) -> NoReturn:
-    segment = manifest.splits[split][0]
-    lost = gaps[segment.shard]
-    document = int(lost.documents[int(np.searchsorted(lost.tokens.ends, segment.first_token, side="right"))])
+def _nothing_left(plan: Plan, split: str, directory: Path, segment: Segment) -> NoReturn:
+    document = Shard(directory / segment.shard).document_of(segment.first_token)
     raise DataError(
         f"{plan.path} leaves nothing of the split {split!r}: delete its line {plan.line_of(segment.shard, document)}, "
         "for one, to keep that document"

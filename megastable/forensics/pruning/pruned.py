@@ -1,14 +1,18 @@
 """What a pruned corpus says of how it was made: `pruned.json`, and the map from old documents to new ones.
 
 `documents.parquet` has a row for every document of the original: `shard`, `old`, its number there, and `new`, its
-number in the shard of the same name, null where it was left out. `pruned.json` holds the hashes of map and manifest and
-a seal over itself: a byte that is changed anywhere is found.
+number in the shard of the same name, null where it was left out. A document of which spans were cut out has a row for
+each piece that is left: its tokens [`first`, `end`), counted in the document, null for one that is whole; `closed`: an
+end-of-document token that was put there is behind them. So the map gives every token of the one corpus its place in the
+other. `pruned.json` holds the hashes of map and manifest and a seal over itself: a byte that is changed anywhere is
+found.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -22,18 +26,27 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megastable.data.staging import write_file
 from megastable.errors import DataError
+from megastable.forensics.pruning.gaps import Gaps
 from megastable.report.told import plural
 
 FILE, MAP = "pruned.json", "documents.parquet"
 SCHEMA = pa.schema(
-    [("shard", pa.dictionary(pa.int32(), pa.string())), ("old", pa.int64()), ("new", pa.int64())]
+    [
+        ("shard", pa.dictionary(pa.int32(), pa.string())),
+        ("old", pa.int64()),
+        ("new", pa.int64()),
+        ("first", pa.int64()),
+        ("end", pa.int64()),
+        ("closed", pa.bool_()),
+    ]
 )
 
 Int64s = npt.NDArray[np.int64]
 
 
 class Cut(BaseModel):
-    """What a shard lost. left: it is among the shards of the pruned corpus; one without any document is not."""
+    """What a shard lost. left: it is among the shards of the pruned corpus; one without any document is not. cut: other
+    documents that lost spans; None where the plan has no spans."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,13 +54,16 @@ class Cut(BaseModel):
     documents: int = Field(ge=0)
     tokens: int = Field(ge=0)
     left: bool
+    cut: int | None = Field(default=None, ge=0)
 
 
 class Pruned(BaseModel):
     """original: where the corpus lay; fingerprint: its own, not the new one's. plan_sha256: of the plan's file.
 
-    removed: SHA-256 of the lines "shard document" of all documents that were left out, in order. documents, tokens: of
-    those.
+    removed: SHA-256 of the lines "shard document" of all documents that were left out and "shard document first:end"
+    of all spans, in order. documents: left out as a whole; tokens: gone. cut: documents that lost spans; added:
+    end-of-document tokens that were put where a document was cut in two. Both are None, and not in the file, where the
+    plan has no spans.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,6 +78,8 @@ class Pruned(BaseModel):
     tokens: int
     documents_left: int
     tokens_left: int
+    cut: int | None = None
+    added: int | None = None
     shards: list[Cut]
     made: datetime
     manifest_xxh3: str
@@ -69,7 +87,7 @@ class Pruned(BaseModel):
     seal: str = ""
 
     def __str__(self) -> str:
-        gone = f"{plural(self.documents, 'document')} and {plural(self.tokens, 'token')} are gone"
+        gone = gone_text(self.documents, self.tokens, self.cut, self.added)
         left = f"{plural(self.documents_left, 'document')} and {plural(self.tokens_left, 'token')} are left"
         lost = [
             f"\nthe shard {cut.shard} is gone: nothing was left of it" for cut in self.shards if not cut.left
@@ -103,10 +121,20 @@ class Pruned(BaseModel):
         return found
 
     def _digest(self) -> str:
-        return xxhash.xxh3_128_hexdigest(self.model_dump_json(exclude={"seal"}).encode())
+        text = self.model_dump_json(exclude={"seal"}, exclude_none=True)
+        return xxhash.xxh3_128_hexdigest(text.encode())
 
     def _text(self) -> bytes:
-        return (self.model_dump_json(indent=1) + "\n").encode()
+        return (self.model_dump_json(indent=1, exclude_none=True) + "\n").encode()
+
+
+def gone_text(documents: int, tokens: int, cut: int | None, added: int | None) -> str:
+    """What is gone, for people."""
+    gone = f"{plural(documents, 'document')} and {plural(tokens, 'token')} are gone"
+    if not cut:
+        return gone
+    closed = f", {plural(added or 0, 'end-of-document token')} put in between" if added else ""
+    return f"{gone}, {plural(cut, 'document')} {'was' if cut == 1 else 'were'} cut{closed}"
 
 
 class Removed:
@@ -115,8 +143,9 @@ class Removed:
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
 
-    def add(self, shard: str, documents: Int64s) -> None:
-        lines = (f"{shard} {document}\n" for document in documents.tolist())
+    def add(self, shard: str, gaps: Gaps) -> None:
+        lines = [f"{shard} {document}\n" for document in gaps.documents.tolist()]
+        lines += [f"{shard} {cut.number} {first}:{end}\n" for cut in gaps.cuts for first, end in cut.spans]
         self._digest.update("".join(lines).encode())
 
     def __str__(self) -> str:
@@ -129,31 +158,72 @@ class MapWriter:
     def __init__(self, directory: Path) -> None:
         # Numbers that ascend take next to no room as differences.
         options: dict[str, Any] = {"use_dictionary": ["shard"], "compression": "zstd", "store_schema": False}
-        delta = {"old": "DELTA_BINARY_PACKED", "new": "DELTA_BINARY_PACKED"}
+        delta = dict.fromkeys(("old", "new", "first", "end"), "DELTA_BINARY_PACKED")
         self._writer = pq.ParquetWriter(directory / MAP, SCHEMA, column_encoding=delta, **options)
 
-    def add(self, shard: str, first: int, new: Int64s) -> None:
-        """The documents from number `first` on; new: their new numbers, -1 without."""
-        names = pa.DictionaryArray.from_arrays(pa.array(np.zeros(new.size, np.int32)), pa.array([shard]))
-        old = pa.array(np.arange(first, first + new.size))
-        table = pa.table([names, old, pa.array(new, mask=new < 0)], schema=SCHEMA)
-        self._writer.write_table(table, row_group_size=max(new.size, 1))
+    def add(self, shard: str, first: int, count: int, gaps: Gaps) -> None:
+        """The documents [first, first + count) of a shard."""
+        rows = Rows.of(first, count, gaps)
+        names = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows.old.size, np.int32)), pa.array([shard]))
+        columns = [pa.array(values, mask=values < 0) for values in (rows.new, rows.first, rows.end)]
+        table = pa.table([names, pa.array(rows.old), *columns, pa.array(rows.closed)], schema=SCHEMA)
+        self._writer.write_table(table, row_group_size=max(rows.old.size, 1))
 
     def close(self) -> None:
         self._writer.close()
 
 
-def read_map(directory: Path) -> Iterator[tuple[str, Int64s, Int64s]]:
-    """The map in its pieces: shard, old numbers, new ones (-1 without). Raises DataError where it is damaged."""
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of the map, of one shard: int64 [n], -1 for null; closed: bool [n]."""
+
+    old: Int64s
+    new: Int64s
+    first: Int64s
+    end: Int64s
+    closed: npt.NDArray[np.bool_]
+
+    @property
+    def columns(self) -> tuple[npt.NDArray[Any], ...]:
+        return self.old, self.new, self.first, self.end, self.closed
+
+    @classmethod
+    def of(cls, first: int, count: int, gaps: Gaps) -> Rows:
+        """What the documents [first, first + count) of a shard have become."""
+        cuts, copies = gaps.cut_among(first, count), np.ones(count, np.int64)
+        for cut in cuts:
+            copies[cut.number - first] = len(cut.pieces)
+        old = np.repeat(np.arange(first, first + count), copies)
+        new = np.repeat(gaps.renumbered(first, count), copies)
+        found = cls(old, new, np.full(old.size, -1), np.full(old.size, -1), np.zeros(old.size, bool))
+        for cut in cuts:
+            at = int(np.searchsorted(old, cut.number))
+            for place, piece in enumerate(cut.pieces):
+                found.new[at + place] += place
+                found.first[at + place], found.end[at + place] = piece.first, piece.end
+                found.closed[at + place] = piece.closed
+        return found
+
+
+def read_map(directory: Path) -> Iterator[tuple[str, Rows]]:
+    """The map in its pieces, each of one shard. Raises DataError where it is damaged."""
     path = directory / MAP
     try:
         with pq.ParquetFile(path) as file:
+            # Those of before spans could be cut have no columns for them.
+            spans = "closed" in file.schema_arrow.names
             for group in range(file.num_row_groups):
-                table = file.read_row_group(group, columns=SCHEMA.names).combine_chunks()
+                columns = SCHEMA.names if spans else ["shard", "old", "new"]
+                table = file.read_row_group(group, columns=columns).combine_chunks()
                 names = table["shard"].unique().to_pylist()
                 if len(names) != 1:
                     raise DataError(f"{path}: its part {group} is not of one shard: prune again")
-                new = table["new"].fill_null(-1)
-                yield str(names[0]), table["old"].to_numpy(), new.to_numpy()
+                none = np.full(len(table), -1)
+                new, first, end = (
+                    table[name].fill_null(-1).to_numpy() if name in columns else none
+                    for name in ("new", "first", "end")
+                )
+                closed = table["closed"].to_numpy() if spans else none >= 0
+                yield str(names[0]), Rows(table["old"].to_numpy(), new, first, end, closed)
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise DataError(f"{path} cannot be read: {error}: prune again") from error

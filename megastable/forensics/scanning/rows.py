@@ -15,6 +15,7 @@ import zstandard
 
 from megastable.data.shards import Shard
 from megastable.forensics.oddness.kinds import KINDS
+from megastable.forensics.oddness.windows import Judged, judge_pieces
 from megastable.forensics.oddness.yardstick import NAMES, Yardstick, cut
 from megastable.forensics.scanning.units import BLOCK, Block, Int64s, Raw, blocks
 
@@ -72,16 +73,15 @@ def measure_rows(
         _compress(block, compression)
         if key is not None:
             keys = np.full_like(keys, key)
-        measured = yardstick.measure(block.tokens, block.edges, keys)
-        judged = yardstick.judge(measured)
+        judged = judge_pieces(yardstick, block.tokens, block.edges, keys)
+        measured = judged.features
         weight = measured["length"].astype(np.float64)
         begins = np.flatnonzero(np.append(True, np.diff(block.owner) != 0))
         of = block.owner[begins]
         table = np.stack([measured[name] for name in NAMES], axis=1)
         sums[of] += np.add.reduceat(table * weight[:, None], begins)
         peaks[of] = np.maximum(peaks[of], np.maximum.reduceat(table[:, largest], begins))
-        worst.look(block.owner, begins, judged.score, judged.kind, judged.feature, table,
-                   block.edges + block.first_token)  # fmt: skip
+        worst.look(block.owner, begins, judged, block.first_token)
     features = (sums / np.maximum(lengths, 1)[:, None]).astype(np.float32)
     features[:, largest] = peaks
     high, low = hashes.columns()
@@ -175,20 +175,19 @@ class _Worst:
         self.first = edges[:-1].copy()
         self.tokens = np.zeros(documents, np.int32)
 
-    def look(
-        self, owner: Int64s, begins: npt.NDArray[np.intp], score: npt.NDArray[np.float32],
-        kind: npt.NDArray[np.int16], feature: npt.NDArray[np.int16], table: npt.NDArray[np.float32], edges: Int64s,
-    ) -> None:  # fmt: skip
-        """Pieces of documents `owner` [k], whose first ones are at `begins`."""
+    def look(self, owner: Int64s, begins: npt.NDArray[np.intp], judged: Judged, first_token: int) -> None:
+        """Pieces of documents `owner` [k], whose first ones are at `begins`; first_token: where they lie in the
+        shard."""
+        score = judged.worst.score
         # The first of the highest of each: a stable sort by score within each document.
         order = np.lexsort((-score, owner))
         at = order[begins]
         of = owner[at]
         better = (score[at] > self.score[of]) | (self.tokens[of] == 0)
         at, of = at[better], of[better]
-        self.score[of], self.kind[of], self.feature[of] = score[at], kind[at], feature[at]
-        self.value[of] = table[at, feature[at]]
-        self.first[of], self.tokens[of] = edges[at], np.diff(edges)[at]
+        self.score[of], self.kind[of] = score[at], judged.worst.kind[at]
+        self.feature[of], self.value[of] = judged.worst.feature[at], judged.value[at]
+        self.first[of], self.tokens[of] = judged.first[at] + first_token, judged.tokens[at]
 
 
 class _Hashes:

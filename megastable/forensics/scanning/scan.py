@@ -29,6 +29,7 @@ from megastable.data.staging import write_file
 from megastable.errors import DataError
 from megastable.forensics.oddness.yardstick import NAMES, Lexicon, Yardstick
 from megastable.forensics.scanning import workplace
+from megastable.forensics.scanning.advice import advised, excess, ordinary
 from megastable.forensics.scanning.duplicates import HASHED, Copies, Found, exact
 from megastable.forensics.scanning.near import find_near, sign
 from megastable.forensics.scanning.rows import (
@@ -68,10 +69,11 @@ from megastable.forensics.scanning.units import (
 from megastable.forensics.shelf import Shelf
 from megastable.report.told import plural
 
-FORMAT = 2  # of what is in the folder
+FORMAT = 3  # of what is in the folder
 TOP = 100  # worst documents that the result holds
 THRESHOLD = 0.8  # similarity from which on documents are near duplicates
 LARGEST_VOCABULARY = 1 << 20  # of int32 shards without a tokenizer
+COUNTED = ("documents", "tokens", "lengths")  # of a tally of the sample
 ENOUGH = 1_000_000  # tokens of a sample below which scores are guesses
 
 
@@ -262,7 +264,7 @@ class _Job:
                 done, count = done + int(edges[-1] - edges[0]), count + len(rows)
                 meter.update(done, count, done)
         yardstick.save(path)
-        content = {"documents": usual.documents.tolist(), "tokens": usual.tokens.tolist()}
+        content = {name: getattr(usual, name).tolist() for name in COUNTED}
         write_file(told_path, json.dumps(content).encode())
         return yardstick, usual
 
@@ -326,6 +328,7 @@ class _Job:
             before += shard.documents
         empty = int(found.lengths[0])
         kinds = found.by_kind()
+        times = excess(usual)
         lengths = found.lengths[: int(np.flatnonzero(found.lengths)[-1]) + 1]
         return Scan(
             name=shelf.name, fingerprint=shelf.fingerprint, tokenizer=_tokenizer(shelf),
@@ -335,7 +338,8 @@ class _Job:
             quantiles=found.quantiles(SHARES),
             histograms={name: Bars(edges=edges, counts=n) for name, (edges, n) in found.histograms().items()},
             lengths=lengths.tolist(), score_step=STEP,
-            scores=found.scores().tolist(), thresholds=_thresholds(found, usual), top=self.top,
+            scores=found.scores().tolist(), advised=advised(found, times), thresholds=_thresholds(found, usual, times),
+            top=self.top,
             worst=[_worst(row, yardstick) for row in found.worst],
             copies=Copied(**vars(copies)), near=Copied(**vars(near)) if near else None,
             near_threshold=self.threshold if near else None, workers=self.workers, seconds=0.0,
@@ -344,17 +348,18 @@ class _Job:
         )  # fmt: skip
 
 
-def _thresholds(found: Tally, usual: Tally) -> list[Threshold]:
+def _thresholds(found: Tally, usual: Tally, times: float) -> list[Threshold]:
     """How many documents lie above each score. Beyond the worst of all there is nothing to tell."""
     full, sampled = found.above(0.0)[0], usual.above(0.0)[0]
     table = []
-    for score in THRESHOLDS:
+    for score in sorted({*THRESHOLDS, advised(found, times) or THRESHOLDS[0]}):
         documents, tokens = found.above(score)
         kinds = {kind: found.above(score, kind)[0] for kind in found.by_kind() if kind not in (EMPTY, USUAL)}
         table.append(
             Threshold(
                 score=score, documents=documents, tokens=tokens, share=documents / max(full, 1),
-                usual=usual.above(score)[0] / max(sampled, 1), kinds={k: n for k, n in kinds.items() if n},
+                ordinary=times * ordinary(found.lengths, score), usual=usual.above(score)[0] / max(sampled, 1),
+                kinds={k: n for k, n in kinds.items() if n},
             )
         )  # fmt: skip
         if not documents:
@@ -423,8 +428,8 @@ def _read_usual(path: Path) -> Tally:
     counted = Tally(1)
     try:
         found = json.loads(path.read_bytes())
-        counted.documents += np.array(found["documents"], np.int64)
-        counted.tokens += np.array(found["tokens"], np.int64)
+        for name in COUNTED:
+            setattr(counted, name, getattr(counted, name) + np.array(found[name], np.int64))
         return counted
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error

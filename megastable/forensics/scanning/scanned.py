@@ -12,11 +12,23 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megastable.data.staging import write_file
 from megastable.errors import DataError
+from megastable.forensics.oddness.kinds import ODD
+from megastable.forensics.oddness.windows import Span, spans_of
 from megastable.forensics.oddness.yardstick import NAMES, Yardstick
 from megastable.forensics.scanning import workplace
 from megastable.forensics.scanning.duplicates import COPY, read_copies
-from megastable.forensics.scanning.rows import ALL_KINDS, EMPTY, REPETITIVE, codes
+from megastable.forensics.scanning.rows import (
+    ALL_KINDS,
+    EMPTY,
+    REPETITIVE,
+    cached_yardstick,
+    codes,
+    document_keys,
+    long_key,
+)
 from megastable.forensics.scanning.spool import Records
+from megastable.forensics.scanning.units import BLOCK
+from megastable.forensics.shelf import Shelf
 
 DUPLICATE, NEAR_DUPLICATE = "duplicate", "near duplicate"
 USUAL = ALL_KINDS[0]
@@ -40,13 +52,15 @@ class ShardFacts(_Part):
 
 
 class Threshold(_Part):
-    """Documents whose score is `score` or more: how many, their tokens, their share of the corpus and, `usual`, of the
-    sample of the reference, which is how many are called odd in a good corpus; kinds: how many of each."""
+    """Documents whose score is `score` or more: how many, their tokens, their share of the corpus; ordinary: how many
+    of as many ordinary documents would lie as high, which is how many may be named wrongly (`advice.py`); usual: the
+    share of the sample of the reference that does; kinds: how many of each."""
 
     score: float
     documents: int
     tokens: int
     share: float
+    ordinary: float
     usual: float
     kinds: dict[str, int]
 
@@ -89,13 +103,14 @@ class Scan(_Part):
     """shards are `name` (fingerprint, tokenizer: xxh3 or ""); against: the name of the reference, itself if it is "".
 
     lengths: documents by powers of two: of 0 tokens, of 1, of 2 and 3, ... scores: documents by score, in steps of
-    `score_step`, the last is all above. worst: at most `top`, none with a score of 0. quantiles: of the score and each
+    `score_step`, the last is all above. advised: the score from which on documents are worth a look (`advice.py`), None
+    where none is. worst: at most `top`, none with a score of 0. quantiles: of the score and each
     feature over documents, and of their compression, at `shares`; they and the histograms are of a sample of a large
     corpus. seconds: of the measuring in this call, of `measured_tokens`, by `workers`; yardstick_seconds: of what came
     before it. sample_documents: those with tokens, the parts of long ones counted each.
     """
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     name: str
     fingerprint: str
     tokenizer: str
@@ -115,6 +130,7 @@ class Scan(_Part):
     lengths: list[int]
     score_step: float
     scores: list[int]
+    advised: float | None
     thresholds: list[Threshold]
     top: int
     worst: list[Worst]
@@ -170,7 +186,7 @@ class Scan(_Part):
 @dataclass(frozen=True)
 class Suspect:
     """A document that may be pruned: tokens [first_token, first_token + tokens) of its shard; piece: where in the shard
-    its worst piece begins; why: in words."""
+    its worst piece begins; why: in words; copy: it is there for being one or having no tokens, not for its score."""
 
     shard: str
     document: int
@@ -180,6 +196,7 @@ class Suspect:
     kind: str
     why: str
     piece: int
+    copy: bool = False
 
 
 def suspects(
@@ -231,7 +248,22 @@ def suspects(
             yield Suspect(
                 shard, row["document"], row["first_token"], row["tokens"], row["score"], called, "; ".join(why),
                 row["piece"] if high[index] else row["first_token"],
+                copy=index in of or row["kind"] == EMPTY,
             )  # fmt: skip
+
+
+def odd_spans(folder: Path, shelf: Shelf, suspect: Suspect, least: float | None = None) -> list[Span]:
+    """The tokens [first, end) of a document of a scan that are odd: as odd as `least`, or else as its kind asks for."""
+    shard = shelf.shard(suspect.shard)
+    path = folder / workplace.YARDSTICK
+    yardstick = cached_yardstick(path, path.stat().st_mtime_ns)
+    ids = shard.raw(suspect.first_token, suspect.tokens)
+    if suspect.tokens > BLOCK:
+        key = long_key(suspect.shard, suspect.document)
+    else:
+        key = int(document_keys(ids, np.array([0, len(ids)]))[0])
+    wanted = ODD if least is None else max(least, ODD)
+    return spans_of(yardstick, ids, key, min(wanted, suspect.score))
 
 
 def told(yardstick: Yardstick, row: dict[str, object]) -> str:

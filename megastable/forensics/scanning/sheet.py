@@ -13,6 +13,7 @@ from megastable.errors import DataError
 from megastable.forensics.oddness.judgement import MOST
 from megastable.forensics.oddness.kinds import ODD
 from megastable.forensics.oddness.yardstick import FEATURES, PIECE
+from megastable.forensics.scanning.advice import CHECKED, RATE
 from megastable.forensics.scanning.rows import EMPTY
 from megastable.forensics.scanning.scanned import USUAL, Scan, Threshold, Worst
 from megastable.forensics.shelf import Shelf
@@ -20,13 +21,11 @@ from megastable.forensics.spans import spans
 from megastable.report.sheet import Column, Histogram, Passage, Sheet, Span
 from megastable.report.told import duration, plural
 
-LIMIT = 4.0  # from this score on a document is coloured
 CONTEXT = 48  # tokens shown before and after a piece
 SHOWN = 512  # tokens shown of a piece
 HOTTEST = 12.0  # score of a piece that is coloured most
 
 COLUMNS = (
-    Column("score", "score", "score", "how unusual: about -log10 of the share of usual texts as odd", limit=LIMIT),
     Column("kind", "looks like"),
     Column("shard", "shard"),
     Column("document", "document", "count", "its number in the shard"),
@@ -49,7 +48,9 @@ def sheet_of(scan: Scan, shelf: Shelf, top: int = 50, kept: Path | None = None) 
     if shelf.fingerprint != scan.fingerprint:
         raise DataError(f"{shelf.name} is not what was scanned, or has changed since: scan it again")
     worst = scan.worst[:top]
-    columns = [*COLUMNS]
+    about = "how unusual: about -log10 of the share of usual texts as odd"
+    # From the advised score on a document is coloured.
+    columns = [Column("score", "score", "score", about, limit=scan.advised), *COLUMNS]
     for feature in FEATURES:
         columns.append(Column(feature.name, feature.name, "share" if feature.share else "score", wide=True))
     rows = [row.model_dump(exclude={"features", "feature", "value"}) | row.features for row in worst]
@@ -57,7 +58,7 @@ def sheet_of(scan: Scan, shelf: Shelf, top: int = 50, kept: Path | None = None) 
     return Sheet(
         title=f"Scan of {scan.name}", lead=_lead(scan), facts=_facts(scan), columns=columns, rows=rows,
         passages=passages, histograms=_histograms(scan),
-        notes=[*_notes(scan), *_next(shelf, kept)], legend="the piece with the highest score",
+        notes=[*_notes(scan), *_next(scan, shelf, kept)], legend="the piece with the highest score",
     )  # fmt: skip
 
 
@@ -96,11 +97,13 @@ def _lead(scan: Scan) -> list[str]:
         f"{plural(len(scan.shards), 'shard')} {were} measured by {by}.",
         *scan.warnings,
     ]
-    line = next((each for each in scan.thresholds if each.score >= LIMIT), None)
-    if line is None or not line.documents:
-        lead.append(f"None has a score of {LIMIT:g} or more.")
+    line = next((each for each in scan.thresholds if each.score == scan.advised), None)
+    if line is None:
+        lead.append("None stands out: at every score so many ordinary documents are to be expected.")
     else:
-        lead.append(f"{_number(line.documents, 'document')} a score of {line.score:g} or more{_sorts(line)}.")
+        lead.append(
+            f"{_number(line.documents, 'document')} a score of {line.score:g} or more{_sorts(line)}; {_false(line)}."
+        )
     if scan.copies.documents:
         lead.append(
             f"{_number(scan.copies.documents, 'document')} an exact copy earlier in it: "
@@ -136,9 +139,9 @@ def _facts(scan: Scan) -> list[tuple[str, str]]:
     last = None
     for line in scan.thresholds:
         # Where a higher score takes nothing away, the lower one has said it all.
-        if (line.documents, line.usual) != last:
+        if line.documents != last:
             facts.append((f"score {line.score:g} or more", _above(line, scan)))
-        last = line.documents, line.usual
+        last = line.documents
     if scan.tokens_per_second:
         processes = f"{scan.workers} process" + "es" * (scan.workers > 1)
         speed = f"{duration(scan.seconds)}, {scan.tokens_per_second / 1e6:,.1f} M tokens/s with {processes}"
@@ -148,13 +151,21 @@ def _facts(scan: Scan) -> list[tuple[str, str]]:
 
 def _above(line: Threshold, scan: Scan) -> str:
     text = f"{plural(line.documents, 'document')} ({line.share:.3%}), {plural(line.tokens, 'token')}{_sorts(line)}"
-    return f"{text}; false positives: {_false(line, scan)}"
+    held = f"; of {scan.against} {_held(line, scan)}" if scan.against else ""
+    return f"{text}; {_false(line)}{held}"
 
 
-def _false(line: Threshold, scan: Scan) -> str:
-    """How many good documents lie as high, by those of the sample."""
+def _false(line: Threshold) -> str:
+    """How many of those above may be ordinary ones."""
+    if line.ordinary >= line.documents:
+        return "all may be false positives" if line.documents else "no false positive"
+    return f"expected false positives: {'fewer than 0.1' if line.ordinary < 0.1 else f'about {line.ordinary:,.1f}'}"
+
+
+def _held(line: Threshold, scan: Scan) -> str:
+    """How many documents of a good corpus lie as high: false positives, measured."""
     if line.usual or not scan.sample_documents:
-        return f"about {line.usual:.3%}"
+        return f"{line.usual:.3%}"
     # None of n: the share is below 3 / n, 95 % sure ("rule of three", Hanley and Lippman-Hand, JAMA 1983).
     return f"below {min(1.0, 3 / scan.sample_documents):.3%}"
 
@@ -184,23 +195,25 @@ def _histograms(scan: Scan) -> list[Histogram]:
     return found
 
 
-def _next(shelf: Shelf, kept: Path | None) -> list[str]:
+def _next(scan: Scan, shelf: Shelf, kept: Path | None) -> list[str]:
     """What a person may do with it."""
     if kept is None:
         return []
-    plan = f"python tools/prune_data.py plan {shelf.directory} --scan {kept} --score {LIMIT:g}"
-    return [
-        f"Kept in {kept}." + (f" For a plan of what has {LIMIT:g} or more: {plan}" if shelf.directory else "")
-    ]
+    if shelf.directory is None or scan.advised is None:
+        return [f"Kept in {kept}."]
+    plan = f"python tools/prune_data.py plan {shelf.directory} --scan {kept} --score {scan.advised:g} --spans"
+    return [f"Kept in {kept}. For a plan of what has {scan.advised:g} or more: {plan}"]
 
 
 def _notes(scan: Scan) -> list[str]:
     notes = [
         "A score of s says: about one in 10^s pieces of usual text is as odd, if what is usual goes on as it does up "
         f"to one in 33. It ends at {MOST:g}. A document has the score of its worst piece of up to {PIECE:,} tokens, so "
-        "long documents have higher ones. Odd is not bad: read before you prune.",
-        f"False positives: the share of the sample ({scan.against or 'of these shards'}) whose score is as high, as if "
-        "all of it were good; where none is, what it is below with 95 % certainty.",
+        "long documents have higher ones; an odd piece that is worse in one half has the score of that half. Odd is "
+        "not bad: read before you prune.",
+        "Expected false positives: how many documents would lie as high if all were ordinary, by what a score says and "
+        f"by how many of {scan.against or 'the corpus'} have {CHECKED:g} or more. The advised score is the lowest at "
+        f"which they are at most {RATE:.0%} of the documents above it.",
     ]
     if not scan.against:
         notes.append(

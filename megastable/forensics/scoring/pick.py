@@ -39,8 +39,10 @@ def listed(shelf: Shelf, path: Path) -> dict[str, Int64s]:
     """The documents that a plan or a list by hand names. Raises DataError for one that `shelf` does not have."""
     plan = read_plan(path)
     if shelf.manifest is not None and shelf.directory is not None:
-        return plan.checked(shelf.directory, shelf.manifest, twice=True)
-    return checked(shelf, {shard: np.array(found, np.int64) for shard, (found, _) in plan.lines.items()})
+        named = plan.checked(shelf.directory, shelf.manifest, twice=True)
+        return {shard: of.touched for shard, of in named.items()}
+    found = {shard: [line.document for line in lines] for shard, lines in plan.lines.items()}
+    return checked(shelf, {shard: np.array(of, np.int64) for shard, of in found.items()})
 
 
 def between(shelf: Shelf, first: int, end: int) -> dict[str, Int64s]:

@@ -328,7 +328,7 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
             yield FollowUp(
                 text="Take them out for all runs to come: a plan to edit, then prune_data.py apply and verify.",
                 command=f"python tools/prune_data.py plan {shlex.quote(corpus)} --incident "
-                f"{shlex.quote(r.directory)}:{i.number}",
+                f"{shlex.quote(r.directory)}:{i.number} --spans",
             )
             yield FollowUp(
                 text="Make sure that the corpus is still the one that was prepared: every file is hashed again.",

@@ -91,3 +91,9 @@ def test_the_evaluation_finds_what_it_planted() -> None:
     assert noise["recall"] == 1.0 and noise["named"] == 1.0
     for row in rows:
         assert 0 <= row["recall"] <= 1 and 0 < row["average_precision"] <= 1
+        assert (
+            0 <= row["named_advised"] <= row["planted"]
+            and row["false_advised"] + row["planted"] <= row["documents"]
+        )
+        assert (row["advised"] is None) == (row["named_advised"] + row["false_advised"] == 0)
+    assert noise["named_advised"] == noise["planted"]

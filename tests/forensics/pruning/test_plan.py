@@ -45,7 +45,9 @@ def write(folder: Path, *lines: str, fingerprint: bool = True) -> Path:
 
 
 def documents_of(path: Path, folder: Path) -> dict[str, list[int]]:
-    return {k: v.tolist() for k, v in read_plan(path).documents(folder, Manifest.load(folder)).items()}
+    named = read_plan(path).named(folder, Manifest.load(folder))
+    assert not any(of.spans for of in named.values())
+    return {shard: of.documents.tolist() for shard, of in named.items()}
 
 
 @given(
@@ -64,7 +66,8 @@ def test_what_is_written_is_read(
     text = text_of(removals, path.parent / f"odd {names[0]}\n", manifest)
     path.write_text(text, encoding="utf-8")
     plan = read_plan(path)
-    assert {name: found for name, (found, _) in plan.lines.items()} == dict.fromkeys(names, numbers)
+    found = {name: [line.document for line in lines] for name, lines in plan.lines.items()}
+    assert found == dict.fromkeys(names, numbers)
     assert plan.fingerprint == manifest.fingerprint()
     assert plan.corpus == path.parent / f"odd {names[0]}\n"
     assert all(line.isprintable() for line in text.split("\n"))
@@ -73,7 +76,7 @@ def test_what_is_written_is_read(
     lines = text.split("\n")
     del lines[first - 1]
     path.write_text("\n".join(lines), encoding="utf-8")
-    assert numbers[0] not in read_plan(path).lines.get(names[0], ([], []))[0]
+    assert numbers[0] not in [line.document for line in read_plan(path).lines.get(names[0], [])]
 
 
 _MADE: list[Path] = []
@@ -163,7 +166,7 @@ def test_a_plan_of_another_corpus(folder: Path) -> None:
 def test_lists_by_hand(folder: Path, text: str) -> None:
     (folder.parent / "list").write_bytes(text.encode())
     output = folder.parent / "plan.txt"
-    found = make_plan(folder, output, lists=[folder.parent / "list"])
+    found, _ = make_plan(folder, output, lists=[folder.parent / "list"])
     assert [(removal.shard, removal.document) for removal in found] == [("a", 1), ("a", 4), ("b", 2)]
     assert documents_of(output, folder) == {"a": [1, 4], "b": [2]}
     again = folder.parent / "again.txt"
@@ -233,7 +236,7 @@ def guilty(**more: object) -> Incident:
 def test_the_documents_of_an_incident(corpus: Path, tmp_path: Path) -> None:
     """Those that hold any of the tokens of its positions, found by the edges of documents alone."""
     root = make_run(corpus, tmp_path / "run", guilty())
-    found = make_plan(corpus, tmp_path / "plan.txt", incidents=[f"{root}:1"])
+    found, _ = make_plan(corpus, tmp_path / "plan.txt", incidents=[f"{root}:1"])
     config = load(root / "recipe.yaml")
     length = config.model.sequence_length
     source = open_corpora(config.data.corpora, length, config.run.seed).train
@@ -251,6 +254,29 @@ def test_the_documents_of_an_incident(corpus: Path, tmp_path: Path) -> None:
         tokens = shard.raw(int(edges[removal.document]), removal.tokens).tolist()
         begins = [n for n in range(len(tokens)) if tokens[n : n + len(shown)] == shown]
         assert begins and (begins[0] > 0) == removal.excerpt.startswith("…")
+
+
+def test_the_spans_of_an_incident(corpus: Path, tmp_path: Path) -> None:
+    """Just the tokens of its samples, but for those that end a document; what is left holds none of them."""
+    root = make_run(corpus, tmp_path / "run", guilty())
+    found, loss = make_plan(corpus, tmp_path / "plan.txt", incidents=[f"{root}:1"], spans=True)
+    config = load(root / "recipe.yaml")
+    length = config.model.sequence_length
+    source = open_corpora(config.data.corpora, length, config.run.seed).train
+    shard = Shard(corpus / "part-0")
+    tokens = shard.raw(0, shard.tokens)
+    guilty_ones = np.zeros(shard.tokens, bool)
+    for position in (*range(232, 240), 250):
+        first = source.order.locate_one(position).first_token
+        guilty_ones[first : first + length] = True
+    named = np.zeros(shard.tokens, bool)
+    for removal in found:
+        begin, end = shard.document_bounds(removal.document)
+        first, stop = removal.span or (0, end - begin)
+        assert removal.tokens == stop - first and not named[begin + first : begin + stop].any()
+        named[begin + first : begin + stop] = True
+    assert (guilty_ones[tokens != 0] == named[tokens != 0]).all()
+    assert loss.tokens == named.sum() < 2 * guilty_ones.sum() and loss.cut
 
 
 def test_incidents_that_cannot_be_planned(corpus: Path, tmp_path: Path) -> None:
@@ -308,16 +334,21 @@ def test_the_findings_of_a_scan(tmp_path: Path) -> None:
     scan = tmp_path / "scan"
     result = scan_shards(open_shelf([folder]), scan, progress=False)
     copies = {("a", 201), *(("b", n) for n in range(5))}
-    found = make_plan(folder, output, scan=scan, duplicates=True)
+    found, _ = make_plan(folder, output, scan=scan, duplicates=True)
     assert {(r.shard, r.document) for r in found} == copies
     worst = max(worst.score for worst in result.worst)
-    found = make_plan(folder, output, scan=scan, score=worst, duplicates=True, overwrite=True)
+    found, _ = make_plan(folder, output, scan=scan, score=worst, duplicates=True, overwrite=True)
     assert {(r.shard, r.document) for r in found} == {*copies, ("a", 200)}
     assert [r.tokens for r in found if r.document == 200] == [400]
     assert {k: set(v) for k, v in documents_of(output, folder).items()} == {
         "a": {200, 201},
         "b": set(range(5)),
     }
+    # The loop is odd from end to end; a copy goes as a whole, also with --spans.
+    found, _ = make_plan(folder, output, scan=scan, score=worst, duplicates=True, spans=True, overwrite=True)
+    assert {(r.shard, r.document) for r in found} == {*copies, ("a", 200)}
+    assert all(r.span is None for r in found if r.document != 200)
+    assert sum(r.tokens for r in found if (r.shard, r.document) == ("a", 200)) > 350
     with pytest.raises(DataError, match="nothing says which of its findings"):
         make_plan(folder, output, scan=scan, overwrite=True)
     with pytest.raises(DataError, match=r"no document of .* is named"):

@@ -231,8 +231,8 @@ def test_a_scan_that_was_killed_goes_on(
     child, folder = tmp_path / "child.py", tmp_path / "scan"
     child.write_text(CHILD)
     process = subprocess.Popen(
-        [sys.executable, child, shards, folder], cwd=Path(__file__).parents[2],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}, stderr=subprocess.PIPE, text=True,
+        [sys.executable, child, shards, folder], cwd=Path(__file__).parents[3],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     until = time.monotonic() + PATIENCE
     while len(list((folder / "parts").glob("*.parquet"))) < 5 and process.poll() is None:

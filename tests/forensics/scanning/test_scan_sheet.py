@@ -68,18 +68,35 @@ def test_a_sheet_says_what_its_numbers_are_worth(scanned: tuple[Scan, Shelf]) ->
     sheet = sheet_of(scan, shelf, top=3)
     assert any("below 1,000,000, scores and kinds are guesses" in line for line in sheet.lead)
     above = [value for name, value in sheet.facts if name.startswith("score")]
-    told = {(line.documents, line.usual) for line in scan.thresholds}
+    told = {line.documents for line in scan.thresholds}
     assert len(above) == len(set(above)) == len(told)
     for line in scan.thresholds:
-        false = f"about {line.usual:.3%}" if line.usual else f"below {3 / scan.sample_documents:.3%}"
-        assert any(
-            f"({line.share:.3%})" in value and value.endswith(f"false positives: {false}") for value in above
-        )
-    good = scan.model_copy(
-        update={"thresholds": [scan.thresholds[0].model_copy(update={"usual": 0.0})], "sample_documents": 300}
+        assert any(f"({line.share:.3%})" in value for value in above)
+    # What is expected of ordinary documents, not once more how many there are.
+    one = scan.thresholds[0].model_copy(
+        update={"score": 4.0, "documents": 40, "ordinary": 1.53, "usual": 0.05}
     )
-    (value,) = [value for name, value in sheet_of(good, shelf, top=1).facts if name.startswith("score")]
-    assert value.endswith("false positives: below 1.000%")
+    for update, false in (
+        ({}, "expected false positives: about 1.5"),
+        ({"ordinary": 0.01}, "expected false positives: fewer than 0.1"),
+        ({"ordinary": 40.0}, "all may be false positives"),
+    ):
+        line = one.model_copy(update=update)
+        told = sheet_of(scan.model_copy(update={"thresholds": [line], "advised": 4.0}), shelf, top=1)
+        assert dict(told.facts)["score 4 or more"].endswith(f"; {false}")
+        assert "40 documents have a score of 4 or more (" in told.lead[-1] and told.lead[-1].endswith(
+            f"; {false}."
+        )
+        assert told.columns[0].limit == 4.0
+    # Of a reference that is known to be good it is measured.
+    for usual, share in ((0.05, "5.000%"), (0.0, "below 1.000%")):
+        line = one.model_copy(update={"usual": usual})
+        good = scan.model_copy(update={"thresholds": [line], "sample_documents": 300, "against": "good"})
+        assert dict(sheet_of(good, shelf, top=1).facts)["score 4 or more"].endswith(
+            f"about 1.5; of good {share}"
+        )
+    none = sheet_of(scan.model_copy(update={"advised": None}), shelf, top=1, kept=Path("scans/x"))
+    assert "None stands out" in none.lead[-1] and "--score" not in none.notes[-1]
     (compression,) = [column for column in sheet.columns if column.key == "compression"]
     assert "zstd" in compression.help and all(row["compression"] > 0 for row in sheet.rows)
 
