@@ -110,7 +110,7 @@ def to_hf(
             problem = write_tokenizer(
                 found,
                 folder,
-                run.model.sequence_length,
+                run.model.longest,
                 not inexact_tokenizer,
                 not run.data.keep_documents_apart,
             )
@@ -118,6 +118,11 @@ def to_hf(
                 made.notes.append(f"the tokenizer's ids are not always those of training: {problem}")
         else:
             made.notes.append("no tokenizer was written, as you asked")
+        if run.model.longest > run.model.sequence_length:
+            made.notes.append(
+                f"max_position_embeddings is {run.model.longest:,}, as it was imported; this run trained on "
+                f"{run.model.sequence_length:,} tokens at a time"
+            )
         if check is not None:
             made.checked = check(checkpoint, folder)
             if made.checked.failed:
