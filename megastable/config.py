@@ -69,7 +69,9 @@ class ModelConfig(Part):
     sequence_length: PositiveInt = 2048
     vocab_size: PositiveInt | None = None  # None = the tokenizer's
     vocab_multiple: PositiveInt = 128  # the embedding is padded to a multiple of it, the same in every layout
-    max_positions: PositiveInt | None = None  # for exports: an imported model's, if it was made for more than we train
+    max_positions: PositiveInt | None = (
+        None  # for exports: an imported model's, if it was made for more than we train
+    )
     rope_theta: PositiveFloat = 10_000.0
     rope_scaling: RopeScalingConfig | None = None
     norm_eps: PositiveFloat = 1e-5

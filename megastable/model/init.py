@@ -1,8 +1,8 @@
 """Initial weights: a pure function of seed and parameter name, whatever the layout.
 
 Normal with `init_std`; projections back into the residual stream are scaled by 1 / sqrt(2 layers) (GPT-2, section
-2.3); norms start at one, biases at zero. A rank draws the numbers of whole tensors, in chunks, and keeps those that it holds: the same
-bytes under every tensor, pipeline and ZeRO layout, on any number of threads.
+2.3); norms start at one, biases at zero. A rank draws the numbers of whole tensors, in chunks, and keeps those that it
+holds: the same bytes under every tensor, pipeline and ZeRO layout, on any number of threads.
 """
 
 from __future__ import annotations

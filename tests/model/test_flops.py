@@ -58,7 +58,8 @@ def test_flops_are_what_torch_counts(name: str) -> None:
 def test_qwen_2_5_05b_by_hand() -> None:
     """494,032,768 parameters, as its card's files hold."""
     c = ModelConfig(
-        layers=24, hidden=896, heads=14, kv_heads=2, ffn=4864, vocab_size=151_936, qk_norm=False, qkv_bias=True, tied=True,
+        layers=24, hidden=896, heads=14, kv_heads=2, ffn=4864, vocab_size=151_936, qk_norm=False, qkv_bias=True,
+        tied=True,
     )  # fmt: skip
     assert parameters(c) == 494_032_768
 

@@ -93,7 +93,9 @@ def table(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
         )  # fmt: skip
         if c.qkv_bias:
             found[f"{ours}.attention.qkv.bias"] = _rows(
-                (f"{attention}.q_proj.bias", q), (f"{attention}.k_proj.bias", kv), (f"{attention}.v_proj.bias", kv)
+                (f"{attention}.q_proj.bias", q),
+                (f"{attention}.k_proj.bias", kv),
+                (f"{attention}.v_proj.bias", kv),
             )
         if c.qk_norm:
             widths = (q, kv) if c.qk_norm == "full" else (c.head_width, c.head_width)

@@ -151,7 +151,15 @@ def test_megatrons_ranks_compute_the_same(ours: Any, tmp_path: Path) -> None:
         assert (theirs[..., :101] - our_logits(ours(**model))).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(("model", "local"), [({}, False), ({"tied": True, "qk_norm": False}, True), ({"qkv_bias": True, "rope_scaling": LLAMA3}, False)], ids=str)
+@pytest.mark.parametrize(
+    ("model", "local"),
+    [
+        ({}, False),
+        ({"tied": True, "qk_norm": False}, True),
+        ({"qkv_bias": True, "rope_scaling": LLAMA3}, False),
+    ],
+    ids=str,
+)
 def test_every_layout_comes_back_as_the_same_bytes(
     ours: Any, tmp_path: Path, model: dict[str, Any], local: bool
 ) -> None:
