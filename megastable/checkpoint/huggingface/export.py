@@ -42,8 +42,9 @@ DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass
 class Export:
-    """What was made. tensors, files, bytes: of the weights; health: what is known of the checkpoint's; notes: what a
-    person should know; checked: None where the caller did not want it."""
+    """What was made. tensors, files, bytes: of the weights; health: what is known of the checkpoint's; begins: the
+    tokenizer puts a token before every text; notes: what a person should know; checked: None where the caller did not
+    want it."""
 
     out: Path
     checkpoint: Path
@@ -56,6 +57,7 @@ class Export:
     bytes: int
     health: str = ""
     tokenizer: str = ""
+    begins: bool = False
     notes: list[str] = field(default_factory=list)
     checked: Checked | None = None
 
@@ -106,7 +108,7 @@ def to_hf(
             raise CheckpointError(_refused(out, error, made.bytes)) from None
         _write_settings(folder, run, dtype, found)
         if found is not None:
-            made.tokenizer = found.xxh3
+            made.tokenizer, made.begins = found.xxh3, found.bos is not None
             problem = write_tokenizer(
                 found,
                 folder,
@@ -154,7 +156,7 @@ def _tokenizer(run: RunConfig, given: Path | None) -> Tokenizer:
     if path is None:
         raise CheckpointError(f"the tokenizer was not found: {problem}. Name it with --tokenizer; {WITHOUT}")
     try:
-        found = load_tokenizer(find(path), info.eod if info else None)
+        found = load_tokenizer(find(path), info.eod if info else None, info.bos if info else None)
     except DataError as error:
         raise CheckpointError(f"{error}. Name the tokenizer with --tokenizer; {WITHOUT}") from None
     # A corpus may have been tokenized with the other form of a tokenizer that somebody names: only its own file must
@@ -228,7 +230,10 @@ def _theirs(whole: WholeState, config: ModelConfig, dtype: torch.dtype) -> Itera
 def _write_settings(folder: Path, run: RunConfig, dtype: Dtype, tokenizer: Tokenizer | None) -> None:
     end = tokenizer.eod if tokenizer is not None else None
     # Where documents were kept apart, none saw the end of the one before it.
-    tokens = {"bos": None if run.data.keep_documents_apart else end, "eos": end, "pad": None}
+    begin = None if run.data.keep_documents_apart else end
+    if tokenizer is not None and tokenizer.bos is not None:
+        begin = tokenizer.bos
+    tokens = {"bos": begin, "eos": end, "pad": None}
     settings = settings_of(run.model, str(DTYPES[dtype]).removeprefix("torch."), tokens)
     generation = {f"{name}_token_id": id for name, id in tokens.items() if id is not None}
     write_file(folder / CONFIG, (json.dumps(settings, indent=2) + "\n").encode())

@@ -134,6 +134,14 @@ def check_tokenizer(folder: Folder, run: RunConfig, corpora: Corpora, notes: lis
             f"documents of {corpus} end with token {info.eod}, the model was made with eos_token_id={ends}"
         )
     theirs = _tokenizers(folder)
+    said = theirs[0].added if theirs and theirs[0].kind == "huggingface" else None
+    if said is not None and said != (() if info.bos is None else (info.bos,)):
+        begin = f"token {info.bos}" if info.bos is not None else "no token of their own"
+        adds = f"{', '.join(map(str, said))} before every text" if said else "nothing before a text"
+        notes.append(
+            f"documents of {corpus} begin with {begin}, and the model's tokenizer puts {adds}: prepare the corpus "
+            f"{'with' if said else 'without'} --bos, unless that is meant"
+        )
     if any(tokenizer.xxh3 == info.xxh3 for tokenizer in theirs):
         return
     if not theirs:

@@ -48,10 +48,12 @@ def write_tokenizer(
 ) -> str:
     """tokenizer.json, tokenizer_config.json, and the SentencePiece model where it was one, as other programs want it.
 
-    longest: tokens of a sequence; begins: the end of a document also begins one. Returns how its ids differ on the
-    texts that are tried, "" where they do not. Raises CheckpointError when they do and `exact` is asked for, DataError.
+    longest: tokens of a sequence; begins: the end of a document also begins one. A tokenizer's `bos` is put before every
+    text. Returns how its ids differ on the texts that are tried, "" where they do not. Raises CheckpointError when they do and `exact` is asked for, DataError.
     """
     content = fast(tokenizer)
+    if tokenizer.bos is not None:
+        content["post_processor"] = _begun(content, tokenizer.bos)
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
     try:
         model = HuggingFaceModel.from_str(text.decode())
@@ -75,8 +77,9 @@ def write_tokenizer(
 
 def _compared(tokenizer: Tokenizer, model: HuggingFaceModel) -> str:
     samples, problems = texts(tokenizer), list[str]()
+    begin = [] if tokenizer.bos is None else [tokenizer.bos]
     for sample in samples:
-        ours, theirs = tokenizer.encode(sample), model.encode(sample).ids
+        ours, theirs = [*begin, *tokenizer.encode(sample)], model.encode(sample).ids
         if ours != theirs:
             at = next(
                 (i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs))
@@ -107,6 +110,22 @@ def _without_additions(processor: Json | None) -> Json | None:
         return processor
     kept = [p for p in map(_without_additions, processor.get("processors", [])) if p is not None]
     return {"type": "Sequence", "processors": kept} if kept else None
+
+
+def _begun(content: Json, bos: int) -> Json:
+    """A post-processor that puts the token `bos` before every text, as it stood before every document."""
+    name = HuggingFaceModel.from_str(json.dumps(content)).id_to_token(bos)
+    token = {"SpecialToken": {"id": name, "type_id": 0}}
+    one, other = ({"Sequence": {"id": which, "type_id": 0}} for which in "AB")
+    template: Json = {
+        "type": "TemplateProcessing", "single": [token, one], "pair": [token, one, token, other],
+        "special_tokens": {name: {"id": name, "ids": [bos], "tokens": [name]}},
+    }  # fmt: skip
+    before = content.get("post_processor")
+    if before is None:
+        return template
+    rest = before["processors"] if before["type"] == "Sequence" else [before]
+    return {"type": "Sequence", "processors": [*rest, template]}
 
 
 def _of_sentencepiece(tokenizer: Tokenizer) -> Json:
@@ -203,10 +222,14 @@ def _config(tokenizer: Tokenizer, model: HuggingFaceModel, longest: int, begins:
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": longest,
         # A document of the training began after the end of another, unless they were kept apart.
-        **({"bos_token": end} if begins else {}),
+        **(
+            {"bos_token": end if tokenizer.bos is None else model.id_to_token(tokenizer.bos)}
+            if begins or tokenizer.bos is not None
+            else {}
+        ),
         "eos_token": end,
         **({"unk_token": unknown} if unknown else {}),
-        "add_bos_token": False,
+        "add_bos_token": tokenizer.bos is not None,
         "add_eos_token": False,
         # A text that spells out a special token got the ids of these characters in training.
         "split_special_tokens": True,

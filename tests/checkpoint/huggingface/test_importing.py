@@ -17,10 +17,20 @@ from megastable.checkpoint.huggingface.export import to_hf
 from megastable.checkpoint.huggingface.importing import from_hf
 from megastable.checkpoint.plain import find_checkpoint
 from megastable.checkpoint.whole import WholeState
-from megastable.data.tokenizer import Tokenizer
+from megastable.config import CorpusConfig
+from megastable.data.corpora import open_corpora
+from megastable.data.manifest import Manifest
+from megastable.data.tokenizer import Tokenizer, load_tokenizer
 from megastable.data.train_tokenizer import train_sentencepiece
 from megastable.errors import CheckpointError, ConfigError
-from tests.checkpoint.huggingface.conftest import MODELS, VOCABULARY, Make, write_text_corpus
+from tests.checkpoint.huggingface.conftest import (
+    MODELS,
+    VOCABULARY,
+    Make,
+    configured,
+    write_random,
+    write_text_corpus,
+)
 from tests.full_disk import files_no_larger_than
 
 
@@ -139,6 +149,41 @@ def test_another_end_of_documents_is_said(make: Make, base: Path, tmp_path: Path
     (folder / "config.json").write_text(json.dumps(settings | {"eos_token_id": [5, 6]}))
     notes = from_hf(folder, tmp_path / "run", base).notes
     assert any("end with token 2, the model was made with eos_token_id=[5, 6]" in note for note in notes)
+
+
+def test_documents_that_begin_otherwise_than_the_model_are_said(
+    make: Make, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """A model whose tokenizer puts a token before every text, and a corpus without it, or the other way round."""
+    plain, begun = write_text_corpus(tmp_path / "plain", tokenizer), tmp_path / "begun"
+    write_text_corpus(begun, tokenizer)
+    manifest, bos = Manifest.load(begun), load_tokenizer(tokenizer.file, bos="own").bos
+    manifest.model_copy(update={"tokenizer": manifest.tokenizer.model_copy(update={"bos": bos})}).save(begun)
+    folders = {}
+    for corpus in (plain, begun):
+        run = configured(corpus, tmp_path / f"run-{corpus.name}", MODELS["llama"])
+        folders[corpus] = to_hf(
+            write_random(tmp_path / f"run-{corpus.name}", run), tmp_path / f"out-{corpus.name}"
+        ).out
+    wanted = {
+        (begun, plain): f"begin with no token of their own, and the model's tokenizer puts {bos} before every text: "
+        "prepare the corpus with --bos",
+        (plain, begun): f"begin with token {bos}, and the model's tokenizer puts nothing before a text: prepare the "
+        "corpus without --bos",
+        (plain, plain): "", (begun, begun): "",
+    }  # fmt: skip
+    for (folder, corpus), told in wanted.items():
+        out = tmp_path / f"{folder.name}-{corpus.name}"
+        notes = from_hf(folders[folder], out, written(tmp_path / "base.yaml", corpus)).notes
+        assert (
+            any(told in note for note in notes) if told else not any("begin with" in note for note in notes)
+        )
+    with pytest.raises(
+        ConfigError, match=f"begin with no token.*begin with token {bos}: prepare both with --bos"
+    ):
+        manifest = Manifest.load(plain)
+        manifest.model_copy(update={"name": "other"}).save(plain)
+        open_corpora([CorpusConfig(path=begun), CorpusConfig(path=plain)], 32, 0)
 
 
 def test_what_is_not_finite_and_a_full_disk_leave_nothing(make: Make, base: Path, tmp_path: Path) -> None:
