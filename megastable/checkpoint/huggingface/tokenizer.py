@@ -48,8 +48,9 @@ def write_tokenizer(
 ) -> str:
     """tokenizer.json, tokenizer_config.json, and the SentencePiece model where it was one, as other programs want it.
 
-    longest: tokens of a sequence; begins: the end of a document also begins one. A tokenizer's `bos` is put before every
-    text. Returns how its ids differ on the texts that are tried, "" where they do not. Raises CheckpointError when they do and `exact` is asked for, DataError.
+    longest: tokens of a sequence; begins: the end of a document also begins one. A tokenizer's `bos` is put before
+    every text. Returns how its ids differ on the texts that are tried, "" where they do not. Raises CheckpointError
+    when they do and `exact` is asked for, DataError.
     """
     content = fast(tokenizer)
     if tokenizer.bos is not None:

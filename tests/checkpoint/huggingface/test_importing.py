@@ -155,8 +155,10 @@ def test_documents_that_begin_otherwise_than_the_model_are_said(
     make: Make, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     """A model whose tokenizer puts a token before every text, and a corpus without it, or the other way round."""
-    plain, begun = write_text_corpus(tmp_path / "plain", tokenizer), tmp_path / "begun"
-    write_text_corpus(begun, tokenizer)
+    plain, begun = tmp_path / "plain", tmp_path / "begun"
+    for corpus in (plain, begun):
+        corpus.mkdir()
+        write_text_corpus(corpus, tokenizer)
     manifest, bos = Manifest.load(begun), load_tokenizer(tokenizer.file, bos="own").bos
     manifest.model_copy(update={"tokenizer": manifest.tokenizer.model_copy(update={"bos": bos})}).save(begun)
     folders = {}
@@ -178,11 +180,11 @@ def test_documents_that_begin_otherwise_than_the_model_are_said(
         assert (
             any(told in note for note in notes) if told else not any("begin with" in note for note in notes)
         )
+    other = Manifest.load(plain)
+    other.model_copy(update={"name": "other"}).save(plain)
     with pytest.raises(
         ConfigError, match=f"begin with no token.*begin with token {bos}: prepare both with --bos"
     ):
-        manifest = Manifest.load(plain)
-        manifest.model_copy(update={"name": "other"}).save(plain)
         open_corpora([CorpusConfig(path=begun), CorpusConfig(path=plain)], 32, 0)
 
 
