@@ -111,8 +111,11 @@ def model_of(args: Args, where: object) -> dict[str, Any]:
     ):
         if isinstance(value := args.get(name), bool):
             found[key] = value != flip
-    if length := number(args.get("max_position_embeddings") or args.get("seq_length")):
-        found["sequence_length"] = int(length)
+    length, positions = number(args.get("seq_length")), number(args.get("max_position_embeddings"))
+    if longest := length or positions:
+        found["sequence_length"] = int(longest)
+    if positions:
+        found["max_positions"] = int(positions)
     return found
 
 
@@ -147,7 +150,7 @@ def disagreements(found: Mapping[str, Any], model: ModelConfig) -> list[str]:
     return [
         f"model.{key}={mine[key]}, in the checkpoint {value}"
         for key, value in found.items()
-        if key != "sequence_length" and mine[key] != value
+        if key not in ("sequence_length", "max_positions") and mine[key] != value
     ]
 
 

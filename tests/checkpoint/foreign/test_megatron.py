@@ -156,7 +156,7 @@ def test_megatrons_ranks_compute_the_same(ours: Any, tmp_path: Path) -> None:
     [
         ({}, False),
         ({"tied": True, "qk_norm": False}, True),
-        ({"qkv_bias": True, "rope_scaling": LLAMA3}, False),
+        ({"qkv_bias": True, "rope_scaling": LLAMA3, "max_positions": 99}, False),
     ],
     ids=str,
 )
@@ -179,7 +179,7 @@ def test_every_layout_comes_back_as_the_same_bytes(
         # Padding and sizes came along: the recipe that Megatron's arguments make is the old one's.
         model_after, model_before = run_of(checkpoint).model, run_of(source).model
         assert model_after.padded_vocab == model_before.padded_vocab
-        for key in ("head_width", "tied", "qkv_bias", "rope_scaling"):
+        for key in ("head_width", "tied", "qkv_bias", "rope_scaling", "sequence_length", "longest"):
             assert getattr(model_after, key) == getattr(model_before, key)
 
 

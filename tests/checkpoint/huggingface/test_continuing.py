@@ -74,7 +74,9 @@ def test_import_continue_export(
         assert not torch.equal(before.tensor(name, "weight"), after.tensor(name, "weight")), name
     losses = records.read(tmp_path / "run/steps")["loss"].to_pylist()
     assert len(losses) == 3 and all(map(math.isfinite, losses))
-    layers = {row["name"]: row for row in records.read(tmp_path / "run/layers", records.LAYER_SCHEMA).to_pylist()}
+    layers = {
+        row["name"]: row for row in records.read(tmp_path / "run/layers", records.LAYER_SCHEMA).to_pylist()
+    }
     assert ("blocks.1.attention.qkv.bias" in layers) == (kind == "qwen2")
 
     out = to_hf(tmp_path / "run", tmp_path / "out", check=compare)
