@@ -29,6 +29,34 @@ from megastable.stability.settings import StabilityConfig
 from megastable.supervise.settings import SuperviseConfig
 
 
+class RopeScalingConfig(Part):
+    """Rotary embeddings for longer texts than a model was first trained on; how: model/rope.py.
+
+    factor: how much longer. linear: every frequency is divided by it (arXiv:2306.15595). llama3: those with fewer than
+    low_freq_factor turns in original_length positions are, those with more than high_freq_factor are kept, the ones
+    between are blended (Llama 3.1, arXiv:2407.21783).
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float = Field(ge=1.0)
+    original_length: PositiveInt | None = None
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RopeScalingConfig:
+        own = (self.original_length, self.low_freq_factor, self.high_freq_factor)
+        if self.kind == "linear" and own != (None, 1.0, 4.0):
+            raise ValueError("kind=linear has a factor, and nothing else: leave the other keys out")
+        if self.kind == "llama3" and self.original_length is None:
+            raise ValueError("kind=llama3 needs original_length, the length before it was scaled")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor:g} must be below high_freq_factor={self.high_freq_factor:g}"
+            )
+        return self
+
+
 class ModelConfig(Part):
     """The GPT. Sizes are whole-model sizes, whatever the layout."""
 
@@ -41,9 +69,14 @@ class ModelConfig(Part):
     sequence_length: PositiveInt = 2048
     vocab_size: PositiveInt | None = None  # None = the tokenizer's
     vocab_multiple: PositiveInt = 128  # the embedding is padded to a multiple of it, the same in every layout
+    max_positions: PositiveInt | None = (
+        None  # for exports: an imported model's, if it was made for more than we train
+    )
     rope_theta: PositiveFloat = 10_000.0
+    rope_scaling: RopeScalingConfig | None = None
     norm_eps: PositiveFloat = 1e-5
     qk_norm: Literal[True, False, "full"] = True  # of each head; full: over the width of all heads, as OLMo 2
+    qkv_bias: bool = False  # of queries, keys and values, as Qwen2
     norms: Literal["before", "after"] = "before"  # attention and MLP, inside the residual branch
     tied: bool = False
     init_std: PositiveFloat = 0.02
@@ -60,6 +93,11 @@ class ModelConfig(Part):
     @property
     def ffn_width(self) -> int:
         return self.ffn or -(-8 * self.hidden // 3 // 128) * 128
+
+    @property
+    def longest(self) -> int:
+        """Positions that the model was made for: here, or where it was imported from."""
+        return max(self.sequence_length, self.max_positions or 0)
 
     @property
     def padded_vocab(self) -> int:
@@ -133,7 +171,7 @@ class DataConfig(Part):
 
 
 class OptimizerConfig(Part):
-    """AdamW (Loshchilov & Hutter, arXiv:1711.05101); weight decay is not applied to norms."""
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101); weight decay is not applied to norms and biases."""
 
     lr: PositiveFloat = 3e-4
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)

@@ -104,7 +104,7 @@ def locate(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Diagnosis:
             kind="state",
             sentence=f"the state is not finite before the step begins: {', '.join(parameters)}",
             **_place(engine, rank, hosts[rank]),
-            layer=poison[rank][0][1].removesuffix(".weight"),
+            layer=poison[rank][0][1].rpartition(".")[0],
             parameters=tuple(parameters),
         )
     # The step again, under observation
@@ -314,10 +314,10 @@ class _Watch:
         return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
     def parameter(self, parameter: nn.Parameter) -> Any:
-        layer = placement_of(parameter).name.removesuffix(".weight")
+        layer, _, which = placement_of(parameter).name.rpartition(".")  # its weight, or its bias
 
         def hook(gradient: Tensor) -> None:
-            self._look(gradient, self._backward, True, layer, "weight gradient")
+            self._look(gradient, self._backward, True, layer, f"{which} gradient")
 
         return parameter.register_hook(hook)
 

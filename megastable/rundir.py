@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from megastable import durable, jsonl
-from megastable.config import RunConfig
+from megastable.config import ModelConfig, RunConfig
 from megastable.errors import ConfigError, DataError, SpaceError
 from megastable.supervise.settings import SECRETS, redacted
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 # Parts of the tree without which the weights in the directory mean something else.
 IDENTITY = ("model", "run.seed")
 # ... and parts of those that only say how it is computed or trained on.
-FREE = ("model.attention", "model.z_loss")  # the first until there was `kernels`
+FREE = ("model.attention", "model.max_positions", "model.z_loss")  # the first until there was `kernels`
 SECRET = tuple(f"supervise.{key}" for key in SECRETS)
 
 
@@ -128,6 +128,8 @@ class RunDirectory:
             return []
         try:
             old = yaml.safe_load(recipe.read_text(encoding="utf-8"))["config"]
+            # What the recipe of an older version does not say of the model is the default: it was like that.
+            old |= {"model": ModelConfig().model_dump(mode="json") | old["model"]}
         except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{recipe}: not a frozen recipe ({error}): restore it, or use another run.dir"

@@ -21,6 +21,8 @@ class Shape:
     width: int  # of a head
     vocabulary: int
     theta: float = 10_000.0
+    linear: float = 1.0  # positions are divided by it
+    llama3: tuple[float, float, float, int] | None = None  # factor, low, high, original length
     eps: float = 1e-5
     z: float = 1e-4
     qk_norm: bool | str = True  # "full": over all heads together
@@ -33,10 +35,23 @@ def norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
     return (y / (y.square().mean(-1, keepdim=True) + eps).sqrt() * w.float()).to(x.dtype)
 
 
-def rope(x: Tensor, position: Tensor, theta: float) -> Tensor:
-    """x [b, h, s, d], position [b, s]."""
+def rates(shape: Shape) -> Tensor:
+    """Radians per position of every pair. Llama 3: by how often it turns within the original length."""
+    half = shape.width // 2
+    found = []
+    for i in range(half):
+        rate = shape.theta ** (-i / half) / shape.linear
+        if shape.llama3 is not None:
+            factor, low, high, length = shape.llama3
+            share = min(max((length * rate / (2 * math.pi) - low) / (high - low), 0.0), 1.0)
+            rate *= share + (1 - share) / factor
+        found.append(rate)
+    return torch.tensor(found)
+
+
+def rope(x: Tensor, position: Tensor, rate: Tensor) -> Tensor:
+    """x [b, h, s, d], position [b, s], rate [d / 2]."""
     half = x.shape[-1] // 2
-    rate = theta ** (-torch.arange(half, dtype=torch.float32) / half)
     angle = position[:, None, :, None].float() * rate
     a, b = x[..., :half].float(), x[..., half:].float()
     return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1).to(x.dtype)
@@ -60,7 +75,10 @@ def logits(w: dict[str, Tensor], shape: Shape, tokens: Tensor, segments: Tensor 
     for i in range(shape.layers):
         p = f"blocks.{i}."
         y = x if shape.norms_after else norm(x, w[p + "attention_norm.weight"], shape.eps)
-        q, key, v = (y @ w[p + "attention.qkv.weight"].T).split([h * d, k * d, k * d], -1)
+        y = y @ w[p + "attention.qkv.weight"].T
+        if p + "attention.qkv.bias" in w:
+            y = y + w[p + "attention.qkv.bias"]
+        q, key, v = y.split([h * d, k * d, k * d], -1)
         if shape.qk_norm == "full":
             q = norm(q, w[p + "attention.q_norm.weight"], shape.eps)
             key = norm(key, w[p + "attention.k_norm.weight"], shape.eps)
@@ -68,7 +86,7 @@ def logits(w: dict[str, Tensor], shape: Shape, tokens: Tensor, segments: Tensor 
         if shape.qk_norm is True:
             q = norm(q, w[p + "attention.q_norm.weight"], shape.eps)
             key = norm(key, w[p + "attention.k_norm.weight"], shape.eps)
-        q, key = rope(q, position, shape.theta), rope(key, position, shape.theta)
+        q, key = rope(q, position, rates(shape)), rope(key, position, rates(shape))
         heads = []
         for j in range(h):
             group = j // (h // k)

@@ -183,7 +183,7 @@ def attention_of(block: Block, qkv: torch.Tensor, segments: torch.Tensor | None)
     if a.q_norm.weight.numel() == a.width:
         q, k = q.unflatten(-1, (-1, a.width)), k.unflatten(-1, (-1, a.width))
     q, k = (n(x).reshape(s, b, -1, a.width) for n, x in ((a.q_norm, q), (a.k_norm, k)))
-    cos, sin = rope_table(s, a.width, a.theta, qkv.device)
+    cos, sin = rope_table(s, a.rope, qkv.device)
     position = torch.arange(s).expand(b, s) if segments is None else document_positions(segments)
     cos, sin = cos[position.t()][:, :, None], sin[position.t()][:, :, None]
     q, k = (rotate(x, cos, sin).permute(1, 2, 0, 3) for x in (q, k))

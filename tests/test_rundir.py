@@ -98,6 +98,20 @@ def test_other_changes_are_reported_and_kept(run: RunDirectory) -> None:
     assert run.compare(changed) == []
 
 
+def test_what_a_recipe_of_an_older_version_does_not_say_is_the_default(run: RunDirectory) -> None:
+    run.freeze(config(), [], {})
+    content = yaml.safe_load(run.recipe.read_text())
+    for key in ("qkv_bias", "rope_scaling", "max_positions"):
+        del content["config"]["model"][key]
+    run.recipe.write_text(yaml.safe_dump(content))
+    assert run.compare(config()) == []
+    assert run.compare(config(model={"max_positions": 8192})) == ["model.max_positions: None -> 8192"]
+    with pytest.raises(ConfigError, match=r"model.qkv_bias: False -> True"):
+        run.compare(config(model={"qkv_bias": True}))
+    with pytest.raises(ConfigError, match=r"model.rope_scaling"):
+        run.compare(config(model={"rope_scaling": {"kind": "linear", "factor": 2}}))
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

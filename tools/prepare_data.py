@@ -60,6 +60,9 @@ Output = Annotated[Path, typer.Option(help="What to make; it appears whole or no
 Vocabulary = Annotated[int, typer.Option("--vocab-size", min=1, help="Tokens")]
 Tokenizer = Annotated[Path, typer.Option("--tokenizer", help="A .model, a tokenizer.json, or their folder")]
 Eod = Annotated[str | None, typer.Option(help="End-of-document token, name or id; else the usual one")]
+Bos = Annotated[
+    bool, typer.Option("--bos", help="Begin every document with the tokenizer's own token, as Llama 3")
+]
 Name = Annotated[str | None, typer.Option(help="Name of the corpus; else that of its folder")]
 Share = Annotated[float, typer.Option(help="Share to hold back for validation")]
 Key = Annotated[
@@ -100,11 +103,11 @@ def train(inputs: Inputs, output: Output, vocab_size: Vocabulary, model: ModelTy
 @user_errors()
 def shards(inputs: Inputs, output: Output, tokenizer: Tokenizer, name: Name = None, validation: Share = 0.01,
            workers: Workers = CPUS, shard_tokens: int = SHARD_TOKENS, key: Key = "text", glob: Globs = None,
-           eod: Eod = None, seed: int = 0, skip_bad: SkipBad = False, overwrite: Overwrite = False,
-           as_json: Json = False) -> None:  # fmt: skip
+           eod: Eod = None, bos: Bos = False, seed: int = 0, skip_bad: SkipBad = False,
+           overwrite: Overwrite = False, as_json: Json = False) -> None:  # fmt: skip
     """Encode text into a corpus of Megatron .bin/.idx shards."""
     show(as_json, prepare_shards(inputs, output, tokenizer, name=name, validation=validation, workers=workers,
-         shard_tokens=shard_tokens, key=key, eod=eod, seed=seed, skip_bad=skip_bad,
+         shard_tokens=shard_tokens, key=key, eod=eod, bos=bos, seed=seed, skip_bad=skip_bad,
          globs=glob or (), overwrite=overwrite))  # fmt: skip
 
 

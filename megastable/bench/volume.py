@@ -101,11 +101,13 @@ def stage_of(cut: Sequence[int], stage: int) -> Stage:
 
 
 def parameters(model: ModelConfig, stage: Stage, tensor: int) -> tuple[list[int], list[int]]:
-    """Elements of every matrix and of every norm on one rank."""
+    """Elements of every matrix, and of every norm and bias on one rank."""
     h, d, f = model.hidden, model.head_width, model.ffn_width
     q, k = model.heads * d, model.key_value_heads * d
     matrices = [h * (q + 2 * k) // tensor, q * h // tensor, 2 * f * h // tensor, f * h // tensor]
     norms = [h, h]
+    if model.qkv_bias:
+        norms.append((q + 2 * k) // tensor)
     if model.qk_norm:
         norms += [q // tensor, k // tensor] if model.qk_norm == "full" else [d, d]
     # A tied embedding is there once on a stage, and on the last stage once more if that is another one.

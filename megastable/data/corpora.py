@@ -113,6 +113,15 @@ def open_corpora(
                 f"data.corpora: {corpus.path} was made with another tokenizer than {given[0].path}: "
                 "their token ids mean different things; prepare both with the same tokenizer"
             )
+        if manifest.tokenizer.bos != tokenizer.bos:
+            one, other = (
+                "begin with no token of their own" if bos is None else f"begin with token {bos}"
+                for bos in (manifest.tokenizer.bos, tokenizer.bos)
+            )
+            raise ConfigError(
+                f"data.corpora: documents of {corpus.path} {one}, those of {given[0].path} {other}: prepare both with "
+                "--bos, or both without"
+            )
         if manifest.tokens("train") == 0:
             raise DataError(f"{corpus.path}: no documents to train on")
     shares = [

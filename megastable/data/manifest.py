@@ -14,10 +14,18 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from megastable import durable
 from megastable.data.shard_format import DType, ShardInfo, Tokens, file_sizes
@@ -38,12 +46,20 @@ class TokenizerInfo(BaseModel):
     xxh3: str
     vocab_size: int = Field(gt=0)
     eod: int = Field(ge=0)  # id of the end-of-document token
+    bos: int | None = Field(default=None, ge=0)  # of the token that begins every document; None = none does
 
     @model_validator(mode="after")
-    def _eod_is_a_token(self) -> Self:
-        if self.eod >= self.vocab_size:
-            raise ValueError(f"eod {self.eod} is outside of the vocabulary 0..{self.vocab_size - 1}")
+    def _are_tokens(self) -> Self:
+        for name, token in (("eod", self.eod), ("bos", self.bos)):
+            if token is not None and token >= self.vocab_size:
+                raise ValueError(f"{name} {token} is outside of the vocabulary 0..{self.vocab_size - 1}")
         return self
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, given: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Without one it is what it was before there was the key: so are the fingerprints of corpora.
+        content: dict[str, Any] = given(self)
+        return {key: value for key, value in content.items() if key != "bos" or value is not None}
 
 
 class Segment(BaseModel):

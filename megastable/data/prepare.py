@@ -1,8 +1,8 @@
 """Text into a corpus: Megatron shards, the tokenizer and a manifest in one new directory.
 
 Documents are encoded by several processes and written in the order of the input, so the shards are the same
-bytes for any number of workers. Each ends with the end-of-document token. A keyed hash of its text says
-whether it is for training or validation: exact duplicates always go the same way.
+bytes for any number of workers. Each ends with the end-of-document token, and may begin with a token of its own. A
+keyed hash of its text says whether it is for training or validation: exact duplicates always go the same way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megastable.data.shards import ShardWriter
 from megastable.data.staging import staged_directory
 from megastable.data.summary import Summary
 from megastable.data.text import Corpus
-from megastable.data.tokenizer import Tokenizer, load_tokenizer
+from megastable.data.tokenizer import OWN, Tokenizer, load_tokenizer
 from megastable.errors import DataError
 from megastable.report.told import visible
 
@@ -49,7 +49,7 @@ class Encoded(NamedTuple):
     """The documents of a batch, encoded."""
 
     tokens: npt.NDArray[np.integer]  # uint16 or int32 [sum(lengths)], one document after another
-    lengths: list[int]  # each with its end-of-document token
+    lengths: list[int]  # each with the tokens that begin and end a document
     hashes: list[int]  # 64 bits each, of the UTF-8 text
     text_bytes: int
     read_bytes: int
@@ -66,6 +66,7 @@ def prepare_shards(
     shard_tokens: int = SHARD_TOKENS,
     key: str = "text",
     eod: str | int | None = None,
+    bos: bool = False,
     seed: int = 0,
     skip_bad: bool = False,
     globs: Sequence[str] = (),
@@ -77,7 +78,8 @@ def prepare_shards(
 
     `validation` is the share of the documents to hold back; with two different documents or more, both splits
     get one at least. A shard is closed after the document that brings it to `shard_tokens`. `output` appears
-    whole or not at all; an older corpus there is replaced only with `overwrite`.
+    whole or not at all; an older corpus there is replaced only with `overwrite`. With `bos` every document begins with
+    the tokenizer's own token for that.
 
     Raises DataError for bad input, an empty corpus, an `output` that is occupied, or a full disk.
     """
@@ -93,10 +95,10 @@ def prepare_shards(
     for folder in inputs:
         if output.resolve().is_relative_to(folder.resolve()):
             raise DataError(f"the output {output} is inside of the input {folder}: it would be read as well")
-    tokenizer = load_tokenizer(tokenizer_path, eod)
+    tokenizer = load_tokenizer(tokenizer_path, eod, OWN if bos else None)
     corpus = Corpus(inputs, key, skip_bad, globs)
     with staged_directory(output) as staging:
-        tokenizer = load_tokenizer(tokenizer.copy_to(staging), tokenizer.eod)
+        tokenizer = load_tokenizer(tokenizer.copy_to(staging), tokenizer.eod, tokenizer.bos)
         job = _Job(corpus, staging, tokenizer, name, workers, shard_tokens, seed, progress)
         threshold = round(validation * 2**64)
         written = job.write(threshold)
@@ -145,12 +147,13 @@ def encode_batch(batch: Batch, tokenizer_path: Path, info: TokenizerInfo, seed: 
     """Encode the documents of a batch; runs in the worker processes."""
     tokenizer = _cached_tokenizer(tokenizer_path, info)
     dtype = np.dtype(dtype_for(tokenizer.vocab_size))
+    begin = np.array([] if info.bos is None else [info.bos], dtype=dtype)
     end = np.array([info.eod], dtype=dtype)
     raw = [text.encode() for text in batch.texts]
     ids = [part.astype(dtype) for part in tokenizer.encode_batch(batch.texts)]
     return Encoded(
-        tokens=np.concatenate([part for document in ids for part in (document, end)]),
-        lengths=[document.size + 1 for document in ids],
+        tokens=np.concatenate([part for document in ids for part in (begin, document, end)]),
+        lengths=[begin.size + document.size + 1 for document in ids],
         hashes=[xxhash.xxh3_64_intdigest(text, seed) for text in raw],
         text_bytes=sum(map(len, raw)),
         read_bytes=batch.read_bytes,

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,17 @@ END_OF_DOCUMENT = (
     "<eod>",
     "<|end▁of▁sentence|>",
 )
+# ... and when documents are to begin with the tokenizer's own token.
+BEGIN_OF_DOCUMENT = (
+    "<|begin_of_text|>",
+    "<s>",
+    "<bos>",
+    "<|bos|>",
+    "[BOS]",
+    "<|startoftext|>",
+    "<|begin▁of▁sentence|>",
+)
+OWN: Final = "own"
 SPACE = "\u2581"  # "▁", SentencePiece's own sign for a space
 LONG = 4096  # characters from which on a text is encoded in parts
 _SPACE_INSIDE = re.compile(f"[^ {SPACE}][ {SPACE}]")
@@ -43,12 +54,14 @@ _WORD_END = re.compile(r"(?<=[^ ])(?= )")
 
 
 class Tokenizer(ABC):
-    """Ids are 0 <= id < `vocab_size`; `eod` is the id that ends a document; `xxh3` is the file's hash."""
+    """Ids are 0 <= id < `vocab_size`; `eod` is the id that ends a document, `bos` one that begins it, None where none
+    does; `xxh3` is the file's hash."""
 
     kind: ClassVar[Literal["sentencepiece", "huggingface"]]
     file: Path
     vocab_size: int
     eod: int
+    bos: int | None = None
 
     def __init__(self, file: Path, content: bytes) -> None:
         self.file = file
@@ -63,8 +76,9 @@ class Tokenizer(ABC):
     def info(self) -> TokenizerInfo:
         """What a manifest records of this tokenizer."""
         return TokenizerInfo(
-            file=self.file.name, kind=self.kind, xxh3=self.xxh3, vocab_size=self.vocab_size, eod=self.eod
-        )
+            file=self.file.name, kind=self.kind, xxh3=self.xxh3, vocab_size=self.vocab_size, eod=self.eod,
+            bos=self.bos,
+        )  # fmt: skip
 
     def copy_to(self, directory: Path) -> Path:
         """Write the file into `directory` under its own name, as it was when it was read."""
@@ -82,6 +96,31 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; special tokens have none. Raises DataError for an id beyond the vocabulary."""
+
+    @property
+    def added(self) -> tuple[int, ...]:
+        """What its own rules put before every text for other programs, such as Llama's <|begin_of_text|>."""
+        return ()
+
+    @abstractmethod
+    def _id_of(self, piece: str) -> int | None:
+        """The id of a token, by its name."""
+
+    def own_bos(self) -> int:
+        """Its own token to begin documents with. Raises DataError where it has none."""
+        named = (self._id_of(name) for name in BEGIN_OF_DOCUMENT)
+        token = self.added[0] if len(self.added) == 1 else next((t for t in named if t is not None), None)
+        if token is None:
+            raise DataError(
+                f"{self.file} has no token to begin documents with: none that it puts before a text, nor one of "
+                f"{', '.join(BEGIN_OF_DOCUMENT)}: leave --bos out"
+            )
+        if token == self.eod:
+            raise DataError(
+                f"{self.file} begins and ends documents with one token, {token}: without --bos each stands behind the "
+                "end of the one before it anyway: leave --bos out"
+            )
+        return token
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
         plain = [int(token) for token in ids]
@@ -175,6 +214,10 @@ class SentencePieceTokenizer(Tokenizer):
             start = cut.start()
         yield text[start:]
 
+    @property
+    def added(self) -> tuple[int, ...]:
+        return (int(self.model.bos_id()),) if self.model.bos_id() >= 0 else ()
+
     def _id_of(self, piece: str) -> int | None:
         token = int(self.model.piece_to_id(piece))  # the id of <unk> when there is no such piece
         return token if str(self.model.id_to_piece(token)) == piece else None
@@ -197,7 +240,17 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = 1 + max(self.model.get_vocab(with_added_tokens=True).values(), default=-1)
         if self.vocab_size == 0:
             raise DataError(f"{file} has an empty vocabulary")
-        self.eod = self._choose_eod(eod, self.model.token_to_id)
+        self.eod = self._choose_eod(eod, self._id_of)
+
+    @property
+    def added(self) -> tuple[int, ...]:
+        plain, whole = (self.model.encode("a", add_special_tokens=added).ids for added in (False, True))
+        at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+        return tuple(whole[:at])
+
+    def _id_of(self, piece: str) -> int | None:
+        token: int | None = self.model.token_to_id(piece)
+        return token
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         encoded = self.model.encode_batch_fast(texts, add_special_tokens=False)
@@ -207,12 +260,15 @@ class HuggingFaceTokenizer(Tokenizer):
         return str(self.model.decode(self._checked(ids), skip_special_tokens=True))
 
 
-def load_tokenizer(path: Path, eod: str | int | None = None) -> Tokenizer:
+def load_tokenizer(
+    path: Path, eod: str | int | None = None, bos: int | Literal["own"] | None = None
+) -> Tokenizer:
     """The tokenizer in a file, or in a directory that holds one.
 
     `eod` is the end-of-document token, by name or by id (digits are an id). None takes the model's own
-    end-of-sentence token (SentencePiece) or the first of END_OF_DOCUMENT that it has. Raises DataError when
-    there is no tokenizer, more than one, or no such token.
+    end-of-sentence token (SentencePiece) or the first of END_OF_DOCUMENT that it has. `bos` is the id that begins a
+    document, "own": what the tokenizer has for that. Raises DataError when there is no tokenizer, more than one, or no
+    such token.
     """
     file = _tokenizer_file(path)
     try:
@@ -220,7 +276,9 @@ def load_tokenizer(path: Path, eod: str | int | None = None) -> Tokenizer:
     except OSError as error:
         raise DataError(f"the tokenizer {file} cannot be read: {error.strerror}") from error
     kind = HuggingFaceTokenizer if file.suffix == ".json" else SentencePieceTokenizer
-    return kind(file, content, eod)
+    found = kind(file, content, eod)
+    found.bos = found.own_bos() if bos == OWN else bos
+    return found
 
 
 def _tokenizer_file(path: Path) -> Path:

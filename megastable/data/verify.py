@@ -17,7 +17,9 @@ def verify_corpus(directory: Path) -> Summary:
     Raises DataError for the first thing that is wrong.
     """
     manifest = Manifest.load(directory)
-    tokenizer = load_tokenizer(directory / manifest.tokenizer.file, manifest.tokenizer.eod)
+    tokenizer = load_tokenizer(
+        directory / manifest.tokenizer.file, manifest.tokenizer.eod, manifest.tokenizer.bos
+    )
     if tokenizer.info != manifest.tokenizer:
         raise DataError(f"{tokenizer.file} is not the file that {directory / FILE} describes: restore it")
     for info in manifest.shards:

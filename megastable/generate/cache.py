@@ -81,7 +81,7 @@ def _attend(attention: Attention, name: str, cache: KeyValueCache, x: Tensor) ->
     q, k, v = attention.heads(x)
     n, b = q.shape[:2]
     before = cache.length
-    table = rope_table(_room(before + n), attention.width, attention.theta, x.device)
+    table = rope_table(_room(before + n), attention.rope, x.device)
     cos, sin = (t[before : before + n, None, None] for t in table)
     q, k, v = (t.permute(1, 2, 0, 3) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
     keys, values = cache.put(name, k, v)

@@ -77,7 +77,15 @@ def open_speaker(
     # The tokenizer after the model: for a wrong path it is said what it should be.
     model = load_plain(checkpoint, precision, on)
     spoken = load_tokenizer(find(tokenizer)) if tokenizer else tokenizer_of(model.run, str(model.checkpoint))
-    return Speaker(model, spoken, frozenset({spoken.eod}), (spoken.eod,), notes=_compared(model, spoken))
+    begin = spoken.eod if spoken.bos is None else spoken.bos
+    return Speaker(
+        model,
+        spoken,
+        frozenset({spoken.eod}),
+        (begin,),
+        always=spoken.bos is not None,
+        notes=_compared(model, spoken),
+    )
 
 
 def _of_folder(model: PlainModel, given: Path | None) -> Speaker:
@@ -94,7 +102,7 @@ def _of_folder(model: PlainModel, given: Path | None) -> Speaker:
         spoken = load_tokenizer(find(given) if given else model.checkpoint, known[0] if known else None)
     except DataError as error:
         raise DataError(f"{error}; or {ASK}") from None
-    added = _added(spoken) if isinstance(spoken, HuggingFaceTokenizer) else ()
+    added = spoken.added if isinstance(spoken, HuggingFaceTokenizer) else ()
     begin = added or ((spoken.eod if start is None else start),)
     return Speaker(
         model,
@@ -111,13 +119,6 @@ def _ids(value: Any) -> list[int]:
     return [id for id in given if isinstance(id, int) and not isinstance(id, bool) and id >= 0]
 
 
-def _added(tokenizer: HuggingFaceTokenizer) -> tuple[int, ...]:
-    """What the tokenizer's own rules put before every text, such as Llama's <|begin_of_text|>."""
-    plain, whole = (tokenizer.model.encode("a", add_special_tokens=added).ids for added in (False, True))
-    at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
-    return tuple(whole[:at])
-
-
 def tokenizer_of(run: RunConfig, where: str) -> Tokenizer:
     """The tokenizer of a run's first corpus. where: the run, for messages. Raises DataError."""
     if not run.data.corpora:
@@ -125,7 +126,7 @@ def tokenizer_of(run: RunConfig, where: str) -> Tokenizer:
     folder = find(run.data.corpora[0].path)
     try:
         info = Manifest.load(folder).tokenizer
-        tokenizer = load_tokenizer(folder / info.file, info.eod)
+        tokenizer = load_tokenizer(folder / info.file, info.eod, info.bos)
     except DataError as error:
         raise DataError(f"{where}: its tokenizer is that of the corpus {folder}: {error}; or {ASK}") from None
     if tokenizer.xxh3 != info.xxh3:

@@ -56,7 +56,7 @@ class Talk:
 
     def check(self, prompt: int) -> None:
         """A note where a prompt of so many tokens, with what is asked for, is longer than the samples of training."""
-        trained = self.speaker.model.config.sequence_length
+        trained = self.speaker.model.config.longest
         if prompt + self.wishes.most > trained:
             note(
                 f"note: prompt and --max-tokens are {prompt + self.wishes.most:,} tokens, and the model was trained on "

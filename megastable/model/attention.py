@@ -19,8 +19,8 @@ from megastable.model.cores import CORES, Core
 from megastable.model.kernels import Kernels
 from megastable.model.memo import Latest
 from megastable.model.norm import RMSNorm, SplitRMSNorm
-from megastable.model.rope import rope_table, rotate, rotation
-from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megastable.model.rope import Rope, rope_table, rotate, rotation
+from megastable.parallel.layers import ColumnParallelBias, ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.mappings import to_heads, to_tokens
 from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
 
@@ -39,8 +39,8 @@ class Places(NamedTuple):
 
 
 @Latest
-def _apart(segments: Tensor, width: int, theta: float, core: Core) -> Places:
-    cos, sin = rotation(segments, width, theta)
+def _apart(segments: Tensor, rope: Rope, core: Core) -> Places:
+    cos, sin = rotation(segments, rope)
     return Places(cos, sin, segments, core.prepare(segments))
 
 
@@ -79,11 +79,13 @@ class Attention(nn.Module):
         self.cp = cp
         d = self.width = config.head_width
         self.q_heads, self.k_heads = config.heads // tp.size, config.key_value_heads // tp.size
-        self.theta = config.rope_theta
+        self.rope = Rope.of(config)
         self.recompute_core = recompute_core
         self.core = CORES[kernels.attention]
         kv = config.key_value_heads * d
-        self.qkv = ColumnParallelLinear(config.hidden, (config.heads * d, kv, kv), tp, f"{name}.qkv")
+        sections = config.heads * d, kv, kv
+        self.qkv = ColumnParallelLinear(config.hidden, sections, tp, f"{name}.qkv")
+        self.qkv_bias = ColumnParallelBias(sections, tp, f"{name}.qkv") if config.qkv_bias else None
         self.q_norm = _head_norm(config, config.heads, tp, f"{name}.q_norm")
         self.k_norm = _head_norm(config, config.key_value_heads, tp, f"{name}.k_norm")
         self.out = RowParallelLinear(config.heads * d, config.hidden, tp, f"{name}.out")
@@ -94,14 +96,16 @@ class Attention(nn.Module):
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         s, b, _ = qkv.shape
+        if self.qkv_bias is not None:
+            qkv = self.qkv_bias(qkv)
         q, k, v = qkv.view(s, b, -1, self.width).split((self.q_heads, self.k_heads, self.k_heads), dim=2)
         return _normed(q, self.q_norm), _normed(k, self.k_norm), v
 
     def places(self, length: int, segments: Tensor | None, device: torch.device) -> Places:
         """Of a micro-batch of samples of `length` tokens."""
         if segments is not None:
-            return _apart(segments, self.width, self.theta, self.core)
-        cos, sin = rope_table(length, self.width, self.theta, device)
+            return _apart(segments, self.rope, self.core)
+        cos, sin = rope_table(length, self.rope, device)
         return Places(cos[:, None, None], sin[:, None, None])
 
     def forward(
@@ -111,7 +115,7 @@ class Attention(nn.Module):
         return self.out((between or self.between)(self.qkv(x), at))
 
     def rotated(self, qkv: Tensor, at: Places) -> tuple[Tensor, Tensor, Tensor]:
-        """What the core is given: q [b, q, s, d], k and v [b, k, s, d], of qkv [s, b, (q + 2 k) d]."""
+        """What the core is given: q [b, q, s, d], k and v [b, k, s, d], of qkv [s, b, (q + 2 k) d] without biases."""
         q, k, v = to_heads(*self._split(qkv), self.cp)
         rotated = rotate(q, at.cos, at.sin), rotate(k, at.cos, at.sin), v
         q, k, v = (t.permute(1, 2, 0, 3) for t in rotated)

@@ -9,7 +9,8 @@ def parameters(c: ModelConfig) -> int:
     """Trainable parameters of the whole model, vocabulary padding included."""
     d = c.head_width
     norms = {False: 0, True: 2, "full": c.heads + c.key_value_heads}[c.qk_norm] * d
-    attention = c.hidden * d * (2 * c.heads + 2 * c.key_value_heads) + norms
+    biases = d * (c.heads + 2 * c.key_value_heads) if c.qkv_bias else 0
+    attention = c.hidden * d * (2 * c.heads + 2 * c.key_value_heads) + norms + biases
     block = attention + 3 * c.hidden * c.ffn_width + 2 * c.hidden
     return c.layers * block + c.hidden + c.padded_vocab * c.hidden * (1 if c.tied else 2)
 

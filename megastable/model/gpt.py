@@ -1,8 +1,9 @@
 """The GPT as a list of layers: embedding, blocks, final norm, head. The same list serves one stage or many.
 
-Blocks of attention and SwiGLU, each with an RMSNorm before it (pre-LN) or after it (OLMo 2); no biases. Between
-layers travels x [s, b, hidden] (its sequence shard under sequence parallelism), or (x, segments) where attention stays
-inside documents: these are of whole sequences, also where context parallelism gives a rank only a part of the tokens.
+Blocks of attention and SwiGLU, each with an RMSNorm before it (pre-LN) or after it (OLMo 2); no biases, but those of
+q, k and v where `qkv_bias` asks for them. Between layers travels x [s, b, hidden] (its sequence shard under sequence
+parallelism), or (x, segments) where attention stays inside documents: these are of whole sequences, also where context
+parallelism gives a rank only a part of the tokens.
 """
 
 from __future__ import annotations

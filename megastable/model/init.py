@@ -1,8 +1,8 @@
 """Initial weights: a pure function of seed and parameter name, whatever the layout.
 
 Normal with `init_std`; projections back into the residual stream are scaled by 1 / sqrt(2 layers) (GPT-2, section
-2.3); norms start at one. A rank draws the numbers of whole tensors, in chunks, and keeps those that it holds: the same
-bytes under every tensor, pipeline and ZeRO layout, on any number of threads.
+2.3); norms start at one, biases at zero. A rank draws the numbers of whole tensors, in chunks, and keeps those that it
+holds: the same bytes under every tensor, pipeline and ZeRO layout, on any number of threads.
 """
 
 from __future__ import annotations
@@ -41,10 +41,14 @@ def _std_and_generator(placement: Placement, config: ModelConfig, seed: int) -> 
     return std, torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
+def _of_vector(placement: Placement) -> float:
+    return 0.0 if placement.name.endswith(".bias") else 1.0
+
+
 def whole_weight(placement: Placement, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
     """The initial value, fp32, of the whole tensor: the plain reference of `fill`."""
     if len(shape) == 1:
-        return torch.ones(shape)
+        return torch.full(shape, _of_vector(placement))
     std, generator = _std_and_generator(placement, config, seed)
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
@@ -98,7 +102,7 @@ def _fill(part: Part, config: ModelConfig, tp: TensorParallel, seed: int) -> Non
     size = max(math.prod(part.shape) - part.start, 0)  # of what is there of the shard
     into[size:] = 0
     if len(part.shape) == 1:
-        into[:size] = 1
+        into[:size] = _of_vector(placement)
         return
     rows, columns = part.shape
     if placement.dim is not None:

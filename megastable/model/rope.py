@@ -2,20 +2,53 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megastable.config import ModelConfig, RopeScalingConfig
+
+
+class Rope(NamedTuple):
+    """What the rotations of a model depend on. width: of a head."""
+
+    width: int
+    theta: float
+    scaling: RopeScalingConfig | None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Rope:
+        return cls(config.head_width, config.rope_theta, config.rope_scaling)
+
+
+def frequencies(rope: Rope, device: torch.device) -> Tensor:
+    """Radians per position, fp32 [width / 2], as transformers compute them (modeling_rope_utils.py)."""
+    turns = torch.arange(0, rope.width, 2, dtype=torch.float32, device=device) / rope.width
+    plain, scaling = 1.0 / rope.theta**turns, rope.scaling
+    if scaling is None:
+        return plain
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    assert scaling.original_length is not None
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    wavelength = 2 * math.pi / plain
+    # 0: divided by the factor; 1: as it is.
+    kept = (scaling.original_length / wavelength - low) / (high - low)
+    blended = (1 - kept) * plain / scaling.factor + kept * plain
+    divided = torch.where(wavelength > scaling.original_length / low, plain / scaling.factor, blended)
+    return torch.where(wavelength < scaling.original_length / high, plain, divided)
+
 
 @lru_cache(maxsize=8)
-def rope_table(length: int, width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def rope_table(length: int, rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin, each fp32 [length, width / 2].
 
     Kept outside the modules: a buffer would be cast to bf16 with them, and positions above 256 would blur.
     """
-    frequency = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
-    angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequency
+    angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies(rope, device)
     return angle.cos(), angle.sin()
 
 
@@ -27,9 +60,9 @@ def document_positions(segments: Tensor) -> Tensor:
     return index - torch.where(begins, index, 0).cummax(dim=1).values
 
 
-def rotation(segments: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotation(segments: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
     """cos and sin, each fp32 [s, b, 1, width / 2]; positions begin anew at every document of segments [b, s]."""
-    cos, sin = rope_table(segments.shape[1], width, theta, segments.device)
+    cos, sin = rope_table(segments.shape[1], rope, segments.device)
     position = document_positions(segments).t()
     return cos[position][:, :, None], sin[position][:, :, None]
 

@@ -32,7 +32,7 @@ OF_WEIGHT, OF_GRADIENT, SPREADING = 0x6C8E9CF5, 0x3C6EF373, 0x7FEB352D
 
 
 def decay_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """For an optimizer, two groups, of which one may be empty: matrices decay, norms do not."""
+    """For an optimizer, two groups, of which one may be empty: matrices decay, norms and biases do not."""
     held = list(parameters)
     return [
         {"params": [p for p in held if len(shape_of(p)) > 1], "weight_decay": weight_decay},

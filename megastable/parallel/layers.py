@@ -37,6 +37,21 @@ class ColumnParallelLinear(nn.Module):
         return self.product(enter(x, self.tp), self.weight)
 
 
+class ColumnParallelBias(nn.Module):
+    """x [s, b, out / tensor] + bias, split as the weight of the `ColumnParallelLinear` that `name` names.
+
+    A module of its own: what takes that layer's place (FP8) need not know of it.
+    """
+
+    def __init__(self, sections: Sequence[int], tp: TensorParallel, name: str) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(sum(sections) // tp.size))
+        place(self.bias, Placement(f"{name}.bias", 0, tuple(sections)), tp.size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
 class RowParallelLinear(nn.Module):
     """y = x W^T, W [out, in] split along in. Input [s, b, in / tensor], output [s, b, out] (or its sequence shard)."""
 

@@ -115,15 +115,21 @@ def test_zero_sends_every_parameter_so_often(
     assert ring(found, data, "data", "weights") == pytest.approx(weights * 2 * size, rel=1e-3)
 
 
-@given(st.integers(1, 8), st.booleans(), st.sampled_from([True, False, "full"]), st.sampled_from([1, 2, 4]))
-def test_stages_hold_the_whole_model_together(stages: int, tied: bool, qk_norm: Any, tensor: int) -> None:
-    c = config(pipeline=stages, tensor=tensor, model={"tied": tied, "qk_norm": qk_norm})
+@given(
+    st.integers(1, 8), st.booleans(), st.sampled_from([True, False, "full"]), st.sampled_from([1, 2, 4]), st.booleans()
+)  # fmt: skip
+def test_stages_hold_the_whole_model_together(
+    stages: int, tied: bool, qk_norm: Any, tensor: int, bias: bool
+) -> None:
+    c = config(pipeline=stages, tensor=tensor, model={"tied": tied, "qk_norm": qk_norm, "qkv_bias": bias})
     cut = volume.bounds(c)
     held = [volume.parameters(c.model, volume.stage_of(cut, s), tensor) for s in range(stages)]
     split = sum(sum(matrices) for matrices, _ in held) * tensor
     norms = sum(sum(n) for _, n in held)
     if qk_norm == "full":  # split, too
         norms += c.model.layers * 2 * c.model.hidden // tensor * (tensor - 1)
+    if bias:
+        norms += c.model.layers * 3 * c.model.hidden // tensor * (tensor - 1)
     copy = c.model.padded_vocab * c.model.hidden if tied and stages > 1 else 0
     assert split + norms == parameters(c.model) + copy
 

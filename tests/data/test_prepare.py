@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as HuggingFaceModel
+from tokenizers import processors
 
 from megastable.data import prepare
 from megastable.data.adopt import adopt_directory
@@ -51,6 +53,63 @@ def texts_of(directory: Path, split: str) -> list[str]:
             assert (ids == tokenizer.eod).nonzero()[0].tolist() == [len(ids) - 1]
             texts.append(tokenizer.decode(ids[:-1]))
     return texts
+
+
+def with_bos(path: Path, name: str = "<|begin|>") -> Path:
+    """A tokenizer.json whose own rules put a token before every text, as Llama 3's do."""
+    content = json.loads(path.read_text())
+    content["added_tokens"].append(
+        {"id": 600, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": True}
+    )  # fmt: skip
+    tokenizer = HuggingFaceModel.from_str(json.dumps(content))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{name} $A", special_tokens=[(name, 600)]
+    )
+    tokenizer.save(str(path))
+    return path
+
+
+def test_documents_begin_with_the_tokenizers_own_token(tmp_path: Path) -> None:
+    texts = ["one", "two words", "<|begin|> is text"] * 5
+    lines = write_lines(tmp_path / "a.jsonl", texts)
+    (tmp_path / "tokenizer").mkdir()
+    json_file = with_bos(hugging_face_file(tmp_path / "tokenizer"))
+    for file, token in ((json_file, 600), (sentencepiece_file(tmp_path), None)):
+        for workers in (1, 2):
+            out = tmp_path / f"{file.name}-{workers}"
+            prepare_shards([lines], out, file, bos=True, validation=0, workers=workers, name="mine")
+            info = Manifest.load(out).tokenizer
+            assert info.bos == (token if token is not None else load_tokenizer(file).own_bos())
+            shard = Shard(out / "mine-train-00000")
+            tokenizer = load_tokenizer(file)
+            for document, text in enumerate(texts):
+                first, end = shard.document_bounds(document)
+                ids = shard.read(first, end - first).tolist()
+                assert ids == [info.bos, *tokenizer.encode(text), info.eod]
+            verify_corpus(out)
+    assert shard_bytes(tmp_path / "tokenizer.json-1") == shard_bytes(tmp_path / "tokenizer.json-2")
+
+
+def test_without_such_a_token_it_is_said_and_manifests_are_as_before(tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", ["one", "two"])
+    file = hugging_face_file(tmp_path)
+    with pytest.raises(DataError, match=r"has no token to begin documents with.*leave --bos out"):
+        prepare_shards([lines], tmp_path / "out", file, bos=True)
+    content = json.loads(file.read_text())
+    model = HuggingFaceModel.from_str(json.dumps(content))
+    model.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    model.save(str(tmp_path / "same.json"))
+    with pytest.raises(DataError, match=r"begins and ends documents with one token, 0.*leave --bos out"):
+        prepare_shards([lines], tmp_path / "out", tmp_path / "same.json", bos=True)
+    assert not (tmp_path / "out").exists()
+    prepare_shards([lines], tmp_path / "out", file)
+    assert "bos" not in json.loads((tmp_path / "out" / "manifest.json").read_text())["tokenizer"]
+    manifest = Manifest.load(tmp_path / "out")
+    told = manifest.model_dump(mode="json", exclude={"text_bytes", "source", "created"})
+    assert set(told["tokenizer"]) == {"file", "kind", "xxh3", "vocab_size", "eod"}  # the same fingerprint
 
 
 def shard_bytes(directory: Path) -> dict[str, bytes]:

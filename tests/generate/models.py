@@ -20,6 +20,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "no-qk-norm": {"qk_norm": False, "rope_theta": 500_000.0},
     "full-qk-norm": {"qk_norm": "full", "head_dim": 16},
     "olmo2": {"qk_norm": "full", "norms": "after"},
+    "qwen2": {"qk_norm": False, "qkv_bias": True},
+    "llama3": {"rope_theta": 300.0, "rope_scaling": {"kind": "llama3", "factor": 8.0, "original_length": 16}},
 }
 
 

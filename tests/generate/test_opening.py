@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megastable.checkpoint.huggingface.export import to_hf
-from megastable.data.manifest import FILE
+from megastable.data.manifest import FILE, Manifest
 from megastable.data.tokenizer import load_tokenizer
 from megastable.errors import CheckpointError, DataError, MegastableError
 from megastable.generate.opening import Speaker, open_speaker
@@ -54,6 +54,27 @@ def test_a_prompt_is_its_text_and_an_empty_one_the_start_of_a_document(run: Path
 def test_documents_that_were_kept_apart_have_nothing_before_them(tmp_path: Path) -> None:
     speaker = opened(run_with_tokenizer(tmp_path, keep_documents_apart=True))
     assert speaker.prompt("def f(", document_start=True) == speaker.tokenizer.encode("def f(")
+
+
+def test_a_token_that_begins_documents_begins_every_prompt(tmp_path: Path) -> None:
+    """Of the run, and of its export, which says so in config.json, too."""
+    run = run_with_tokenizer(tmp_path)
+    manifest = Manifest.load(tmp_path / "corpus")
+    bos = load_tokenizer(tmp_path / "corpus", bos="own").bos
+    assert bos not in (None, manifest.tokenizer.eod)
+    info = manifest.tokenizer.model_copy(update={"bos": bos})
+    manifest.model_copy(update={"tokenizer": info}).save(tmp_path / "corpus")
+    out = to_hf(run, tmp_path / "exported").out
+    for speaker in (opened(run), opened(out)):
+        ids = speaker.tokenizer.encode("def f(")
+        for document_start in (False, True):
+            assert speaker.prompt("def f(", document_start) == [bos, *ids]
+            assert speaker.prompt("", document_start) == [bos]
+        assert speaker.ends == {speaker.tokenizer.eod}
+    for name in ("config.json", "generation_config.json"):
+        told = json.loads((out / name).read_text())
+        assert (told["bos_token_id"], told["eos_token_id"]) == (bos, info.eod)
+    assert "began with `bos`: the tokenizer puts it before every text" in (out / "README.md").read_text()
 
 
 def test_a_folder_of_hugging_face_speaks_as_the_run(run: Path, folder: Path) -> None:

@@ -23,6 +23,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "no-qk-norm": {"qk_norm": False},
     "olmo2": {"qk_norm": "full", "norms": "after", "kv_heads": 2},
     "default-ffn": {"ffn": None},
+    "qwen2": {"qk_norm": False, "qkv_bias": True, "kv_heads": 2, "head_dim": 24},
 }
 
 
@@ -43,7 +44,7 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
     assert parameters(c) == sum(p.numel() for p in model(c).parameters())
 
 
-@pytest.mark.parametrize("name", ["plain", "tied", "wide-heads", "olmo2"])
+@pytest.mark.parametrize("name", ["plain", "tied", "wide-heads", "olmo2", "qwen2"])
 def test_flops_are_what_torch_counts(name: str) -> None:
     """Forward and backward of every matrix product, the whole attention square as the reference computes it."""
     c = config(**SHAPES[name])
@@ -52,6 +53,15 @@ def test_flops_are_what_torch_counts(name: str) -> None:
     with counter:
         model(c)(tokens, tokens).backward()
     assert counter.get_total_flops() == flops_per_token(c, causal=False) * tokens.numel()
+
+
+def test_qwen_2_5_05b_by_hand() -> None:
+    """494,032,768 parameters, as its card's files hold."""
+    c = ModelConfig(
+        layers=24, hidden=896, heads=14, kv_heads=2, ffn=4864, vocab_size=151_936, qk_norm=False, qkv_bias=True,
+        tied=True,
+    )  # fmt: skip
+    assert parameters(c) == 494_032_768
 
 
 def test_llama_2_7b_by_hand() -> None:

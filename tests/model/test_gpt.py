@@ -21,6 +21,8 @@ from megastable.parallel.topology import TensorParallel
 from tests import reference
 
 VOCABULARY, LENGTH, BATCH, Z = 50, 24, 3, 0.01
+# Of the four pairs of a head one is kept, one blended, two are divided.
+LLAMA_3 = {"kind": "llama3", "factor": 8.0, "original_length": 16}
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -75,6 +77,10 @@ def gradients(model: GPT, inputs: gpt.Stream, labels: Tensor) -> tuple[Tensor, d
         {"qk_norm": "full", "norms": "after"},
         {"norms": "after"},
         {"qk_norm": "full", "head_dim": 16},
+        {"qk_norm": False, "qkv_bias": True},
+        {"qkv_bias": True, "qk_norm": "full"},
+        {"rope_scaling": {"kind": "linear", "factor": 4}},
+        {"rope_scaling": LLAMA_3, "rope_theta": 300.0},
     ],
     ids=[
         "untied",
@@ -84,6 +90,10 @@ def gradients(model: GPT, inputs: gpt.Stream, labels: Tensor) -> tuple[Tensor, d
         "olmo2",
         "norms-after",
         "full-qk-norm",
+        "qwen2",
+        "biases-and-norms",
+        "linear-rope",
+        "llama3-rope",
     ],
 )
 def test_logits_loss_and_gradients_are_the_references(changes: dict[str, Any], apart: bool) -> None:
@@ -95,8 +105,12 @@ def test_logits_loss_and_gradients_are_the_references(changes: dict[str, Any], a
     weights = {placement_of(p).name: p.detach().clone().requires_grad_() for p in model.parameters()}
     shape = reference.Shape(
         c.layers, c.heads, c.key_value_heads, c.head_width, VOCABULARY, z=Z, qk_norm=c.qk_norm, tied=c.tied,
-        norms_after=c.norms == "after",
+        norms_after=c.norms == "after", theta=c.rope_theta,
     )  # fmt: skip
+    if c.rope_scaling is not None and c.rope_scaling.kind == "linear":
+        shape.linear = 4.0
+    elif c.rope_scaling is not None:
+        shape.llama3 = (8.0, 1.0, 4.0, 16)
     wanted = reference.logits(weights, shape, tokens, held)
     with torch.no_grad():
         logits = model(stream(tokens, held))

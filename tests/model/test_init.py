@@ -221,3 +221,14 @@ def test_ranks_of_a_host_share_its_cores(
     monkeypatch.delenv("LOCAL_SIZE", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert threads_to_draw() == wanted
+
+
+def test_norms_begin_at_one_and_biases_at_zero() -> None:
+    """Also the part of a tensor rank; `whole_weight` says the same."""
+    for tp in (TensorParallel(), TensorParallel(rank=1, size=2)):
+        found = weights(config(qkv_bias=True), tp)
+        assert found["blocks.2.attention.qkv.bias"][0].shape == (128 // tp.size,)
+        for name, (w, placement) in found.items():
+            if w.dim() == 1:
+                assert torch.equal(w, torch.full(w.shape, 0.0 if name.endswith(".bias") else 1.0)), name
+                assert torch.equal(whole_weight(placement, tuple(w.shape), config(), 1), w)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from megastable.model.rope import document_positions, rope_table, rotate
+from megastable.config import RopeScalingConfig
+from megastable.model.rope import Rope, document_positions, frequencies, rope_table, rotate
 from tests import reference
 
 WIDTH, LENGTH, THETA = 16, 512, 10_000.0
 CPU = torch.device("cpu")
+SHAPE = reference.Shape(layers=1, heads=3, kv_heads=3, width=WIDTH, vocabulary=9, theta=THETA)
 
 
 def at(x: torch.Tensor, position: int) -> torch.Tensor:
     """x [width] as it is at a position."""
-    cos, sin = rope_table(LENGTH, WIDTH, THETA, CPU)
+    cos, sin = rope_table(LENGTH, Rope(WIDTH, THETA), CPU)
     return rotate(x.view(1, 1, 1, WIDTH), cos[position], sin[position]).view(WIDTH)
 
 
@@ -51,10 +57,10 @@ def test_position_zero_changes_nothing() -> None:
 
 def test_halves_are_rotated_as_by_the_reference() -> None:
     x = torch.randn(LENGTH, 2, 3, WIDTH)  # [s, b, heads, d]
-    cos, sin = rope_table(LENGTH, WIDTH, THETA, CPU)
+    cos, sin = rope_table(LENGTH, Rope(WIDTH, THETA), CPU)
     got = rotate(x, cos[:, None, None], sin[:, None, None])
     position = torch.arange(LENGTH).expand(2, LENGTH)
-    wanted = reference.rope(x.permute(1, 2, 0, 3), position, THETA).permute(2, 0, 1, 3)
+    wanted = reference.rope(x.permute(1, 2, 0, 3), position, reference.rates(SHAPE)).permute(2, 0, 1, 3)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -76,3 +82,50 @@ def test_positions_restart_with_every_document(rows: list[list[int]]) -> None:
             positions.append(positions[-1] + 1 if i and row[i - 1] == segment else 0)
         wanted.append(positions)
     assert document_positions(torch.tensor(rows, dtype=torch.int32)).tolist() == wanted
+
+
+LLAMA_31 = {"kind": "llama3", "factor": 8.0, "original_length": 8192}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "theirs"),
+    [
+        (LLAMA_31, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192}),
+        (LLAMA_31 | {"factor": 32.0, "low_freq_factor": 0.5, "high_freq_factor": 9.0, "original_length": 100},
+         {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 0.5, "high_freq_factor": 9.0,
+          "original_max_position_embeddings": 100}),
+        ({"kind": "linear", "factor": 3.0}, {"rope_type": "linear", "factor": 3.0}),
+        (None, {"rope_type": "default"}),
+    ],
+    ids=["llama-3.1", "llama3", "linear", "none"],
+)  # fmt: skip
+@pytest.mark.parametrize(("width", "theta"), [(128, 500_000.0), (64, 10_000.0), (16, 300.0)])
+def test_frequencies_are_those_of_transformers(
+    scaling: dict[str, Any] | None, theirs: dict[str, Any], width: int, theta: float
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    of = transformers.LlamaConfig(
+        hidden_size=width, num_attention_heads=1, max_position_embeddings=131072, rope_theta=theta,
+        rope_scaling=dict(theirs), rope_parameters=theirs | {"rope_theta": theta},
+    )  # fmt: skip
+    found = frequencies(Rope(width, theta, scaling and RopeScalingConfig(**scaling)), CPU)
+    assert torch.equal(found, LlamaRotaryEmbedding(of).inv_freq)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"kind": "yarn", "factor": 2.0}, "'linear' or 'llama3'"),
+        ({"kind": "llama3", "factor": 8.0}, "needs original_length"),
+        (LLAMA_31 | {"low_freq_factor": 4.0}, "low_freq_factor=4 must be below high_freq_factor=4"),
+        (LLAMA_31 | {"factor": 0.5}, "greater than or equal to 1"),
+        (LLAMA_31 | {"kind": "linear"}, "has a factor, and nothing else"),
+        ({"kind": "linear"}, "factor"),
+    ],
+)
+def test_a_scaling_that_cannot_be_is_refused(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
+        RopeScalingConfig.model_validate(given)

@@ -54,9 +54,9 @@ def _model(task: Task) -> tuple[nn.Module, str]:
 
 
 def _loss_of(forward: Any, task: Task) -> Any:
-    # Compiled by torch below 2.14 it would write its causal mask out, and no flash kernel takes one. Qwen3 takes masks
+    # Compiled by torch below 2.14 it would write its causal mask out, and no flash kernel takes one. Qwens take masks
     # that are made already, and none is better: the kernel is causal by itself.
-    qwen = names.architecture_of(task.config.model) is names.QWEN3
+    qwen = names.architecture_of(task.config.model) in (names.QWEN2, names.QWEN3)
     masks: dict[str, Any] = {"attention_mask": {"full_attention": None}} if qwen else {}
 
     def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:

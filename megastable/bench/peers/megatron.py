@@ -56,6 +56,8 @@ def build(task: Task) -> Contestant:
     c, on_gpu = task.config.model, task.device.type == "cuda"
     if c.qk_norm == "full" or c.norms == "after":
         raise Unavailable(f"its GPTModel has no model.qk_norm={c.qk_norm} with model.norms={c.norms}")
+    if c.qkv_bias or c.rope_scaling:
+        raise Unavailable("it is built here without model.qkv_bias and model.rope_scaling")
     engine = on_gpu and _has_transformer_engine()
     with warnings.catch_warnings(), _device(task):
         warnings.simplefilter("ignore")

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megastable.bench.peers import Contestant, Task, trained
+from megastable.bench.peers import Contestant, Task, Unavailable, trained
 from megastable.config import ModelConfig
 
 
@@ -115,6 +115,8 @@ class PlainGPT(nn.Module):
 
 def build(task: Task) -> Contestant:
     """Compiled whole, but where the recipe says kernels.compile=false."""
+    if task.config.model.qkv_bias or task.config.model.rope_scaling:
+        raise Unavailable("it is written without model.qkv_bias and model.rope_scaling")
     compiled = task.config.kernels.compile is not False
     with torch.device("meta"):  # nothing is drawn that would be overwritten
         module = PlainGPT(task.config.model)

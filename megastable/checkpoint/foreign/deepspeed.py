@@ -3,7 +3,7 @@
     import_deepspeed(Path("old/checkpoints"), Path("runs/new"), run, print)
 
 The parameters may have the names of our layers ("1.attention.qkv.weight": older runs of ours, and what trains our model
-without our loop), or those of Hugging Face's Llama, Qwen3 and OLMo 2, behind any common prefix.
+without our loop), or those of Hugging Face's Llama, Qwen2, Qwen3 and OLMo 2, behind any common prefix.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str
     say(
         f"note: {source}: nothing in it says how many heads there are, nor rope_theta and norm_eps: taken are the "
         f"recipe's, heads={c.heads} kv_heads={c.key_value_heads} rope_theta={c.rope_theta:g} norm_eps={c.norm_eps:g}"
+        + (f" rope_scaling=({c.rope_scaling})" if c.rope_scaling else "")
     )
 
     def whole(name: str, kind: str) -> Tensor:

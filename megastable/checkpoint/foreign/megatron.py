@@ -320,6 +320,9 @@ def _recipe(state: MegatronState, run: RunConfig | None, say: Callable[[str], No
                 f"{state.folder}: its vocabulary has {state.rows} rows, and model.vocab_size={run.model.vocab_size}: "
                 "correct the recipe"
             )
+        if (positions := found.get("max_positions", 0)) > run.model.sequence_length:
+            model = run.model.model_copy(update={"max_positions": positions})
+            run = run.model_copy(update={"model": model})
         return run
     if missing := megatron_args.missing(found):
         raise CheckpointError(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megastable.checkpoint.foreign.unpickle import number
-from megastable.config import ModelConfig, RunConfig
+from megastable.config import ModelConfig, RopeScalingConfig, RunConfig
 from megastable.errors import CheckpointError, ConfigError
 from megastable.report.told import visible
 
@@ -19,8 +19,8 @@ Args = Mapping[str, Any]
 
 # Arguments, and the values of each that our model has. One that is missing or None was not in use.
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    **dict.fromkeys(("add_bias_linear", "add_qkv_bias"), ((False,), "it has no biases")),
-    "disable_bias_linear": ((True,), "it has no biases"),
+    "add_bias_linear": ((False,), "its only biases are those of q, k and v"),
+    "disable_bias_linear": ((True,), "its only biases are those of q, k and v"),
     **dict.fromkeys(
         ("apply_layernorm_1p", "layernorm_zero_centered_gamma"), ((False,), "its norms multiply by their weight")
     ),
@@ -32,8 +32,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "activation_func_clamp_value": ((None,), "its MLP is a SwiGLU"),
     "rotary_percent": ((1,), "it rotates whole heads"),
     "rotary_interleaved": ((False,), "its rotary embeddings are half-split"),
-    "use_rope_scaling": ((False,), "its rotary embeddings are not scaled"),
-    "rotary_seq_len_interpolation_factor": ((None, 1), "its rotary embeddings are not scaled"),
+    "rotary_seq_len_interpolation_factor": ((None, 1), "its positions are whole; use_rope_scaling is known"),
     "no_rope_freq": ((None, 0), "every layer has rotary embeddings"),
     **dict.fromkeys(("num_experts", "num_moe_experts"), ((None, 0), "it has no experts")),
     "multi_latent_attention": ((False,), "its attention is multi-head or grouped-query"),
@@ -69,9 +68,11 @@ SAME = {  # model keys that must agree, and where they stand
     "rope_theta": ("rotary_base",),
     "norm_eps": ("norm_epsilon", "layernorm_epsilon"),
 }
+# What Megatron's use_rope_scaling means, beside a factor (megatron/core, RotaryEmbedding._apply_scaling).
+LLAMA3 = RopeScalingConfig(kind="llama3", factor=8, original_length=8192)
 AT_HOME = frozenset(
-    "layers hidden heads kv_heads head_dim ffn sequence_length vocab_size vocab_multiple rope_theta norm_eps qk_norm "
-    "norms tied init_std z_loss attention".split()
+    "layers hidden heads kv_heads head_dim ffn sequence_length max_positions vocab_size vocab_multiple rope_theta "
+    "rope_scaling norm_eps qk_norm qkv_bias norms tied init_std z_loss attention".split()
 )
 
 
@@ -90,7 +91,12 @@ def model_of(args: Args, where: object) -> dict[str, Any]:
         raise CheckpointError(
             f"{where}: position_embedding_type={visible(kind, 100)}: this model has rotary embeddings (rope)"
         )
-    found: dict[str, Any] = {"norms": "before"} if args else {}
+    found: dict[str, Any] = {}
+    if args:
+        found |= {"norms": "before", "qkv_bias": args.get("add_qkv_bias") is True, "rope_scaling": None}
+    if args.get("use_rope_scaling") is True:
+        factor = number(args.get("rope_scaling_factor")) or LLAMA3.factor
+        found["rope_scaling"] = LLAMA3.model_dump() | {"factor": float(factor)}
     for key, names in SAME.items():
         value = next((n for n in (number(args.get(name)) for name in names) if n is not None), None)
         if value is not None:
@@ -105,8 +111,11 @@ def model_of(args: Args, where: object) -> dict[str, Any]:
     ):
         if isinstance(value := args.get(name), bool):
             found[key] = value != flip
-    if length := number(args.get("max_position_embeddings") or args.get("seq_length")):
-        found["sequence_length"] = int(length)
+    length, positions = number(args.get("seq_length")), number(args.get("max_position_embeddings"))
+    if longest := length or positions:
+        found["sequence_length"] = int(longest)
+    if positions:
+        found["max_positions"] = int(positions)
     return found
 
 
@@ -141,7 +150,7 @@ def disagreements(found: Mapping[str, Any], model: ModelConfig) -> list[str]:
     return [
         f"model.{key}={mine[key]}, in the checkpoint {value}"
         for key, value in found.items()
-        if key != "sequence_length" and mine[key] != value
+        if key not in ("sequence_length", "max_positions") and mine[key] != value
     ]
 
 
@@ -157,6 +166,11 @@ def check_home(run: RunConfig, tensor: int, pipeline: int) -> None:
     if c.qk_norm == "full":
         raise ConfigError(
             "model.qk_norm=full: Megatron's QK-norm is of each head; there is no home for it there"
+        )
+    if c.rope_scaling is not None and c.rope_scaling.model_copy(update={"factor": LLAMA3.factor}) != LLAMA3:
+        raise ConfigError(
+            f"model.rope_scaling=({c.rope_scaling}): Megatron scales as Llama 3.1 only: kind=llama3 with "
+            "original_length=8192, low_freq_factor=1, high_freq_factor=4, and any factor"
         )
     if c.norms != "before":
         raise ConfigError(f"model.norms={c.norms}: Megatron's norms are before attention and MLP")
@@ -184,13 +198,14 @@ def args_of(run: RunConfig, tensor: int, pipeline: int, implementation: str, ste
         num_attention_heads=c.heads, group_query_attention=c.key_value_heads != c.heads,
         num_query_groups=c.key_value_heads, kv_channels=c.head_width,
         seq_length=c.sequence_length, encoder_seq_length=c.sequence_length,
-        max_position_embeddings=c.sequence_length,
+        max_position_embeddings=c.longest,
         position_embedding_type="rope", add_position_embedding=True, use_rotary_position_embeddings=False,
         rotary_base=theta, rotary_percent=1.0, rotary_interleaved=False, rotary_seq_len_interpolation_factor=None,
-        use_rope_scaling=False, no_rope_freq=None,
+        use_rope_scaling=c.rope_scaling is not None,
+        rope_scaling_factor=c.rope_scaling.factor if c.rope_scaling else LLAMA3.factor, no_rope_freq=None,
         normalization="RMSNorm", norm_epsilon=c.norm_eps, layernorm_epsilon=c.norm_eps, apply_layernorm_1p=False,
         layernorm_zero_centered_gamma=False, apply_residual_connection_post_layernorm=False,
-        add_bias_linear=False, add_qkv_bias=False, swiglu=True, squared_relu=False, openai_gelu=False,
+        add_bias_linear=False, add_qkv_bias=c.qkv_bias, swiglu=True, squared_relu=False, openai_gelu=False,
         quick_geglu=False, qk_layernorm=bool(c.qk_norm), qk_l2_norm=False, multi_latent_attention=False,
         softmax_type="vanilla", window_size=None, num_experts=None, mtp_num_layers=None,
         untie_embeddings_and_output_weights=not c.tied, attention_dropout=0.0, hidden_dropout=0.0,

@@ -25,6 +25,7 @@ TOP = {
 }
 LAYER = {
     "attention.qkv.weight": "self_attention.linear_qkv.weight",
+    "attention.qkv.bias": "self_attention.linear_qkv.bias",
     "attention.q_norm.weight": "self_attention.q_layernorm.weight",
     "attention.k_norm.weight": "self_attention.k_layernorm.weight",
     "attention.out.weight": "self_attention.linear_proj.weight",
@@ -44,6 +45,7 @@ NORMS = {  # by implementation
 # Ours by theirs, of either implementation
 _TOP = {other: mine for mine, other in TOP.items()}
 _LAYER = {other: mine for table in (LAYER, *NORMS.values()) for mine, other in table.items()}
+_FUSED = ("attention.qkv.weight", "attention.qkv.bias")
 _OURS = re.compile(r"blocks\.(\d+)\.(.+)")
 _THEIRS = re.compile(r"decoder\.layers\.(\d{1,5})\.(.+)")
 
@@ -69,7 +71,7 @@ def ours(name: str, first: int, where: object) -> str:
         + (
             "it is of Megatron before its core"
             if before
-            else "it has no biases, no experts and no learnt positions"
+            else "it has no biases but those of q, k and v, no experts and no learnt positions"
         )
     )
 
@@ -82,22 +84,22 @@ def layer_of(name: str) -> int | None:
 
 def placement(name: str, of: Placement) -> Placement:
     """How tensor parallelism cuts one of their tensors, when it cuts ours by `of`: groups of q, k, v stay together."""
-    return Placement(name, 0, (sum(of.sections),)) if name.endswith("attention.qkv.weight") else of
+    return Placement(name, 0, (sum(of.sections),)) if name.endswith(_FUSED) else of
 
 
 def to_theirs(name: str, whole: Tensor, config: ModelConfig) -> Tensor:
     """One of our whole tensors, in their order of rows."""
-    if not name.endswith("attention.qkv.weight"):
+    if not name.endswith(_FUSED):
         return whole
     k, d = config.key_value_heads, config.head_width
     parts = whole.split((config.heads * d, k * d, k * d))
-    return torch.cat([part.view(k, -1, whole.shape[1]) for part in parts], 1).reshape(whole.shape)
+    return torch.cat([part.view(k, -1, *whole.shape[1:]) for part in parts], 1).reshape(whole.shape)
 
 
 def to_ours(name: str, whole: Tensor, config: ModelConfig) -> Tensor:
     """The inverse of `to_theirs`."""
-    if not name.endswith("attention.qkv.weight"):
+    if not name.endswith(_FUSED):
         return whole
     k, d = config.key_value_heads, config.head_width
-    groups = whole.reshape(k, -1, whole.shape[1]).split((config.heads // k * d, d, d), 1)
-    return torch.cat([part.reshape(-1, whole.shape[1]) for part in groups])
+    groups = whole.reshape(k, -1, *whole.shape[1:]).split((config.heads // k * d, d, d), 1)
+    return torch.cat([part.reshape(-1, *whole.shape[1:]) for part in groups])

@@ -31,7 +31,7 @@ A language model of {parameters:,} parameters, pretrained with megastable {versi
 | documents kept apart in attention | {apart} |
 
 The weights are the optimizer's fp32 masters{rounded}. Every document of the training ended with the end-of-document
-token, `eos`{begins}. Nothing is put before a text by itself.
+token, `eos`{begins}.
 
 ## How it was checked
 
@@ -52,12 +52,19 @@ def card(made: Export) -> str:
         tokenizer=f"`{made.tokenizer}`" if made.tokenizer else "none was written",
         length=run.model.sequence_length,
         health=made.health,
-        begins="" if run.data.keep_documents_apart else ", and so each began after one: it is `bos`, too",
+        begins=_begins(made),
         apart="yes" if run.data.keep_documents_apart else "no",
         rounded="" if made.dtype == "fp32" else f", rounded once to {made.dtype}",
         checked=_checked(made),
         notes="".join(f"\nNote: {visible(note)}\n" for note in made.notes),
     )
+
+
+def _begins(made: Export) -> str:
+    if made.begins:
+        return ", and began with `bos`: the tokenizer puts it before every text"
+    after = "" if made.run.data.keep_documents_apart else ", and so each began after one: it is `bos`, too"
+    return f"{after}. Nothing is put before a text by itself"
 
 
 def _checked(made: Export) -> str:

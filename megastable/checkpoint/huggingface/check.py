@@ -112,7 +112,7 @@ def compare(
     theirs, run = Folder(folder, accept), run_of(checkpoint)
     found = Checked(checkpoint, folder, tensors=sum(map(len, theirs.parts.values())))
     _same_model(checkpoint, run, theirs)
-    for key in ("rope_theta", "norm_eps"):
+    for key in ("rope_theta", "rope_scaling", "norm_eps"):
         mine, other = getattr(run.model, key), getattr(theirs.config, key)
         if mine != other:
             found.settings.append(f"model.{key} is {other} there, and {mine} in the checkpoint")
@@ -155,6 +155,7 @@ def _same_model(checkpoint: Path, run: RunConfig, folder: Folder) -> None:
         ("heads", ours.heads, theirs.heads), ("kv_heads", ours.key_value_heads, theirs.key_value_heads),
         ("head_dim", ours.head_width, theirs.head_width), ("ffn", ours.ffn_width, theirs.ffn_width),
         ("vocab_size", ours.vocab_size, theirs.vocab_size), ("qk_norm", ours.qk_norm, theirs.qk_norm),
+        ("qkv_bias", ours.qkv_bias, theirs.qkv_bias),
         ("norms", ours.norms, theirs.norms), ("tied", ours.tied, theirs.tied),
     ):  # fmt: skip
         if a != b:

@@ -43,8 +43,9 @@ DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass
 class Export:
-    """What was made. tensors, files, bytes: of the weights; health: what is known of the checkpoint's; notes: what a
-    person should know; checked: None where the caller did not want it."""
+    """What was made. tensors, files, bytes: of the weights; health: what is known of the checkpoint's; begins: the
+    tokenizer puts a token before every text; notes: what a person should know; checked: None where the caller did not
+    want it."""
 
     out: Path
     checkpoint: Path
@@ -57,6 +58,7 @@ class Export:
     bytes: int
     health: str = ""
     tokenizer: str = ""
+    begins: bool = False
     notes: list[str] = field(default_factory=list)
     checked: Checked | None = None
 
@@ -107,13 +109,18 @@ def to_hf(
             raise CheckpointError(_refused(out, error, made.bytes)) from None
         pad = None
         if found is not None:
-            made.tokenizer = found.xxh3
+            made.tokenizer, made.begins = found.xxh3, found.bos is not None
             begins = not run.data.keep_documents_apart
-            written = write_tokenizer(found, folder, run.model.sequence_length, not inexact_tokenizer, begins)
+            written = write_tokenizer(found, folder, run.model.longest, not inexact_tokenizer, begins)
             pad = written.pad
             made.notes += _told(made, found, written)
         else:
             made.notes.append("no tokenizer was written, as you asked")
+        if run.model.longest > run.model.sequence_length:
+            made.notes.append(
+                f"max_position_embeddings is {run.model.longest:,}, as it was imported; this run trained on "
+                f"{run.model.sequence_length:,} tokens at a time"
+            )
         _write_settings(folder, run, dtype, found, pad)
         if check is not None:
             made.checked = check(checkpoint, folder)
@@ -146,7 +153,7 @@ def _tokenizer(run: RunConfig, given: Path | None) -> Tokenizer:
     if path is None:
         raise CheckpointError(f"the tokenizer was not found: {problem}. Name it with --tokenizer; {WITHOUT}")
     try:
-        found = load_tokenizer(find(path), info.eod if info else None)
+        found = load_tokenizer(find(path), info.eod if info else None, info.bos if info else None)
     except DataError as error:
         raise CheckpointError(f"{error}. Name the tokenizer with --tokenizer; {WITHOUT}") from None
     # A corpus may have been tokenized with the other form of a tokenizer that somebody names: only its own file must
@@ -246,7 +253,10 @@ def _write_settings(
 ) -> None:
     end = tokenizer.eod if tokenizer is not None else None
     # Where documents were kept apart, none saw the end of the one before it.
-    tokens = {"bos": None if run.data.keep_documents_apart else end, "eos": end, "pad": pad}
+    begin = None if run.data.keep_documents_apart else end
+    if tokenizer is not None and tokenizer.bos is not None:
+        begin = tokenizer.bos
+    tokens = {"bos": begin, "eos": end, "pad": pad}
     settings = settings_of(run.model, str(DTYPES[dtype]).removeprefix("torch."), tokens)
     generation = {f"{name}_token_id": id for name, id in tokens.items() if id is not None}
     write_file(folder / CONFIG, (json.dumps(settings, indent=2) + "\n").encode())

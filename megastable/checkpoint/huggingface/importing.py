@@ -16,6 +16,7 @@ from torch import Tensor
 from megastable import recipe
 from megastable.checkpoint.foreign.begin import state_of
 from megastable.checkpoint.huggingface.folder import Folder
+from megastable.checkpoint.huggingface.names import LLAMA, MISTRAL
 from megastable.checkpoint.huggingface.tokenizer import FILE, difference
 from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import parameters
@@ -29,7 +30,7 @@ from megastable.recipe import find
 
 ANY_WAY = "if you know that it is the same, say --any-tokenizer"
 # Of a model: how it is trained and begun, which no folder says.
-OWN = ("z_loss", "init_std", "attention", "vocab_multiple", "sequence_length")
+OWN = ("z_loss", "init_std", "attention", "vocab_multiple", "sequence_length", "max_positions")
 
 
 @dataclass
@@ -93,11 +94,13 @@ def from_hf(
 def run_from(folder: Folder, base: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
     """The recipe with the folder's model in it, and what of its own model that replaces. Raises ConfigError."""
     wanted = recipe.load(base, overrides)
-    longest = folder.sizes["sequence_length"]
-    if wanted.model.sequence_length > longest:
+    longest, length = folder.sizes["sequence_length"], wanted.model.sequence_length
+    mistral = folder.settings["architectures"] == [MISTRAL.name]
+    if length > longest:
+        limit = "max_position_embeddings or its sliding_window" if mistral else "max_position_embeddings"
         raise ConfigError(
-            f"model.sequence_length={wanted.model.sequence_length} in {base}: the model of {folder.path} was made for "
-            f"{longest} (max_position_embeddings): set model.sequence_length to that or less"
+            f"model.sequence_length={length} in {base}: the model of {folder.path} was made for {longest} ({limit}): "
+            "set model.sequence_length to that or less"
         )
     given = {key: value for key, value in folder.sizes.items() if key not in OWN}
     tree = wanted.model_dump(mode="json")
@@ -106,7 +109,12 @@ def run_from(folder: Folder, base: Path, overrides: Sequence[str] = ()) -> tuple
         for key, value in given.items()
         if key in wanted.model.model_fields_set and getattr(wanted.model, key) not in (value, None)
     ]
-    tree["model"] |= given
+    if mistral:
+        notes.append(
+            f"a Mistral computes what a Llama does on up to {longest:,} tokens: it goes on as one, and to-hf writes "
+            f"{LLAMA.name}"
+        )
+    tree["model"] |= given | {"max_positions": longest if longest > length else None}
     return recipe.validate(tree, f"{base}, with the model of {folder.path}"), notes
 
 
@@ -126,6 +134,14 @@ def check_tokenizer(folder: Folder, run: RunConfig, corpora: Corpora, notes: lis
             f"documents of {corpus} end with token {info.eod}, the model was made with eos_token_id={ends}"
         )
     theirs = _tokenizers(folder)
+    said = theirs[0].added if theirs and theirs[0].kind == "huggingface" else None
+    if said is not None and said != (() if info.bos is None else (info.bos,)):
+        begin = f"token {info.bos}" if info.bos is not None else "no token of their own"
+        adds = f"{', '.join(map(str, said))} before every text" if said else "nothing before a text"
+        notes.append(
+            f"documents of {corpus} begin with {begin}, and the model's tokenizer puts {adds}: prepare the corpus "
+            f"{'with' if said else 'without'} --bos, unless that is meant"
+        )
     if any(tokenizer.xxh3 == info.xxh3 for tokenizer in theirs):
         return
     if not theirs:

@@ -25,16 +25,22 @@ class Architecture:
     norms: tuple[str, str]
 
 
-QWEN3 = Architecture("qwen3", "Qwen3ForCausalLM", ("input_layernorm", "post_attention_layernorm"))
-LLAMA = Architecture("llama", "LlamaForCausalLM", ("input_layernorm", "post_attention_layernorm"))
+BEFORE = ("input_layernorm", "post_attention_layernorm")
+QWEN3 = Architecture("qwen3", "Qwen3ForCausalLM", BEFORE)
+QWEN2 = Architecture("qwen2", "Qwen2ForCausalLM", BEFORE)
+LLAMA = Architecture("llama", "LlamaForCausalLM", BEFORE)
+MISTRAL = Architecture("mistral", "MistralForCausalLM", BEFORE)  # read only: without its window it is a Llama
 OLMO2 = Architecture("olmo2", "Olmo2ForCausalLM", ("post_attention_layernorm", "post_feedforward_layernorm"))
 
-# By model.qk_norm and model.norms. Another combination has no architecture there.
-ARCHITECTURES = {(True, "before"): QWEN3, (False, "before"): LLAMA, ("full", "after"): OLMO2}
+# By model.qk_norm, model.norms and model.qkv_bias. Another combination has no architecture there.
+ARCHITECTURES = {
+    (True, "before", False): QWEN3, (False, "before", False): LLAMA, (False, "before", True): QWEN2,
+    ("full", "after", False): OLMO2,
+}  # fmt: skip
 # Options that theirs have, too, or that change nothing of what a trained model computes.
 AT_HOME = frozenset(
-    "layers hidden heads kv_heads head_dim ffn sequence_length vocab_size vocab_multiple rope_theta norm_eps qk_norm "
-    "norms tied init_std z_loss attention".split()
+    "layers hidden heads kv_heads head_dim ffn sequence_length max_positions vocab_size vocab_multiple rope_theta "
+    "rope_scaling norm_eps qk_norm qkv_bias norms tied init_std z_loss attention".split()
 )
 
 
@@ -55,12 +61,14 @@ def architecture_of(config: ModelConfig) -> Architecture:
             raise ConfigError(
                 f"model.{key}={value}: no architecture of Hugging Face that is known here has it"
             )
-    found = ARCHITECTURES.get((config.qk_norm, config.norms))
+    found = ARCHITECTURES.get((config.qk_norm, config.norms, config.qkv_bias))
     if found is None:
-        homes = "; ".join(f"qk_norm={q} norms={n} ({a.name})" for (q, n), a in ARCHITECTURES.items())
+        homes = "; ".join(
+            f"qk_norm={q} norms={n} qkv_bias={b} ({a.name})" for (q, n, b), a in ARCHITECTURES.items()
+        )
         raise ConfigError(
-            f"model.qk_norm={config.qk_norm} with model.norms={config.norms}: no architecture of Hugging Face has "
-            f"both; those that have a home: {homes}"
+            f"model.qk_norm={config.qk_norm} with model.norms={config.norms} and model.qkv_bias={config.qkv_bias}: no "
+            f"architecture of Hugging Face has these together; those that have a home: {homes}"
         )
     return found
 
@@ -83,6 +91,12 @@ def table(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
             (f"{attention}.q_proj.weight", q), (f"{attention}.k_proj.weight", kv),
             (f"{attention}.v_proj.weight", kv), width=hidden,
         )  # fmt: skip
+        if c.qkv_bias:
+            found[f"{ours}.attention.qkv.bias"] = _rows(
+                (f"{attention}.q_proj.bias", q),
+                (f"{attention}.k_proj.bias", kv),
+                (f"{attention}.v_proj.bias", kv),
+            )
         if c.qk_norm:
             widths = (q, kv) if c.qk_norm == "full" else (c.head_width, c.head_width)
             for name, width in zip(("q_norm", "k_norm"), widths, strict=True):

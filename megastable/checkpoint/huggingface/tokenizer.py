@@ -78,10 +78,13 @@ def write_tokenizer(
 ) -> Written:
     """tokenizer.json, tokenizer_config.json, and the SentencePiece model where it was one, as other programs want it.
 
-    longest: tokens of a sequence; begins: the end of a document also begins one. Raises CheckpointError when ids differ
-    and `exact` is asked for, DataError.
+    longest: tokens of a sequence; begins: the end of a document also begins one. A tokenizer's `bos` is put before
+    every text. Raises CheckpointError when ids differ and `exact` is asked for, DataError.
     """
-    text = json.dumps(fast(tokenizer), ensure_ascii=False, separators=(",", ":")).encode()
+    given = fast(tokenizer)
+    if tokenizer.bos is not None:
+        given["post_processor"] = _begun(given, tokenizer.bos)
+    text = json.dumps(given, ensure_ascii=False, separators=(",", ":")).encode()
     try:
         model = HuggingFaceModel.from_str(text.decode())
     except Exception as error:  # the library raises plain Exception
@@ -98,7 +101,7 @@ def write_tokenizer(
         write_file(folder / "tokenizer.model", tokenizer.content)
     content: Json = json.loads(model.to_str())  # older files leave out what goes without saying
     pad = _pad(model, tokenizer.eod)
-    config = _config(tokenizer.eod, pad, model, longest, begins, spaced(content))
+    config = _config(tokenizer, pad, model, longest, begins, spaced(content))
     write_file(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
     return Written(content, problem, pad)
 
@@ -132,8 +135,9 @@ def steps(content: Json) -> list[Json]:
 
 def _compared(tokenizer: Tokenizer, model: HuggingFaceModel) -> str:
     samples, problems = texts(tokenizer), list[str]()
+    begin = [] if tokenizer.bos is None else [tokenizer.bos]
     for sample in samples:
-        ours, theirs = tokenizer.encode(sample), model.encode(sample).ids
+        ours, theirs = [*begin, *tokenizer.encode(sample)], model.encode(sample).ids
         if ours != theirs:
             at = next(
                 (i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs))
@@ -164,6 +168,22 @@ def _without_additions(processor: Json | None) -> Json | None:
         return processor
     kept = [p for p in map(_without_additions, processor.get("processors", [])) if p is not None]
     return {"type": "Sequence", "processors": kept} if kept else None
+
+
+def _begun(content: Json, bos: int) -> Json:
+    """A post-processor that puts the token `bos` before every text, as it stood before every document."""
+    name = HuggingFaceModel.from_str(json.dumps(content)).id_to_token(bos)
+    token = {"SpecialToken": {"id": name, "type_id": 0}}
+    one, other = ({"Sequence": {"id": which, "type_id": 0}} for which in "AB")
+    template: Json = {
+        "type": "TemplateProcessing", "single": [token, one], "pair": [token, one, token, other],
+        "special_tokens": {name: {"id": name, "ids": [bos], "tokens": [name]}},
+    }  # fmt: skip
+    before = content.get("post_processor")
+    if before is None:
+        return template
+    rest = before["processors"] if before["type"] == "Sequence" else [before]
+    return {"type": "Sequence", "processors": [*rest, template]}
 
 
 def _of_sentencepiece(tokenizer: Tokenizer) -> Json:
@@ -251,19 +271,23 @@ def _cut_at_spaces(pieces: list[str]) -> Json | None:
     return CUT_AT_SPACES
 
 
-def _config(end: int, pad: int, model: HuggingFaceModel, longest: int, begins: bool, space: bool) -> Json:
+def _config(
+    tokenizer: Tokenizer, pad: int, model: HuggingFaceModel, longest: int, begins: bool, space: bool
+) -> Json:
+    # A document of the training began after the end of another, unless they were kept apart.
+    end, begin = tokenizer.eod, tokenizer.bos
+    begin = end if begin is None and begins else begin
     unknown = next((t for t in ("<unk>", "[UNK]") if model.token_to_id(t) is not None), None)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         # Transformers 4 would add token_type_ids, which no model here takes.
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": longest,
-        # A document of the training began after the end of another, unless they were kept apart.
-        **({"bos_token": model.id_to_token(end)} if begins else {}),
+        **({"bos_token": model.id_to_token(begin)} if begin is not None else {}),
         "eos_token": model.id_to_token(end),
         "pad_token": model.id_to_token(pad),
         **({"unk_token": unknown} if unknown else {}),
-        "add_bos_token": False,
+        "add_bos_token": tokenizer.bos is not None,
         "add_eos_token": False,
         # Transformers 4 and llama.cpp's converter would choose for themselves.
         "add_prefix_space": space,

@@ -49,7 +49,7 @@ def build(args: Any, tensor: int = 1, pipeline: int = 1, stage: int = 0) -> Any:
             num_layers=args.num_layers, hidden_size=args.hidden_size, num_attention_heads=args.num_attention_heads,
             num_query_groups=args.num_query_groups, kv_channels=args.kv_channels,
             ffn_hidden_size=args.ffn_hidden_size, normalization=args.normalization,
-            layernorm_epsilon=args.norm_epsilon, add_bias_linear=args.add_bias_linear,
+            layernorm_epsilon=args.norm_epsilon, add_bias_linear=args.add_bias_linear, add_qkv_bias=args.add_qkv_bias,
             gated_linear_unit=args.swiglu, activation_func=torch.nn.functional.silu,
             qk_layernorm=args.qk_layernorm, hidden_dropout=args.hidden_dropout,
             attention_dropout=args.attention_dropout, params_dtype=torch.float32, pipeline_dtype=torch.float32,
@@ -62,6 +62,7 @@ def build(args: Any, tensor: int = 1, pipeline: int = 1, stage: int = 0) -> Any:
         pre_process=stage == 0, post_process=stage == pipeline - 1,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type, rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling, rope_scaling_factor=args.rope_scaling_factor,
     ).eval()  # fmt: skip
 
 

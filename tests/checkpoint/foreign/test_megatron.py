@@ -33,6 +33,7 @@ MODEL = dict(
     layers=4, hidden=32, heads=8, kv_heads=2, head_dim=6, ffn=20, sequence_length=24, vocab_size=101, vocab_multiple=16,
     rope_theta=50_000.0, norm_eps=1e-3,
 )  # fmt: skip
+LLAMA3 = {"kind": "llama3", "factor": 32.0, "original_length": 8192}
 EXAMPLES = 60
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1)]
 
@@ -85,9 +86,12 @@ def our_logits(checkpoint: Path) -> Tensor:
 
 @pytest.mark.parametrize(
     "model",
-    [{}, {"qk_norm": False}, {"tied": True}, {"kv_heads": 8}, {"heads": 4, "kv_heads": 1, "head_dim": None}],
+    [
+        {}, {"qk_norm": False}, {"tied": True}, {"kv_heads": 8}, {"heads": 4, "kv_heads": 1, "head_dim": None},
+        {"qk_norm": False, "qkv_bias": True}, {"rope_theta": 1e9, "rope_scaling": LLAMA3},
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_megatrons_model_computes_the_same(
     ours: Any, alone: None, tmp_path: Path, model: dict[str, Any]
 ) -> None:
@@ -135,7 +139,7 @@ def test_what_megatrons_model_holds_is_imported(ours: Any, alone: None, tmp_path
 
 def test_megatrons_ranks_compute_the_same(ours: Any, tmp_path: Path) -> None:
     """Its own tensor and pipeline ranks, each with its file, loaded strictly."""
-    models: list[dict[str, Any]] = [{}, {"tied": True}]
+    models: list[dict[str, Any]] = [{}, {"tied": True}, {"qkv_bias": True}]
     cases = [(model, tensor, pipeline) for model in models for tensor, pipeline in ((2, 1), (1, 2))]
     folders = [
         (export_megatron(ours(**model), tmp_path / str(n), tensor, pipeline, local=True), tensor, pipeline)
@@ -147,7 +151,15 @@ def test_megatrons_ranks_compute_the_same(ours: Any, tmp_path: Path) -> None:
         assert (theirs[..., :101] - our_logits(ours(**model))).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(("model", "local"), [({}, False), ({"tied": True, "qk_norm": False}, True)], ids=str)
+@pytest.mark.parametrize(
+    ("model", "local"),
+    [
+        ({}, False),
+        ({"tied": True, "qk_norm": False}, True),
+        ({"qkv_bias": True, "rope_scaling": LLAMA3, "max_positions": 99}, False),
+    ],
+    ids=str,
+)
 def test_every_layout_comes_back_as_the_same_bytes(
     ours: Any, tmp_path: Path, model: dict[str, Any], local: bool
 ) -> None:
@@ -167,7 +179,8 @@ def test_every_layout_comes_back_as_the_same_bytes(
         # Padding and sizes came along: the recipe that Megatron's arguments make is the old one's.
         model_after, model_before = run_of(checkpoint).model, run_of(source).model
         assert model_after.padded_vocab == model_before.padded_vocab
-        assert (model_after.head_width, model_after.tied) == (model_before.head_width, model_before.tied)
+        for key in ("head_width", "tied", "qkv_bias", "rope_scaling", "sequence_length", "longest"):
+            assert getattr(model_after, key) == getattr(model_before, key)
 
 
 def test_another_padding_of_the_vocabulary_is_taken(ours: Any, tmp_path: Path) -> None:
@@ -215,7 +228,8 @@ def test_an_option_without_a_home_is_refused_by_name(ours: Any, tmp_path: Path, 
     names = {
         "num_layers": "model.layers", "rotary_base": "model.rope_theta", "norm_epsilon": "model.norm_eps",
         "qk_layernorm": "model.qk_norm", "num_query_groups": "model.kv_heads", "kv_channels": "model.head_dim",
-        "untie_embeddings_and_output_weights": "model.tied",
+        "untie_embeddings_and_output_weights": "model.tied", "add_qkv_bias": "model.qkv_bias",
+        "use_rope_scaling": "model.rope_scaling",
     }  # fmt: skip
     with pytest.raises(CheckpointError, match=names.get(key, key)):
         import_megatron(folder, tmp_path / "run", run_of(ours()), print)
@@ -225,7 +239,7 @@ def test_an_option_without_a_home_is_refused_by_name(ours: Any, tmp_path: Path, 
 @pytest.mark.parametrize(
     "name",
     [
-        "decoder.layers.0.self_attention.linear_qkv.bias", "embedding.position_embeddings.weight",
+        "decoder.layers.0.self_attention.linear_proj.bias", "embedding.position_embeddings.weight",
         "decoder.layers.1.mlp.experts.linear_fc1.weight0", "decoder.layers.0.mlp.router.weight",
         "decoder.final_layernorm.bias", "language_model.encoder.final_norm.weight", "decoder.\x1b[2Jlayers",
     ],
@@ -276,6 +290,8 @@ def test_a_tied_head_that_differs_is_refused(ours: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "tensor", "pipeline", "match"),
     [
+        ({"rope_scaling": {"kind": "linear", "factor": 2.0}}, 1, 1, "rope_scaling=.*as Llama 3.1 only"),
+        ({"rope_scaling": LLAMA3 | {"original_length": 4096}}, 1, 1, "rope_scaling=.*original_length=8192"),
         ({"qk_norm": "full"}, 1, 1, "qk_norm=full"), ({"norms": "after"}, 1, 1, "norms=after"),
         ({}, 3, 1, "tensor=3 does not divide model.heads"), ({}, 1, 3, "pipeline=3 does not divide"),
         ({}, 0, 1, "tensor=0"), ({"vocab_multiple": 1}, 2, 1, "vocab_multiple"),

@@ -28,6 +28,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-tied": {"layers": 2, "tied": True, "kv_heads": 1, "head_dim": 24},
     "llama": {"layers": 2, "qk_norm": False, "rope_theta": 500_000.0},
     "llama-tied": {"layers": 2, "qk_norm": False, "tied": True, "kv_heads": None, "norm_eps": 1e-6},
+    "llama3": {
+        "layers": 2, "qk_norm": False, "rope_theta": 500_000.0, "kv_heads": 1, "head_dim": 16,
+        "rope_scaling": {"kind": "llama3", "factor": 8.0, "original_length": 16},
+    },
+    "llama-linear": {"layers": 1, "qk_norm": False, "rope_scaling": {"kind": "linear", "factor": 4.0}},
+    "qwen2": {"layers": 2, "qk_norm": False, "qkv_bias": True, "tied": True, "norm_eps": 1e-6},
     "olmo2": {"layers": 2, "qk_norm": "full", "norms": "after"},
     "olmo2-wide": {
         "layers": 1,
@@ -37,7 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "kv_heads": 4,
         "ffn": 96,
     },
-}
+}  # fmt: skip
 Make = Callable[..., Path]
 
 

@@ -151,6 +151,10 @@ def test_where_the_corpora_are_not_there_other_text_is_taken(
             "model.norm_eps is 1.0000001e-05 there, and 1e-05 in the checkpoint",
         ),
         ({"rope_theta": 1e4 + 1e-5, "rope_parameters": None}, "model.rope_theta is 10000.00001 there"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 1.0000001, "rope_theta": 1e4}},
+            "model.rope_scaling is kind='linear' factor=1.0000001",
+        ),
     ],
 )
 def test_a_setting_is_compared_though_it_hardly_shows(

@@ -17,10 +17,20 @@ from megastable.checkpoint.huggingface.export import to_hf
 from megastable.checkpoint.huggingface.importing import from_hf
 from megastable.checkpoint.plain import find_checkpoint
 from megastable.checkpoint.whole import WholeState
-from megastable.data.tokenizer import Tokenizer
+from megastable.config import CorpusConfig
+from megastable.data.corpora import open_corpora
+from megastable.data.manifest import Manifest
+from megastable.data.tokenizer import Tokenizer, load_tokenizer
 from megastable.data.train_tokenizer import train_sentencepiece
 from megastable.errors import CheckpointError, ConfigError
-from tests.checkpoint.huggingface.conftest import MODELS, VOCABULARY, Make, write_text_corpus
+from tests.checkpoint.huggingface.conftest import (
+    MODELS,
+    VOCABULARY,
+    Make,
+    configured,
+    write_random,
+    write_text_corpus,
+)
 from tests.full_disk import files_no_larger_than
 
 
@@ -141,6 +151,43 @@ def test_another_end_of_documents_is_said(make: Make, base: Path, tmp_path: Path
     assert any("end with token 2, the model was made with eos_token_id=[5, 6]" in note for note in notes)
 
 
+def test_documents_that_begin_otherwise_than_the_model_are_said(
+    make: Make, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """A model whose tokenizer puts a token before every text, and a corpus without it, or the other way round."""
+    plain, begun = tmp_path / "plain", tmp_path / "begun"
+    for corpus in (plain, begun):
+        corpus.mkdir()
+        write_text_corpus(corpus, tokenizer)
+    manifest, bos = Manifest.load(begun), load_tokenizer(tokenizer.file, bos="own").bos
+    manifest.model_copy(update={"tokenizer": manifest.tokenizer.model_copy(update={"bos": bos})}).save(begun)
+    folders = {}
+    for corpus in (plain, begun):
+        run = configured(corpus, tmp_path / f"run-{corpus.name}", MODELS["llama"])
+        folders[corpus] = to_hf(
+            write_random(tmp_path / f"run-{corpus.name}", run), tmp_path / f"out-{corpus.name}"
+        ).out
+    wanted = {
+        (begun, plain): f"begin with no token of their own, and the model's tokenizer puts {bos} before every text: "
+        "prepare the corpus with --bos",
+        (plain, begun): f"begin with token {bos}, and the model's tokenizer puts nothing before a text: prepare the "
+        "corpus without --bos",
+        (plain, plain): "", (begun, begun): "",
+    }  # fmt: skip
+    for (folder, corpus), told in wanted.items():
+        out = tmp_path / f"{folder.name}-{corpus.name}"
+        notes = from_hf(folders[folder], out, written(tmp_path / "base.yaml", corpus)).notes
+        assert (
+            any(told in note for note in notes) if told else not any("begin with" in note for note in notes)
+        )
+    other = Manifest.load(plain)
+    other.model_copy(update={"name": "other"}).save(plain)
+    with pytest.raises(
+        ConfigError, match=f"begin with no token.*begin with token {bos}: prepare both with --bos"
+    ):
+        open_corpora([CorpusConfig(path=begun), CorpusConfig(path=plain)], 32, 0)
+
+
 def test_what_is_not_finite_and_a_full_disk_leave_nothing(make: Make, base: Path, tmp_path: Path) -> None:
     folder = to_hf(make(MODELS["llama"]), tmp_path / "out", dtype="fp32").out
     before = sorted(path.name for path in tmp_path.iterdir())
@@ -157,18 +204,63 @@ def test_what_is_not_finite_and_a_full_disk_leave_nothing(make: Make, base: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "there"])
 
 
-def test_a_model_that_transformers_made_themselves(base: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
+LLAMA_3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "half"),
+    [
+        ("llama", {}, True),
+        ("llama", {"rope_parameters": LLAMA_3 | {"rope_theta": 500_000.0}}, False),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, False),
+        ("mistral", {"sliding_window": None, "rms_norm_eps": 1e-5}, False),
+        ("mistral", {"sliding_window": 40}, False),
+        ("qwen2", {"use_sliding_window": False}, False),
+    ],
+)
+def test_a_model_that_transformers_made_themselves(
+    base: Path, tmp_path: Path, tokenizer: Tokenizer, kind: str, options: dict[str, Any], half: bool
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY + 30, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=12, max_position_embeddings=64, tie_word_embeddings=False,
+    config = AutoConfig.for_model(
+        kind, vocab_size=VOCABULARY + 30, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, max_position_embeddings=64,
+        tie_word_embeddings=False, eos_token_id=2, **options,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).half()
-    model.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(0.3 * torch.randn(p.shape) + ("norm" in name))  # biases, too
+    (model.half() if half else model).save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
     tokenizer.copy_to(tmp_path / "theirs")
     made = from_hf(tmp_path / "theirs", tmp_path / "run", base)
-    assert made.run.model.vocab_size == VOCABULARY + 30
+    longest = options.get("sliding_window") or 64
+    assert made.run.model.vocab_size == VOCABULARY + 30 and made.run.model.max_positions == longest
     found = compare(made.checkpoint, tmp_path / "theirs")
-    assert not found.failed and found.rows and found.precision == "float16"
+    assert not found.failed and found.rows and found.precision == ("float16" if half else "float32")
+    # What goes out again computes the same, and was made for as many positions; a Mistral goes out as a Llama.
+    out = to_hf(made.checkpoint, tmp_path / "out", dtype="fp32", check=compare)
+    settings = json.loads((out.out / "config.json").read_text())
+    assert settings["model_type"] == ("llama" if kind == "mistral" else kind)
+    assert settings["max_position_embeddings"] == longest and "32 tokens at a time" in out.notes[0]
+    assert json.loads((out.out / "tokenizer_config.json").read_text())["model_max_length"] == longest
+    assert any("LlamaForCausalLM" in note for note in made.notes) == (kind == "mistral")
+    assert not compare(find_checkpoint(tmp_path / "run"), tmp_path / "theirs").failed
+
+
+def test_a_sequence_longer_than_the_window_is_refused(base: Path, tmp_path: Path) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=31,
+    )  # fmt: skip
+    MistralForCausalLM(config).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(ConfigError, match=r"sequence_length=32 .*was made for 31 .*or its sliding_window"):
+        from_hf(tmp_path / "theirs", tmp_path / "run", base)
+    assert not (tmp_path / "run").exists()

@@ -9,22 +9,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.checkpoint.huggingface.names import architecture_of, merge, split, table
+from megastable.checkpoint.huggingface.names import ARCHITECTURES, architecture_of, merge, split, table
 from megastable.checkpoint.whole import parameters
 from megastable.config import ModelConfig
 from megastable.errors import ConfigError
 from tests.checkpoint.huggingface.conftest import random_weights
 
+QWEN2 = {"qk_norm": False, "qkv_bias": True}
+
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelConfig:
     kv_heads = draw(st.integers(1, 3))
-    qk_norm, norms = draw(st.sampled_from([(True, "before"), (False, "before"), ("full", "after")]))
+    qk_norm, norms, bias = draw(st.sampled_from(sorted(ARCHITECTURES, key=str)))
     return ModelConfig(
         layers=draw(st.integers(1, 3)), hidden=draw(st.integers(1, 9)), heads=kv_heads * draw(st.integers(1, 3)),
         kv_heads=kv_heads, head_dim=2 * draw(st.integers(1, 4)), ffn=draw(st.integers(1, 11)),
         vocab_size=draw(st.integers(1, 30)), vocab_multiple=draw(st.sampled_from([1, 8, 16])), qk_norm=qk_norm,
-        norms=norms, tied=draw(st.booleans()),
+        norms=norms, tied=draw(st.booleans()), qkv_bias=bias,
     )  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def test_the_names_are_those_of_transformers() -> None:
 
     from megastable.checkpoint.huggingface.settings import settings_of
 
-    for options in ({}, {"qk_norm": False}, {"qk_norm": "full", "norms": "after"}, {"tied": True}):
+    for options in ({}, {"qk_norm": False}, {"qk_norm": "full", "norms": "after"}, {"tied": True}, QWEN2):
         config = ModelConfig(
             layers=2, hidden=32, heads=4, kv_heads=2, head_dim=16, ffn=48, vocab_size=50, **options
         )  # type: ignore[arg-type]
@@ -69,6 +71,7 @@ def test_the_names_are_those_of_transformers() -> None:
         ({"norms": "after"}, "model.qk_norm=True with model.norms=after"),
         ({"qk_norm": False, "norms": "after"}, "model.qk_norm=False with model.norms=after"),
         ({"qk_norm": "full"}, "model.qk_norm=full with model.norms=before"),
+        ({"qkv_bias": True}, "model.qk_norm=True .*model.qkv_bias=True.* have a home: .*Qwen2ForCausalLM"),
     ],
 )
 def test_what_has_no_home_is_refused_by_its_name(options: dict[str, Any], named: str) -> None:

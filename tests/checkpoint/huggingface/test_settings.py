@@ -10,26 +10,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.checkpoint.huggingface.names import ARCHITECTURES, architecture_of
-from megastable.checkpoint.huggingface.settings import model_of, settings_of
-from megastable.config import ModelConfig
+from megastable.checkpoint.huggingface.settings import KNOWN, model_of, settings_of
+from megastable.config import ModelConfig, RopeScalingConfig
 from megastable.errors import CheckpointError
 
+LLAMA_3 = {"kind": "llama3", "factor": 8.0, "low_freq_factor": 0.5, "original_length": 8192}
 TOKENS = {"bos": 0, "eos": 2, "pad": None}
 OWN = {"layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab_size", "qk_norm", "norms", "tied"} | {
-    "norm_eps", "rope_theta", "sequence_length",
+    "norm_eps", "rope_theta", "rope_scaling", "qkv_bias", "sequence_length",
 }  # fmt: skip
 
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelConfig:
-    qk_norm, norms = draw(st.sampled_from(sorted(ARCHITECTURES, key=str)))
+    qk_norm, norms, bias = draw(st.sampled_from(sorted(ARCHITECTURES, key=str)))
     kv_heads = draw(st.integers(1, 8))
+    scaling = draw(st.sampled_from([None, {"kind": "linear", "factor": 2.5}, LLAMA_3]))
     return ModelConfig(
         layers=draw(st.integers(1, 99)), heads=kv_heads * draw(st.integers(1, 8)), kv_heads=kv_heads,
         hidden=draw(st.integers(1, 9999)), head_dim=2 * draw(st.integers(1, 128)), ffn=draw(st.integers(1, 9999)),
         vocab_size=draw(st.integers(1, 10**6)), qk_norm=qk_norm, norms=norms, tied=draw(st.booleans()),
         norm_eps=draw(st.floats(1e-8, 1e-2)), rope_theta=draw(st.floats(1, 1e8)),
-        sequence_length=draw(st.integers(1, 10**6)),
+        sequence_length=draw(st.integers(1, 10**6)), qkv_bias=bias, rope_scaling=scaling,
     )  # fmt: skip
 
 
@@ -39,17 +41,29 @@ def test_what_is_written_reads_back(config: ModelConfig) -> None:
     found = model_of(settings, "config.json")
     assert found.keys() == OWN
     assert found == {key: getattr(config, key) for key in OWN}
-    for key in ("rope_theta", "rope_parameters"):  # as one transformers or the other writes it
-        assert model_of({k: v for k, v in settings.items() if k != key}, "config.json") == found
+    for keys in (
+        ("rope_theta", "rope_scaling"),
+        ("rope_parameters",),
+    ):  # as one transformers or the other writes it
+        assert model_of({k: v for k, v in settings.items() if k not in keys}, "config.json") == found
 
 
-@pytest.mark.parametrize("options", [{}, {"qk_norm": False}, {"qk_norm": "full", "norms": "after"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"qk_norm": False}, {"qk_norm": "full", "norms": "after"}, {"qk_norm": False, "qkv_bias": True},
+        {"qk_norm": False, "rope_scaling": LLAMA_3}, {"rope_scaling": {"kind": "linear", "factor": 2}},
+    ],
+)  # fmt: skip
 def test_transformers_write_what_we_read_and_read_what_we_write(options: dict[str, Any]) -> None:
     from transformers import AutoConfig
 
     config = ModelConfig(vocab_size=90, hidden=64, heads=4, kv_heads=2, rope_theta=5e5, **options)
     settings = settings_of(config, "bfloat16", TOKENS)
     theirs = AutoConfig.for_model(**settings)
+    scaling = config.rope_scaling
+    assert theirs.rope_parameters["rope_type"] == (scaling.kind if scaling else "default")
+    assert theirs.rope_parameters.get("factor") == (scaling.factor if scaling else None)
     assert (theirs.rope_parameters["rope_theta"], theirs.head_dim, str(theirs.dtype)) == (
         5e5,
         16,
@@ -60,11 +74,11 @@ def test_transformers_write_what_we_read_and_read_what_we_write(options: dict[st
     assert model_of(written, "config.json") == model_of(settings, "config.json")
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "olmo2"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "mistral", "olmo2"])
 def test_what_is_left_out_is_what_transformers_take(kind: str) -> None:
     from transformers import AutoConfig
 
-    name = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "olmo2": "Olmo2ForCausalLM"}[kind]
+    name = {one.type: one.name for one in KNOWN.values()}[kind]
     least = {"model_type": kind, "architectures": [name], "hidden_size": 96, "intermediate_size": 100}
     least |= {"num_hidden_layers": 1, "num_attention_heads": 32, "vocab_size": 10}
     theirs, found = AutoConfig.for_model(**least), model_of(least, "config.json")
@@ -75,56 +89,8 @@ def test_what_is_left_out_is_what_transformers_take(kind: str) -> None:
         and found["rope_theta"] == theirs.rope_parameters["rope_theta"]
     )
     assert found["tied"] == theirs.tie_word_embeddings
-    assert found["sequence_length"] == theirs.max_position_embeddings
-
-
-GOOD = settings_of(ModelConfig(vocab_size=90, hidden=64, heads=4), "float32", TOKENS)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"attention_bias": True}, "attention_bias=True: this model cannot be like that: it has no biases"),
-        ({"mlp_bias": True}, "mlp_bias=True"),
-        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"use_sliding_window": True, "sliding_window": 512}, "use_sliding_window=True"),
-        ({"use_sliding_window": None, "sliding_window": 512}, "use_sliding_window=None"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling=.*are not scaled"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope_parameters="),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rope_parameters="),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters="),
-        ({"rope_theta": 5e5}, "rope_theta=500000.0 and rope_parameters.rope_theta=10000.0 disagree"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: .*rotates whole heads"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*not quantized"),
-        ({"logits_scaling": 8.0}, "logits_scaling=8.0"),
-        ({"pretraining_tp": 2}, "pretraining_tp=2"),
-        ({"residual_multiplier": 0.2}, "residual_multiplier=0.2"),
-        ({"num_experts": 8}, "num_experts=8: it is not known here .* --accept num_experts"),
-        ({"auto_map": {"AutoModel": "evil.py"}}, "auto_map="),
-        ({"architectures": ["MistralForCausalLM"]}, r"architectures=\['MistralForCausalLM'\]"),
-        ({"architectures": None}, "architectures=None"),
-        ({"architectures": [["x"]]}, "architectures="),
-        ({"model_type": "qwen2"}, "model_type='qwen2'"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
-        ({"num_hidden_layers": True}, "num_hidden_layers=True"),
-        ({"hidden_size": "64"}, "hidden_size='64'"),
-        ({"vocab_size": None}, "vocab_size=None"),
-        ({"head_dim": -2}, "head_dim=-2"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps=0"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
-        ({"max_position_embeddings": 0}, "max_position_embeddings=0"),
-        ({"rope_parameters": 7}, "rope_parameters=7"),
-        ({"rope_theta": 10**400}, "rope_theta=1000"),
-    ],
-)  # fmt: skip
-def test_what_has_no_home_is_refused_by_its_name(change: dict[str, Any], named: str) -> None:
-    model_of(GOOD, "config.json")
-    with pytest.raises(CheckpointError, match=f"^config.json: .*{named}"):
-        model_of(GOOD | change, "config.json")
+    longest = theirs.max_position_embeddings
+    assert found["sequence_length"] == (min(longest, theirs.sliding_window) if kind == "mistral" else longest)
 
 
 # As they lie on the Hub, but for what all of them have, and for what another file of the same kind has.
@@ -159,6 +125,22 @@ LLAMA_32 = LLAMA | {
     "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
                      "original_max_position_embeddings": 8192}, "tie_word_embeddings": True,
 }  # fmt: skip
+MISTRAL_03 = {
+    "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 32768,
+}  # fmt: skip
+MISTRAL_01 = MISTRAL_03 | {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000}
+QWEN_25 = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+    "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
+    "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14,
+    "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True,
+    "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
 QWEN_3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "attention_dropout": 0.0,
     "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
@@ -174,6 +156,63 @@ OLMO_2 = {
     "num_key_value_heads": 32, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000,
     "tie_word_embeddings": False, "torch_dtype": "float32", "use_cache": True, "vocab_size": 100352,
 }  # fmt: skip
+GOOD = settings_of(ModelConfig(vocab_size=90, hidden=64, heads=4), "float32", TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"attention_bias": True}, "attention_bias=True: this model cannot be like that: its only biases"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"use_sliding_window": True, "sliding_window": 512}, "use_sliding_window=True"),
+        ({"use_sliding_window": None, "sliding_window": 512}, "use_sliding_window=None"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "type llama3 need high_freq_factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling and rope_parameters disagree"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "llama3", "factor": 2.0}}, "scaled as linear or llama3"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}}, "linear have no beta_fast"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "rope_parameters.factor='2'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor: .*greater than or equal to 1"),
+        ({"rope_parameters": {"rope_type": ["x"]}}, "rope_parameters="),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "as linear or llama3 only"),
+        ({"rope_parameters": LLAMA_32["rope_scaling"] | {"original_max_position_embeddings": 0.5}},
+         "rope_parameters=.*original_length: .*integer"),
+        ({"rope_parameters": LLAMA_32["rope_scaling"] | {"low_freq_factor": 4}}, "low_freq_factor=4 must be below"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rope_parameters="),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters="),
+        ({"rope_theta": 5e5}, "rope_theta=500000.0 and rope_parameters.rope_theta=10000.0 disagree"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: .*rotates whole heads"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*not quantized"),
+        ({"logits_scaling": 8.0}, "logits_scaling=8.0"),
+        ({"pretraining_tp": 2}, "pretraining_tp=2"),
+        ({"residual_multiplier": 0.2}, "residual_multiplier=0.2"),
+        ({"num_experts": 8}, "num_experts=8: it is not known here .* --accept num_experts"),
+        ({"auto_map": {"AutoModel": "evil.py"}}, "auto_map="),
+        ({"architectures": ["GemmaForCausalLM"]}, r"architectures=\['GemmaForCausalLM'\].*MistralForCausalLM"),
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": True},
+         "sliding_window=True"),
+        ({"architectures": None}, "architectures=None"),
+        ({"architectures": [["x"]]}, "architectures="),
+        ({"model_type": "qwen2"}, "model_type='qwen2'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True"),
+        ({"hidden_size": "64"}, "hidden_size='64'"),
+        ({"vocab_size": None}, "vocab_size=None"),
+        ({"head_dim": -2}, "head_dim=-2"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings=0"),
+        ({"rope_parameters": 7}, "rope_parameters=7"),
+        ({"rope_theta": 10**400}, "rope_theta=1000"),
+    ],
+)  # fmt: skip
+def test_what_has_no_home_is_refused_by_its_name(change: dict[str, Any], named: str) -> None:
+    model_of(GOOD, "config.json")
+    with pytest.raises(CheckpointError, match=f"^config.json: .*{named}"):
+        model_of(GOOD | change, "config.json")
 
 
 @pytest.mark.parametrize(
@@ -183,11 +222,14 @@ OLMO_2 = {
         (LLAMA_2, (32, 128, 10_000.0, 1e-5, False, 4096)),
         (TINY_LLAMA, (4, 64, 10_000.0, 1e-5, False, 2048)),
         (SMOL_LM_2, (3, 64, 100_000.0, 1e-5, True, 8192)),
-        (LLAMA_32 | {"rope_scaling": None}, (8, 64, 500_000.0, 1e-5, True, 131_072)),
+        (LLAMA_32, (8, 64, 500_000.0, 1e-5, True, 131_072)),
+        (MISTRAL_01, (8, 128, 10_000.0, 1e-5, False, 4096)),
+        (MISTRAL_03, (8, 128, 1_000_000.0, 1e-5, False, 32_768)),
+        (QWEN_25, (2, 64, 1_000_000.0, 1e-6, True, 32_768)),
         (QWEN_3, (8, 128, 1_000_000.0, 1e-6, True, 40_960)),
         (OLMO_2, (32, 128, 500_000.0, 1e-6, False, 4096)),
     ],
-    ids="llama-1 llama-2 tinyllama smollm2 llama-3.2 qwen3 olmo2".split(),
+    ids="llama-1 llama-2 tinyllama smollm2 llama-3.2 mistral-0.1 mistral-0.3 qwen2.5 qwen3 olmo2".split(),
 )  # fmt: skip
 def test_files_of_the_hub_are_read(given: dict[str, Any], wanted: tuple[Any, ...]) -> None:
     found = model_of(given, "config.json")
@@ -196,9 +238,21 @@ def test_files_of_the_hub_are_read(given: dict[str, Any], wanted: tuple[Any, ...
     assert found["vocab_size"] == given["vocab_size"]
 
 
-def test_the_scaled_rotary_embeddings_of_llama_3_are_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"rope_scaling=.*llama3.*its rotary embeddings are not scaled"):
-        model_of(LLAMA_32, "config.json")
+def test_what_the_others_have_beside_a_llama() -> None:
+    of_llama_3 = RopeScalingConfig(kind="llama3", factor=32, original_length=8192)
+    for settings, bias, scaling in (
+        (LLAMA_32, False, of_llama_3), (MISTRAL_03, False, None), (QWEN_25, True, None),
+    ):  # fmt: skip
+        found = model_of(settings, "config.json")
+        assert (found["qk_norm"], found["norms"]) == (False, "before")
+        assert (found["qkv_bias"], found["rope_scaling"]) == (bias, scaling)
+
+
+def test_an_imported_model_keeps_its_positions() -> None:
+    config = ModelConfig(vocab_size=90, sequence_length=64)
+    for positions, wanted in ((None, 64), (8192, 8192), (32, 64)):
+        given = config.model_copy(update={"max_positions": positions})
+        assert settings_of(given, "float32", TOKENS)["max_position_embeddings"] == wanted
 
 
 def test_what_is_null_is_not_what_is_left_out() -> None:
@@ -222,5 +276,5 @@ def test_the_window_that_qwen_writes_without_using_it_is_no_window() -> None:
 
 
 def test_one_architecture_for_every_pair() -> None:
-    for (qk_norm, norms), kind in ARCHITECTURES.items():
-        assert architecture_of(ModelConfig(qk_norm=qk_norm, norms=norms)) is kind
+    for (qk_norm, norms, bias), kind in ARCHITECTURES.items():
+        assert architecture_of(ModelConfig(qk_norm=qk_norm, norms=norms, qkv_bias=bias)) is kind

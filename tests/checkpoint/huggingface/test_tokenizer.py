@@ -19,6 +19,8 @@ from megastable.checkpoint.huggingface.tokenizer import difference, fast, real_t
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
 from megastable.data.train_tokenizer import train_sentencepiece
 from megastable.errors import CheckpointError
+from tests.data.test_prepare import with_bos
+from tests.data.texts import hugging_face_file
 
 
 def loaded(folder: Path, settings: dict[str, Any] | None = None) -> Any:
@@ -213,3 +215,28 @@ def test_two_tokenizers_are_told_apart(tokenizer: Tokenizer, byte_level: Tokeniz
     del content["model"]["merges"][random.Random(0).randrange(20)]
     file.write_text(json.dumps(content))
     assert "they make" in difference(tokenizer, load_tokenizer(file))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "olmo2"])
+@pytest.mark.parametrize("form", ["sentencepiece", "huggingface"])
+def test_the_token_that_begins_documents_is_put_before_every_text(
+    tokenizer: Tokenizer, tmp_path: Path, kind: str, form: str
+) -> None:
+    if form == "huggingface":
+        begun = load_tokenizer(with_bos(hugging_face_file(tmp_path)), bos="own")
+        assert begun.bos == 600
+    else:
+        begun = load_tokenizer(tokenizer.file, bos="own")
+    assert begun.bos not in (None, begun.eod)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    write_tokenizer(begun, folder, 48)
+    auto = loaded(folder, {"model_type": kind})
+    for text in ("", "a", *texts(begun, seed=2)[:40]):
+        assert auto(text)["input_ids"] == [begun.bos, *begun.encode(text)]
+        assert auto(text, add_special_tokens=False)["input_ids"] == begun.encode(text)
+    one, other = begun.encode("a b"), begun.encode("c")
+    assert auto("a b", "c")["input_ids"] == [begun.bos, *one, begun.bos, *other]
+    assert (auto.bos_token_id, auto.eos_token_id) == (begun.bos, begun.eod)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    assert settings["add_bos_token"] is True
