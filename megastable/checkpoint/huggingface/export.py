@@ -21,8 +21,8 @@ from megastable.checkpoint.files import TensorFile, hash_file
 from megastable.checkpoint.huggingface.card import card
 from megastable.checkpoint.huggingface.check import Checked
 from megastable.checkpoint.huggingface.folder import CONFIG
-from megastable.checkpoint.huggingface.llama_cpp import KNOWN, converted, vocabulary
-from megastable.checkpoint.huggingface.names import architecture_of, split, table
+from megastable.checkpoint.huggingface.llama_cpp import KNOWN, converted, is_qwens, vocabulary
+from megastable.checkpoint.huggingface.names import QWEN2, architecture_of, split, table
 from megastable.checkpoint.huggingface.settings import settings_of
 from megastable.checkpoint.huggingface.shards import INDEX, Entry, bytes_of, index, plan
 from megastable.checkpoint.huggingface.tokenizer import WITHOUT, Written, write_tokenizer
@@ -184,11 +184,17 @@ def _told(made: Export, tokenizer: Tokenizer, written: Written) -> list[str]:
             "the attention mask, not by its id, or the end is never learned"
         )
     assert made.run.model.vocab_size is not None
+    kind = architecture_of(made.run.model)
+    if kind is QWEN2 and not is_qwens(written.content):
+        notes.append(
+            "transformers 5 replaces the tokenizer of a Qwen2 by Qwen's own, which gives other ids: load this one with "
+            f"PreTrainedTokenizerFast.from_pretrained({made.out.name!r})"
+        )
     try:
         words = vocabulary(written.content, made.run.model.vocab_size)
     except CheckpointError as error:
         return [*notes, f"this tokenizer is not for llama.cpp: {error}. {KNOWN}"]
-    wrong = converted(architecture_of(made.run.model), words, tokenizer.kind == "sentencepiece")
+    wrong = converted(kind, words, tokenizer.kind == "sentencepiece")
     if wrong:
         notes.append(
             f"llama.cpp's own converter {wrong}: use `python tools/convert_checkpoint.py to-gguf {made.out.name} "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,9 +21,11 @@ from megastable.checkpoint.huggingface.llama_cpp import KNOWN, Vocabulary, vocab
 from megastable.checkpoint.huggingface.names import LLAMA, OLMO2, architecture_of
 from megastable.checkpoint.huggingface.tokenizer import CONFIG, CONTROL, FILE, NORMAL
 from megastable.checkpoint.target import refuse_existing
+from megastable.config import ModelConfig
 from megastable.data.tokenizer import load_tokenizer
 from megastable.durable import sync_directory
 from megastable.errors import CheckpointError, DataError
+from megastable.model.rope import Rope, frequencies
 from megastable.report.told import visible
 
 TEMPLATE = "chat_template.jinja"
@@ -59,6 +62,11 @@ def to_gguf(folder: Path, out: Path, watch: Callable[[int, int], None] = lambda 
             f"{folder}: llama.cpp's OLMo 2 has heads of hidden / heads = {config.hidden / config.heads:g}, and this "
             f"model has head_dim {config.head_width}"
         )
+    factors = _factors(config)
+    if factors is not None and kind is not LLAMA:
+        raise CheckpointError(
+            f"{folder}: llama.cpp scales rotary embeddings as llama3 only in a Llama, not in {kind.name}"
+        )
     assert config.vocab_size is not None
     words, settings = _tokenizer(source.path, config.vocab_size)
     writer = gguf.GGUFWriter(None, kind.type)
@@ -66,7 +74,7 @@ def to_gguf(folder: Path, out: Path, watch: Callable[[int, int], None] = lambda 
     _add_vocabulary(writer, words, settings)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, kind.type.upper()), config.layers)
     given = {
-        names.get_name(part.name, (".weight",)): part.name
+        names.get_name(part.name, (".weight", ".bias")): part.name
         for parts in source.parts.values() for part in parts
     }  # fmt: skip
     if kind is OLMO2 and config.tied:  # llama.cpp's has a head of its own
@@ -75,7 +83,10 @@ def to_gguf(folder: Path, out: Path, watch: Callable[[int, int], None] = lambda 
         shape, (dtype, raw) = source.shape(theirs), _kind(source, theirs)
         size = dtype.itemsize * int(np.prod(shape))
         writer.add_tensor_info(name, shape, np.dtype(np.float32), size, gguf.GGMLQuantizationType[raw])
-    total, done = sum(t.nbytes for t in writer.tensors[0].values()), 0
+    if factors is not None:
+        kept = gguf.GGMLQuantizationType.F32
+        writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes, kept)
+    tensors, total, done = len(writer.tensors[0]), sum(t.nbytes for t in writer.tensors[0].values()), 0
     temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -90,6 +101,8 @@ def to_gguf(folder: Path, out: Path, watch: Callable[[int, int], None] = lambda 
             writer.write_tensor_data(content)
             done += content.nbytes
             watch(done, total)
+        if factors is not None:
+            writer.write_tensor_data(factors)
         writer.fout[0].flush()
         os.fsync(writer.fout[0].fileno())
         writer.close()
@@ -103,7 +116,7 @@ def to_gguf(folder: Path, out: Path, watch: Callable[[int, int], None] = lambda 
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
     precision = _kind(source, "model.embed_tokens.weight")[1].lower()
-    return Gguf(out, kind.name, precision, len(given), out.stat().st_size, words.notes)
+    return Gguf(out, kind.name, precision, tensors, out.stat().st_size, words.notes)
 
 
 def _kind(source: Folder, name: str) -> tuple[torch.dtype, str]:
@@ -111,6 +124,14 @@ def _kind(source: Folder, name: str) -> tuple[torch.dtype, str]:
     if len(source.shape(name)) == 1 or held not in (torch.bfloat16, torch.float16):
         return torch.float32, "F32"
     return held, "BF16" if held == torch.bfloat16 else "F16"
+
+
+def _factors(config: ModelConfig) -> npt.NDArray[np.float32] | None:
+    """What llama.cpp divides the frequencies of a Llama 3 by, fp32 [head_width / 2]; None of other models."""
+    if config.rope_scaling is None or config.rope_scaling.kind == "linear":
+        return None
+    rope, cpu = Rope.of(config), torch.device("cpu")
+    return np.asarray((frequencies(rope._replace(scaling=None), cpu) / frequencies(rope, cpu)).numpy())
 
 
 def _interleaved(tensor: Tensor, width: int) -> Tensor:
@@ -130,7 +151,7 @@ def _describe(writer: Any, source: Folder, kind: str) -> None:
     writer.add_file_type(gguf.LlamaFileType[types[raw]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(c.vocab_size)
-    writer.add_context_length(c.sequence_length)
+    writer.add_context_length(c.longest)
     writer.add_embedding_length(c.hidden)
     writer.add_block_count(c.layers)
     writer.add_feed_forward_length(c.ffn_width)
@@ -140,6 +161,9 @@ def _describe(writer: Any, source: Folder, kind: str) -> None:
     writer.add_value_length(c.head_width)
     writer.add_rope_dimension_count(c.head_width)
     writer.add_rope_freq_base(c.rope_theta)
+    if c.rope_scaling is not None and c.rope_scaling.kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(c.rope_scaling.factor)
     writer.add_layer_norm_rms_eps(c.norm_eps)
 
 

@@ -83,6 +83,16 @@ def vocabulary(content: Json, size: int) -> Vocabulary:
     )
 
 
+def is_qwens(content: Json) -> bool:
+    """Whether a tokenizer.json normalises and cuts texts as Qwen's does: then only its merges are its own."""
+    if content["model"]["type"] != "BPE" or content["model"].get("byte_fallback"):
+        return False
+    try:
+        return _pre(content) == "qwen2" and [step["type"] for step in steps(content)][:1] == ["NFC"]
+    except CheckpointError:
+        return False
+
+
 def _begin(processor: Json | None) -> str:
     """The token that is put before every text. Raises CheckpointError for what llama.cpp would not add."""
     found = ""

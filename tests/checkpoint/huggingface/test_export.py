@@ -117,6 +117,12 @@ def test_no_other_model_is_refused_by_the_name_of_its_option(text_corpus: Path, 
     assert not (tmp_path / "out").exists()
 
 
+def test_a_tokenizer_that_transformers_would_replace_is_told(make: Make, tmp_path: Path) -> None:
+    notes = {kind: " ".join(to_hf(make(MODELS[kind]), tmp_path / kind).notes) for kind in ("qwen2", "llama")}
+    assert "load this one with PreTrainedTokenizerFast.from_pretrained('qwen2')" in notes["qwen2"]
+    assert "PreTrainedTokenizerFast" not in notes["llama"]
+
+
 def test_what_is_there_stays_as_it_is(make: Make, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(CheckpointError, match=r"out exists already"):

@@ -12,7 +12,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from tokenizers import Tokenizer as HuggingFaceModel
 
 from megastable.checkpoint.huggingface.export import to_hf
-from megastable.checkpoint.huggingface.llama_cpp import LLAMA3, QWEN2, Vocabulary, vocabulary
+from megastable.checkpoint.huggingface.llama_cpp import LLAMA3, QWEN2, Vocabulary, is_qwens, vocabulary
 from megastable.checkpoint.huggingface.tokenizer import (
     BYTE,
     CONTROL,
@@ -112,6 +112,30 @@ def test_a_byte_level_tokenizer_cuts_texts_as_its_own_name_there_does(tmp_path: 
 def test_what_llama_cpp_leaves_out_is_said(tmp_path: Path) -> None:
     words = vocabulary(content(byte_level(tmp_path, cut(QWEN2), normalizers.NFC())), 600)
     assert words.pre == "qwen2" and "NFC" in words.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "normalizer", "qwens"),
+    [
+        (cut(QWEN2), normalizers.NFC(), True),
+        (cut(QWEN2), None, False),
+        (cut(LLAMA3), normalizers.NFC(), False),
+    ],
+)
+def test_which_tokenizer_transformers_may_take_for_qwens(
+    tmp_path: Path, before: Any, normalizer: Any, qwens: bool
+) -> None:
+    """Of a Qwen2 transformers 5 keep the merges alone."""
+    given = byte_level(tmp_path, before, normalizer)
+    assert is_qwens(content(given)) is qwens
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer, __version__
+
+    if int(__version__.split(".")[0]) < 5:
+        return
+    theirs = Qwen2Tokenizer.from_pretrained(tmp_path)
+    own = PreTrainedTokenizerFast(tokenizer_file=str(given.file))
+    given_texts = [*texts(given), "e\u0301"]  # which has a form of its own
+    assert all(theirs(text)["input_ids"] == own(text)["input_ids"] for text in given_texts) is qwens
 
 
 def test_a_token_before_every_text_stays(tmp_path: Path) -> None:
