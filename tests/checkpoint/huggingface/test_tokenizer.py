@@ -233,8 +233,9 @@ def test_the_token_that_begins_documents_is_put_before_every_text(
     write_tokenizer(begun, folder, 48)
     auto = loaded(folder, {"model_type": kind})
     for text in ("", "a", *texts(begun, seed=2)[:40]):
-        assert auto(text)["input_ids"] == [begun.bos, *begun.encode(text)]
-        assert auto(text, add_special_tokens=False)["input_ids"] == begun.encode(text)
+        for begin in (True, False):
+            ids = auto(text, add_special_tokens=begin, split_special_tokens=True)["input_ids"]
+            assert ids == [begun.bos] * begin + begun.encode(text)
     one, other = begun.encode("a b"), begun.encode("c")
     assert auto("a b", "c")["input_ids"] == [begun.bos, *one, begun.bos, *other]
     assert (auto.bos_token_id, auto.eos_token_id) == (begun.bos, begun.eod)
