@@ -150,11 +150,10 @@ def same(folder: Path, file: Path, given: list[str], greedy: bool) -> None:
                 assert ask("/tokenize", body) == auto(text, split_special_tokens=not special)["input_ids"]
         for text in PROMPTS if model is not None else ():
             ids = auto(text)["input_ids"] or [auto.eos_token_id]
-            prompt = {
-                "input_ids": torch.tensor([ids]),
-                "attention_mask": torch.ones(1, len(ids)),
-            }  # <unk>'s, too
-            new = model.generate(**prompt, max_new_tokens=NEW, do_sample=False)[0, len(ids) :].tolist()
+            prompt = torch.tensor([ids])
+            whole = torch.ones_like(prompt)  # else transformers take a prompt's <unk> for padding
+            made = model.generate(prompt, attention_mask=whole, max_new_tokens=NEW, do_sample=False)
+            new = made[0, len(ids) :].tolist()
             body = {
                 "prompt": ids,
                 "n_predict": NEW,
