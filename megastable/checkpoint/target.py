@@ -8,17 +8,17 @@ from megastable.checkpoint import store
 from megastable.errors import CheckpointError
 
 
-def refuse_existing(out: Path) -> None:
+def refuse_existing(out: Path, what: str = "directory") -> None:
     """Before anything long begins. Raises CheckpointError for what exists, and for what would lie among a run's
     checkpoints or in one of them: it would be a file too many there, and the checkpoint a damaged one."""
     try:
         if out.exists() or out.is_symlink():
-            raise CheckpointError(f"{out} exists already: name a new directory")
+            raise CheckpointError(f"{out} exists already: name a new {what}")
     except OSError as error:  # such as a name that is too long
         raise CheckpointError(f"{out} cannot be made: {error.strerror}") from None
     for folder in out.absolute().parents:
         among = folder.name == "checkpoints" and (folder.parent / store.RECIPE).is_file()
         if among or all((folder / name).is_file() for name in (store.MANIFEST, store.STATE)):
             raise CheckpointError(
-                f"{out} would lie in {folder}, where checkpoints are: name a new directory such as runs/new"
+                f"{out} would lie in {folder}, where checkpoints are: name a new {what} such as runs/new"
             )

@@ -89,6 +89,11 @@ class Tokenizer(ABC):
         """The ids of a text, without any special token."""
         return [int(token) for token in self.encode_batch([text])[0]]
 
+    @property
+    @abstractmethod
+    def end(self) -> str:
+        """The token `eod` as the file spells it; "" where it has none of that id."""
+
     @abstractmethod
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         """The ids of each text: int32 [tokens of that text]."""
@@ -178,6 +183,10 @@ class SentencePieceTokenizer(Tokenizer):
         spelled = [self._id_of(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         self._spelled_space = np.array([token for token in spelled if token is not None], dtype=np.int32)
 
+    @property
+    def end(self) -> str:
+        return str(self.model.id_to_piece(self.eod))
+
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         parts = [list(self._parts(text)) for text in texts]
         plain = [part for of_text in parts for part in of_text if part is not None]
@@ -251,6 +260,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def _id_of(self, piece: str) -> int | None:
         token: int | None = self.model.token_to_id(piece)
         return token
+
+    @property
+    def end(self) -> str:
+        return str(self.model.id_to_token(self.eod) or "")
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         encoded = self.model.encode_batch_fast(texts, add_special_tokens=False)

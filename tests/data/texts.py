@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def sentencepiece_file(directory: Path, vocab_size: int = 600) -> Path:
     return train_sentencepiece([source_code()], directory / "tokenizer.model", vocab_size).file
 
 
-def hugging_face_file(directory: Path, vocab_size: int = 600) -> Path:
+def hugging_face_file(directory: Path, vocab_size: int = 600, special: Sequence[str] = (EOD_NAME,)) -> Path:
     """A byte-level BPE like GPT-2's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -42,7 +43,7 @@ def hugging_face_file(directory: Path, vocab_size: int = 600) -> Path:
         [source_code()],
         trainers.BpeTrainer(
             vocab_size=vocab_size,
-            special_tokens=[EOD_NAME],
+            special_tokens=list(special),
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),

@@ -117,13 +117,29 @@ def test_mistakes_are_told_in_a_line(place: Path) -> None:
         (("to-hf", "runs/a", "x", "--tokenizer", "base.yaml"), "base.yaml is no SentencePiece model"),
         (("check", "runs/a", "runs/a"), "config.json is not there"),
         (("from-hf", "runs/a", "x", "--recipe", "base.yaml"), "config.json is not there"),
+        (("to-gguf", "none", "x"), "none is not there, or no folder: give one that holds config.json"),
+        (("to-gguf", "base.yaml", "x"), "base.yaml is not there, or no folder"),
+        (("to-gguf", "runs/a", "x"), "config.json is not there"),
+        (("to-gguf", "runs/a", "base.yaml"), "base.yaml exists already: name a new file"),
+        (("to-gguf", "runs/a", "runs/a/checkpoints/x"), "runs/a/checkpoints/x would lie in "),
+        (("to-gguf", "runs/a", "x" * 300), "cannot be made: File name too long"),
     ):
         refused = run(*arguments, cwd=place, code=2)
         assert refused.stderr.startswith("error: ") and message in refused.stderr
         assert not (place / "x").exists()
     assert "--recipe" in run("from-hf", "runs/a", "x", cwd=place, code=2).stderr
-    for command in ("to-hf", "from-hf", "check"):
+    for command in ("to-hf", "to-gguf", "from-hf", "check"):
         assert "python tools/convert_checkpoint.py" in run(command, "--help", cwd=place).stdout
+
+
+def test_that_the_package_gguf_is_missing_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    run("to-hf", "runs/a", "for-gguf", "--no-check", cwd=place)
+    told = run("to-gguf", "for-gguf", "made.gguf", cwd=place, code=2).stderr
+    assert told == (
+        "error: the package gguf is not installed, which writes such files: bash launch/install.sh gguf\n"
+    )
+    assert not (place / "made.gguf").exists()
 
 
 def test_a_run_that_cannot_be_compared_does_not_stay(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

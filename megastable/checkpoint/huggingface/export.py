@@ -30,9 +30,9 @@ from megastable.checkpoint.plain import find_checkpoint
 from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config import ModelConfig, RunConfig
-from megastable.data.manifest import Manifest
+from megastable.data.manifest import Manifest, TokenizerInfo
 from megastable.data.staging import staged_directory, write_file
-from megastable.data.tokenizer import Tokenizer, load_tokenizer
+from megastable.data.tokenizer import END_OF_DOCUMENT, Tokenizer, load_tokenizer
 from megastable.errors import CheckpointError, DataError
 from megastable.recipe import find
 
@@ -170,7 +170,23 @@ def _tokenizer(run: RunConfig, given: Path | None) -> Tokenizer:
             f"{found.file} has {found.vocab_size} tokens, the run's tokenizer {has}: it is another one; name the "
             f"right one with --tokenizer; {WITHOUT}"
         )
+    if info is not None and found.xxh3 != info.xxh3 and not _ends(found, corpus / info.file, info):
+        raise CheckpointError(
+            f"{found.file}: the corpus ends documents with the token {info.eod}, which is {found.end!r} there: it is "
+            f"another tokenizer; name the right one with --tokenizer; {WITHOUT}"
+        )
     return found
+
+
+def _ends(tokenizer: Tokenizer, own: Path, info: TokenizerInfo) -> bool:
+    """Whether its token at the corpus's id ends documents: by its name, or as in the corpus's own file."""
+    if tokenizer.end in END_OF_DOCUMENT:
+        return True
+    try:
+        corpus = load_tokenizer(own, info.eod)
+    except DataError:
+        return False
+    return corpus.xxh3 == info.xxh3 and corpus.end == tokenizer.end
 
 
 def _told(made: Export, tokenizer: Tokenizer, written: Written) -> list[str]:

@@ -50,12 +50,12 @@ def to_gguf(folder: Path, out: Path, watch: Callable[[int, int], None] = lambda 
     Matrices stay in their dtype, what has one dimension is fp32, as llama.cpp wants it. Memory: two tensors.
     Raises CheckpointError for a tokenizer or model that llama.cpp has not.
     """
-    refuse_existing(out)
+    refuse_existing(out, "file")
+    source = Folder(folder)
     if importlib.util.find_spec("gguf") is None:
         raise CheckpointError(f"the package gguf is not installed, which writes such files: {INSTALL}")
     import gguf
 
-    source = Folder(folder)
     config, kind = source.config, architecture_of(source.config)
     if kind is OLMO2 and config.head_width * config.heads != config.hidden:
         raise CheckpointError(

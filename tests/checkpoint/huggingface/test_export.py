@@ -18,9 +18,13 @@ from megastable.checkpoint.huggingface import export
 from megastable.checkpoint.huggingface.check import compare
 from megastable.checkpoint.huggingface.export import NotTheSame, to_hf
 from megastable.checkpoint.huggingface.folder import Folder, load_folder
+from megastable.checkpoint.huggingface.tokenizer import fast
 from megastable.checkpoint.plain import load_plain
+from megastable.data.manifest import Manifest
+from megastable.data.tokenizer import load_tokenizer
 from megastable.errors import CheckpointError, ConfigError
 from tests.checkpoint.huggingface.conftest import MODELS, VOCABULARY, Make, configured, write_random
+from tests.data.texts import hugging_face_file
 from tests.full_disk import files_no_larger_than
 
 
@@ -200,3 +204,30 @@ def test_a_missing_or_wrong_tokenizer_is_told(make: Make, text_corpus: Path, tmp
     shutil.rmtree(corpus)
     with pytest.raises(CheckpointError, match=r"the tokenizer was not found: .*manifest.json is not there"):
         to_hf(checkpoint, tmp_path / "more")
+
+
+def test_no_ordinary_token_becomes_the_end_of_a_text(make: Make, text_corpus: Path, tmp_path: Path) -> None:
+    corpus = shutil.copytree(text_corpus, tmp_path / "corpus")
+    checkpoint = write_random(tmp_path / "run", configured(corpus, tmp_path / "run", MODELS["llama"]))
+    other = hugging_face_file(tmp_path, VOCABULARY)
+    with pytest.raises(
+        CheckpointError,
+        match="ends documents with the token 2, which is '\"' there: it is another tokenizer; name",
+    ):
+        to_hf(checkpoint, tmp_path / "out", tokenizer=other)
+    assert not (tmp_path / "out").exists()
+    # The other form of the same tokenizer is not the corpus's file, and ends texts with the same token, whatever its
+    # name is.
+    form = tmp_path / "form.json"
+    form.write_text(json.dumps(fast(load_tokenizer(text_corpus))))
+    to_hf(checkpoint, tmp_path / "usual", tokenizer=form)
+    manifest = Manifest.load(corpus)
+    info = manifest.tokenizer.model_copy(update={"eod": 1})
+    manifest.model_copy(update={"tokenizer": info}).save(corpus)
+    made = to_hf(checkpoint, tmp_path / "named", tokenizer=form)
+    assert Folder(made.out).settings["eos_token_id"] == 1
+    # The corpus's own file can say so only as long as it is that file.
+    with (corpus / "tokenizer.model").open("ab") as file:
+        file.write((corpus / "tokenizer.model").read_bytes()[-9:])
+    with pytest.raises(CheckpointError, match="which is '<s>' there"):
+        to_hf(checkpoint, tmp_path / "lost", tokenizer=form)

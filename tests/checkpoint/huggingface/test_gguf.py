@@ -20,7 +20,7 @@ from megastable.checkpoint.huggingface.gguf import to_gguf
 from megastable.checkpoint.huggingface.tokenizer import texts
 from megastable.data.tokenizer import SPACE, Tokenizer
 from megastable.errors import CheckpointError
-from tests.checkpoint.huggingface.clients import ROOT, documented, llama_cpp
+from tests.checkpoint.huggingface.clients import documented, llama_cpp
 from tests.checkpoint.huggingface.conftest import (
     MODELS,
     Make,
@@ -31,6 +31,7 @@ from tests.checkpoint.huggingface.conftest import (
 from tests.checkpoint.huggingface.test_llama_cpp import CUTS, byte_level
 from tests.checkpoint.huggingface.test_tokenizer import trained
 from tests.full_disk import files_no_larger_than
+from tests.tools.test_convert_checkpoint import run as convert
 
 PROMPTS = (
     "x = 1", " x", "   three", "\n", "\n\n  a", "a  b   c", "Zażółć gęślą", "👩\u200d👩\u200d👧 🏳\ufe0f e\u0301", "",
@@ -56,7 +57,7 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "olmo2", "llama-tied", "qwen2", "llama3"])
 def test_weights_are_the_same_bits(make: Make, tmp_path: Path, kind: str, dtype: Any) -> None:
     folder = Folder(to_hf(make(MODELS[kind]), tmp_path / "out", dtype=dtype).out)
-    made = to_gguf(folder.path, tmp_path / "out.gguf")
+    made = to_gguf(folder.path, tmp_path / "new/folder/out.gguf")
     fields, tensors = read(made.out)
     assert len(tensors) == made.tensors == len(folder.files) + (kind == "llama3")
     assert made.dtype == {"fp32": "f32"}.get(dtype, dtype)
@@ -100,14 +101,15 @@ def test_what_a_fine_tuned_folder_adds_is_kept(make: Make, tmp_path: Path) -> No
 def test_mistakes_are_told_and_leave_nothing(make: Make, tmp_path: Path) -> None:
     out = to_hf(make(MODELS["qwen3"]), tmp_path / "out").out
 
-    def refused(message: str) -> None:
+    def refused(message: str, name: str = "out.gguf") -> None:
         before = sorted(tmp_path.iterdir())
         with pytest.raises(CheckpointError, match=message):
-            to_gguf(out, tmp_path / "out.gguf")
+            to_gguf(out, tmp_path / name)
         assert sorted(tmp_path.iterdir()) == before
 
     with files_no_larger_than(30_000):
         refused("out.gguf could not be written .*Nothing was left there")
+    refused("config.json/in.gguf could not be written .*Nothing was left there", "out/config.json/in.gguf")
     (tmp_path / "out.gguf").write_text("mine")
     refused("out.gguf exists already")
     (tmp_path / "out.gguf").unlink()
@@ -155,10 +157,10 @@ def same(folder: Path, file: Path, given: list[str], greedy: bool) -> None:
                 assert ask("/tokenize", body) == auto(text, split_special_tokens=not special)["input_ids"]
         for text in PROMPTS if model is not None else ():
             ids = auto(text)["input_ids"] or [auto.eos_token_id]
-            new: list[int] = []
-            with torch.no_grad():
-                while len(new) < NEW and new[-1:] != [auto.eos_token_id]:
-                    new.append(int(model(torch.tensor([ids + new])).logits[0, -1].argmax()))
+            prompt = torch.tensor([ids])
+            whole = torch.ones_like(prompt)  # else transformers take a prompt's <unk> for padding
+            made = model.generate(prompt, attention_mask=whole, max_new_tokens=NEW, do_sample=False)
+            new = made[0, len(ids) :].tolist()
             body = {
                 "prompt": ids,
                 "n_predict": NEW,
@@ -176,12 +178,8 @@ def test_llama_cpp_gives_the_ids_and_greedy_tokens_of_transformers(
 ) -> None:
     """By the command of docs/checkpoints.md."""
     to_hf(make(MODELS[kind]), tmp_path / "exported", dtype="fp32")
-    (command,) = documented("bash", "to-gguf").splitlines()
-    done = subprocess.run(
-        [sys.executable, ROOT / shlex.split(command)[1], *shlex.split(command)[2:]],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0 and "note: a literal ▁" in done.stdout, done.stderr
+    (command,) = [line for line in documented("bash", "to-gguf").splitlines() if "to-gguf" in line]
+    assert "note: a literal ▁" in convert(*shlex.split(command, comments=True)[2:], cwd=tmp_path).stdout
     same(tmp_path / "exported", tmp_path / "exported.gguf", some(tokenizer, but=SPACE), greedy=True)
 
 
@@ -210,6 +208,7 @@ def test_llama_cpps_own_converter_is_right_for_a_llama(
     if not converter.is_file():
         pytest.skip("LLAMA_CPP=FOLDER names a checkout of llama.cpp")
     out = to_hf(make(MODELS["llama"]), tmp_path / "out", dtype="fp32").out
+    # A process: it brings a gguf of its own.
     command = [sys.executable, str(converter), str(out), "--outfile", str(tmp_path / "theirs.gguf")]
     subprocess.run([*command, "--outtype", "f32"], check=True, capture_output=True)
     same(out, tmp_path / "theirs.gguf", some(tokenizer, but=SPACE), greedy=True)

@@ -173,7 +173,7 @@ def test_to_hf_says_what_llama_cpps_own_converter_would_do(make: Make, tmp_path:
     notes = to_hf(make(MODELS[kind]), tmp_path / "out").notes
     assert len(notes) == len(told[kind]) and all(why in note for why, note in zip(told[kind], notes))
     assert all("convert_checkpoint.py to-gguf out out.gguf` instead" in note for note in notes)
-    bytes_ = hugging_face_file(tmp_path, 700)
+    bytes_ = hugging_face_file(tmp_path, 700, ("<unk>", "<s>", "</s>"))
     named = to_hf(make(MODELS[kind]), tmp_path / "bytes", tokenizer=bytes_).notes
     assert len(named) == 1 and "knows published tokenizers" in named[0]
 
