@@ -69,7 +69,7 @@ from megastable.forensics.scanning.units import (
 from megastable.forensics.shelf import Shelf
 from megastable.report.told import plural
 
-FORMAT = 3  # of what is in the folder
+FORMAT = 4  # of what is in the folder
 TOP = 100  # worst documents that the result holds
 THRESHOLD = 0.8  # similarity from which on documents are near duplicates
 LARGEST_VOCABULARY = 1 << 20  # of int32 shards without a tokenizer

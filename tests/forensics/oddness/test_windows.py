@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from megastable.forensics.oddness.kinds import KINDS
-from megastable.forensics.oddness.windows import WINDOW, judge_pieces, spans_of
+from megastable.forensics.oddness.judgement import Judgement
+from megastable.forensics.oddness.kinds import KINDS, ODD
+from megastable.forensics.oddness.windows import WINDOW, Judged, judge_pieces, spans_of
 from megastable.forensics.oddness.yardstick import NAMES, PIECE, Lexicon, Yardstick, cut, document_keys
 
 VOCABULARY, NOISE = 600, 256
+HALF = PIECE // 2
+Random = np.random.Generator
 
 
 def walk(random: np.random.Generator, length: int) -> np.ndarray:
@@ -54,6 +58,79 @@ def test_noise_is_told_wherever_it_begins(yardstick: Yardstick) -> None:
         whole.append(float(yardstick.judge(yardstick.measure(ids, edges, keys)).score.max()))
     assert kinds == {"random tokens"}
     assert min(scores) > 0.8 * max(scores) and min(scores) > 1.3 * min(whole)
+
+
+def noise(random: Random, length: int) -> np.ndarray:
+    return random.integers(1, VOCABULARY, length)
+
+
+def shuffled(random: Random, length: int) -> np.ndarray:
+    return random.permutation(walk(random, length))
+
+
+def loop(random: Random, length: int) -> np.ndarray:
+    return np.resize(walk(random, 50), length)
+
+
+def table(random: Random, length: int) -> np.ndarray:
+    """It repeats itself, with other entries each time."""
+    rows = np.resize(walk(random, 20), length)
+    return np.where(random.random(length) < 0.06, shuffled(random, length), rows)
+
+
+def foreign(random: Random, length: int, share: float = 1.0) -> np.ndarray:
+    """Text of the other half of the vocabulary, and of this one."""
+    return walk(random, length) + (random.random(length) < share) * (VOCABULARY // 2 - 1)
+
+
+def by_halves(
+    yardstick: Yardstick, first: np.ndarray, second: np.ndarray
+) -> tuple[Judgement, Judgement, Judged]:
+    """A piece of two halves: as a whole, each half alone, and what is made of both."""
+    ids, key = np.concatenate([first, second]), np.full(2, 7, np.uint64)
+    whole, halves = np.array([0, PIECE]), np.array([0, HALF, PIECE])
+    return (
+        yardstick.judge(yardstick.measure(ids, whole, key[:1])),
+        yardstick.judge(yardstick.measure(ids, halves, key)),
+        judge_pieces(yardstick, ids, whole, key[:1]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind"), [(noise, "random tokens"), (shuffled, "shuffled text"), (loop, "repetition")]
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_what_a_half_is_full_of_is_told(
+    yardstick: Yardstick, damage: Callable[[Random, int], np.ndarray], kind: str, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    whole, halves, judged = by_halves(yardstick, walk(random, HALF), damage(random, HALF))
+    assert KINDS[judged.worst.kind[0]] == kind != KINDS[whole.kind[0]]
+    assert judged.worst.score[0] == halves.score[1] > whole.score[0]
+    assert (judged.first[0], judged.tokens[0]) == (HALF, HALF)
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind"), [(foreign, "another language or register"), (table, "repetition")]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_half_that_is_only_unusual_makes_its_piece_no_odder(
+    yardstick: Yardstick, damage: Callable[[Random, int], np.ndarray], kind: str, seed: int
+) -> None:
+    """Halves of sound text are that more often than whole pieces: they would crowd out what is damaged."""
+    random = np.random.default_rng(seed)
+    whole, halves, judged = by_halves(yardstick, walk(random, HALF), damage(random, HALF))
+    assert KINDS[halves.kind[1]] == kind and halves.score[1] > whole.score[0] >= ODD
+    for name in ("score", "kind", "feature"):
+        assert getattr(judged.worst, name)[0] == getattr(whole, name)[0]
+    assert (judged.first[0], judged.tokens[0]) == (0, PIECE)
+
+
+def test_a_half_that_is_only_unusual_does_not_hide_the_other(yardstick: Yardstick) -> None:
+    random = np.random.default_rng(2)
+    whole, halves, judged = by_halves(yardstick, loop(random, HALF), foreign(random, HALF, 0.2))
+    assert halves.score[1] > halves.score[0] > whole.score[0]
+    assert judged.worst.score[0] == halves.score[0] and KINDS[judged.worst.kind[0]] == "repetition"
 
 
 def test_sound_pieces_are_what_they_were(yardstick: Yardstick) -> None:

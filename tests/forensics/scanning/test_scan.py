@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +32,6 @@ from tests.conftest import VOCABULARY, write_corpus
 from tests.data.texts import sentencepiece_file
 from tests.forensics.shelves import Plain, write
 from tests.full_disk import files_no_larger_than
-from tests.patience import PATIENCE
 
 OUTSIDE, REPEATED, COPY, LIKE, NONE = 300, 301, 302, 303, 304  # documents that are planted
 TIMES = {"seconds", "yardstick_seconds", "duplicates_seconds", "measured_tokens", "workers"}
@@ -210,15 +208,25 @@ def test_parts_of_another_size_of_units_are_measured_again(
     assert again.units > scan.units and again.worst == scan.worst and again.thresholds == scan.thresholds
 
 
+# A scan that stops to be killed when it has measured the next unit after the first five.
 CHILD = """
+import signal
 import sys
 from pathlib import Path
 from megastable.errors import user_errors
-from megastable.forensics.scanning import units
+from megastable.forensics.scanning import units, workplace
 from megastable.forensics.scanning.scan import scan_shards
 from megastable.forensics.shelf import open_shelf
 units.UNIT = 800
+write_rows = workplace.write_rows
+def write_five(path, rows):
+    if len(list(path.parent.iterdir())) == 5:
+        print("waiting", flush=True)
+        while True:
+            signal.pause()
+    write_rows(path, rows)
 if __name__ == "__main__":
+    workplace.write_rows = write_five
     with user_errors():
         scan_shards(open_shelf([Path(sys.argv[1])]), Path(sys.argv[2]), progress=False)
 """
@@ -232,12 +240,10 @@ def test_a_scan_that_was_killed_goes_on(
     child.write_text(CHILD)
     process = subprocess.Popen(
         [sys.executable, child, shards, folder], cwd=Path(__file__).parents[3],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    until = time.monotonic() + PATIENCE
-    while len(list((folder / "parts").glob("*.parquet"))) < 5 and process.poll() is None:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    assert process.stdout is not None and process.stdout.readline() == "waiting\n"
     process.send_signal(how)
     _, said = process.communicate()
     assert process.returncode == (130 if how == signal.SIGINT else -how)
@@ -245,6 +251,7 @@ def test_a_scan_that_was_killed_goes_on(
     with pytest.raises(DataError, match="interrupted: the same command again"):
         Scan.load(folder)
     kept = {path.name: path.stat().st_mtime_ns for path in (folder / "parts").glob("*.parquet")}
+    assert len(kept) == 5
     monkeypatch.setattr(units_module, "UNIT", 800)
     scan = scan_shards(shelf(shards), folder, progress=False)
     fresh = scan_shards(shelf(shards), tmp_path / "fresh", progress=False)
