@@ -30,13 +30,14 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from megastable.stability import groups
 from megastable.stability.attribution import Suspect
@@ -191,8 +192,9 @@ class CorpusState(_State):
                 self._size -= 1
 
 
-class SumState(_State):
-    """log e-value, and the step at which it last left zero."""
+@pydantic_dataclass(config=ConfigDict(extra="forbid", ser_json_inf_nan="constants"))
+class SumState:
+    """log e-value, and the step at which it last left zero. No model: 36 of them are set in every step."""
 
     height: float = 0.0
     onset: int = 0
@@ -308,7 +310,9 @@ class SampleTest:
         scatter, tail = max(SCATTER, SCATTER_BATCHES * losses.size), np.zeros(SUMS)
         members = {names[index]: corpora == index for index in np.unique(corpora).tolist()}
         for name, mine in members.items():
-            known = self._state.corpora.setdefault(name, CorpusState())
+            if name not in self._state.corpora:
+                self._state.corpora[name] = CorpusState()
+            known = self._state.corpora[name]
             if len(known.losses) >= scatter:
                 z[mine] = _scores(losses[mine], known.losses, max(LATEST, LATEST_BATCHES * losses.size))
                 judged |= mine & (sum(known.counts) >= self.config.known)
@@ -317,7 +321,7 @@ class SampleTest:
                 known.losses = np.concatenate([known.losses, finite])[-scatter:]
         # What lifts all of them together is told by the other test.
         scored = ~np.isnan(z)
-        lifted = max(0.0, float(np.median(z[scored])) - LIFTED) if scored.any() else 0.0
+        lifted = max(0.0, _median(z[scored]) - LIFTED) if scored.any() else 0.0
         for name, mine in members.items():
             mine = mine & scored
             if not mine.any():
@@ -417,9 +421,9 @@ def _copied(state: SampleState) -> SampleState:
         means=state.means,
         norms=state.norms,
         far=dict(state.far),
-        trickle=[by.model_copy() for by in state.trickle],
-        batch=[by.model_copy() for by in state.batch],
-        norm=[by.model_copy() for by in state.norm],
+        trickle=[replace(by) for by in state.trickle],
+        batch=[replace(by) for by in state.batch],
+        norm=[replace(by) for by in state.norm],
     )
 
 
