@@ -31,6 +31,7 @@ POOL = 1024  # samples that are compared with each other, at most
 FEWEST = 96  # at least: of fewer, no number of late neighbours is rare enough
 SHARES = (1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4)  # of the pool, the latest, that a new kind may have come with
 NEIGHBOURS = 24  # of a sample that are looked at, at most
+FACTORIALS = np.append(0.0, np.cumsum(np.log(np.arange(1, POOL + 1))))  # their logarithms
 DIRECTIONS = 1 << 11  # into which tokens are hashed; of a tail of 1,024 samples that keeps kinds apart
 
 
@@ -121,14 +122,12 @@ def _table(others: int, late: int, most: int) -> Floats:
     """How often so many of the k = 1.. `most` nearest of `others`, of which `late` are, are late or more: fp64
     [most, most + 1]."""
     k, hits = np.arange(1, most + 1)[:, None], np.arange(most + 1)
-    with np.errstate(invalid="ignore"):
-        p = np.exp(_ways(late, hits) + _ways(others - late, k - hits) - _ways(others, k))
-    return np.asarray(np.minimum(np.cumsum(np.nan_to_num(p)[:, ::-1], axis=1)[:, ::-1], 1))
+    p = np.exp(_ways(late, hits) + _ways(others - late, k - hits) - _ways(others, k))
+    return np.asarray(np.minimum(np.cumsum(p[:, ::-1], axis=1)[:, ::-1], 1))
 
 
 def _ways(of: int, chosen: Int64s) -> Floats:
     """Logarithm of in how many ways so many of them are chosen, -inf where that cannot be."""
-    logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, of + 1)))])
     can = (chosen >= 0) & (chosen <= of)
     taken = np.where(can, chosen, 0)
-    return np.where(can, logs[of] - logs[taken] - logs[of - taken], -np.inf)
+    return np.where(can, FACTORIALS[of] - FACTORIALS[taken] - FACTORIALS[of - taken], -np.inf)
