@@ -188,11 +188,13 @@ class Growing(io.BytesIO):
 
     def readline(self, size: int | None = -1, /) -> bytes:
         line, place = super().readline(size), self.tell()
-        if self.more:
-            self.seek(0, io.SEEK_END)
-            self.write(self.more.pop(0))
-            self.seek(place)
+        self.grow()
+        self.seek(place)
         return line
+
+    def grow(self) -> None:
+        self.seek(0, io.SEEK_END)
+        self.write(self.more.pop(0) if self.more else b"")
 
 
 def test_a_line_that_is_finished_while_it_is_read_comes_once(tmp_path: Path) -> None:
@@ -205,4 +207,5 @@ def test_a_line_that_is_finished_while_it_is_read_comes_once(tmp_path: Path) -> 
             for _ in range(4):
                 assert follower._known(file)
                 found += follower._rest(file)
+                file.grow()
             assert found == [event(n) for n in range(4)] and follower.damaged == 0, (cut, again)
