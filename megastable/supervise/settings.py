@@ -20,13 +20,15 @@ from megastable.part import Part
 REDACTED = "<redacted>"
 SECRETS = ("webhook", "command")  # keys that may hold a password
 # Of an address: what stands before the last @ of its host is a password, and so is what follows the host.
-ADDRESS = r"\w+://(?:(?P<user>[^/?#{0}]*)@)?(?P<host>[^/?#@{0}]*)[/?#]?(?P<rest>[^{0}]*)"
+ADDRESS = r"\b\w+://(?:(?P<user>[^/?#{0}]*)@)?(?P<host>[^/?#@{0}]*)[/?#]?(?P<rest>[^{0}]*)"
 WEBHOOK = re.compile(ADDRESS.format(r"\0"))
 # In a command: addresses, headers and options with a token.
 NAMES = r"[\w-]*(?:authorization|token|secret|passw(?:or)?d|api[-_]?key)"
+BLANK = r"[\s\\]"  # also one that is escaped
 COMMAND = re.compile(
     ADDRESS.format(r"\s'\"")
-    + rf"|(?:{NAMES}\s*[:=]\s*(?:(?:bearer|basic|token)\s+)?|-{NAMES}\s+|\bbearer\s+)(?P<token>[^\s'\"]+)",
+    + rf"|(?<![\w-])(?:{NAMES}['\"]?{BLANK}*[:=]{BLANK}*(?:(?:bearer|basic|token){BLANK}+)?"
+    + rf"|-{NAMES}{BLANK}+|bearer{BLANK}+)(?P<token>'[^']*'|\"[^\"]*\"|[^\s'\"]+)",
     re.IGNORECASE,
 )
 HOST = re.compile(r"(?:[\w.${}-]*|\[[\w.:%]*\])(?::(?:\d|\$)[\w{}]*)?")
