@@ -60,11 +60,14 @@ def write_output(path: Path, text: str) -> None:
         raise DataError(f"{path} could not be written: {error.strerror or error}") from None
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name, then rename; an older one is replaced. Raises OSError."""
+def write_file(path: Path, content: bytes, mode: int | None = None) -> None:
+    """Write a file under a temporary name, then rename; an older one is replaced. mode: who may read and write it, None
+    = as the umask says. Raises OSError."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         with temporary.open("wb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from torch.distributed import DistError
+
 from megastable import rundir
 from megastable.checkpoint.store import RunState
 from megastable.errors import FAILED, SUPERSEDED, MegastableError
@@ -166,7 +168,7 @@ class Heartbeat:
             step=self._facts["step"], cursor=self._facts["cursor"],
             code=error.code if isinstance(error, MegastableError) else FAILED,
             error=_in_a_line(error), where=_where(error), alone=not collective,
-            trace="".join(traceback.format_exception(error)) if LOST.search(str(error)) else "",
+            trace="".join(traceback.format_exception(error)) if _lost(error, self._facts["world"]) else "",
         )  # fmt: skip
         with contextlib.suppress(OSError):
             self._file("json").write_text(words.model_dump_json())
@@ -177,12 +179,19 @@ class Heartbeat:
         return folder / f"rank-{self.rank}.{suffix}"
 
 
-def parting(error: BaseException, rank: int) -> str:
+def _lost(error: BaseException, world: int) -> bool:
+    """Whether it says that another rank is gone: as torch.distributed does; not as a file system or a server would."""
+    # Gloo's errors have no class of their own, but begin with the place in its source.
+    of_ranks = isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    return world > 1 and of_ranks and LOST.search(str(error)) is not None
+
+
+def parting(error: BaseException, rank: int, world: int) -> str:
     """What a rank prints of the unforeseen error that ends it: its traceback, or a line where only another one is gone.
 
     That one is to blame, and whoever reads the log looks for what it said; the traceback is among the last words.
     """
-    if not LOST.search(str(error)):
+    if not _lost(error, world):
         return "".join(traceback.format_exception(error))
     return f"rank {rank} lost another rank at {_where(error) or 'its start'}: {_in_a_line(error)}\n"
 

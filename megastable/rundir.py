@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 IDENTITY = ("model", "run.seed")
 # ... and parts of those that only say how it is computed or trained on.
 FREE = ("model.attention", "model.max_positions", "model.z_loss")  # the first until there was `kernels`
-SECRET = tuple(f"supervise.{key}" for key in SECRETS)
 
 
 class RunDirectory:
@@ -138,7 +137,11 @@ class RunDirectory:
         if config.model.vocab_size is None:  # nobody has asked the tokenizer yet
             after["model.vocab_size"] = before.get("model.vocab_size")
         # A version of before wrote passwords down.
-        before |= {key: redacted(before[key]) for key in SECRET if isinstance(before.get(key), str)}
+        before |= {
+            f"supervise.{key}": redacted(key, old)
+            for key in SECRETS
+            if isinstance(old := before.get(f"supervise.{key}"), str)
+        }
         before, after = _folded(before, after), _folded(after, before)
         changed = {
             key: f"{key}: {before.get(key)} -> {after.get(key)}"
@@ -156,7 +159,9 @@ class RunDirectory:
     def freeze(self, config: RunConfig, fingerprints: list[str], ds_config: dict[str, Any]) -> None:
         """Write the resolved recipe: it can be started again as it stands. Raises ConfigError when it cannot."""
         try:
-            durable.write_file(self.recipe, frozen(config, fingerprints, ds_config))
+            # It holds no password that is known as one; there may be others.
+            mode = 0o600 if config.supervise.exposed else None
+            durable.write_file(self.recipe, frozen(config, fingerprints, ds_config), mode)
         except OSError as error:
             raise ConfigError(f"{self.recipe} could not be written: {error}") from None
 

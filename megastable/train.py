@@ -706,7 +706,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # The end of the interpreter would wait for the thread that writes this rank's part of a checkpoint, which
         # nobody will commit.
         sys.stdout.flush()
-        print(parting(error, rank), end="", file=sys.stderr, flush=True)
+        print(
+            parting(error, rank, int(os.environ.get("WORLD_SIZE", "1"))), end="", file=sys.stderr, flush=True
+        )
         os._exit(130 if isinstance(error, KeyboardInterrupt) else errors.FAILED)
     stop_distributed()
     # Everything is on the disk. What C++ libraries destroy when a process ends sometimes aborts, once in hundreds of

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import DistNetworkError
 
 from megastable import errors
 from megastable.checkpoint.store import LayoutState, RunState
@@ -34,8 +35,10 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path)
 
 
-def heart(run: RunDirectory, rank: int = 0, attempt: int | None = 3, stop: Any = None) -> Heartbeat:
-    return Heartbeat(run, rank, 2, 99, stop or Stop(), attempt)
+def heart(
+    run: RunDirectory, rank: int = 0, attempt: int | None = 3, stop: Any = None, world: int = 2
+) -> Heartbeat:
+    return Heartbeat(run, rank, world, 99, stop or Stop(), attempt)
 
 
 def state(step: int) -> RunState:
@@ -146,29 +149,34 @@ GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2
 
 
 @pytest.mark.parametrize(
-    ("error", "lines"),
+    ("error", "world", "lines"),
     [
-        (RuntimeError(GLOO), 1),
-        (ConnectionResetError(104, "Connection reset by peer"), 1),
+        (RuntimeError(GLOO), 2, 1),
+        (DistNetworkError("Connection reset by peer"), 2, 1),
+        (RuntimeError(GLOO), 1, 4),  # there is no other
+        (ConnectionResetError(104, "Connection reset by peer"), 2, 4),  # of a file system, a server, a pipe
+        (BrokenPipeError(32, "Broken pipe"), 2, 4),
+        (RuntimeError("the data server: connection refused"), 2, 4),
         (
             RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms"),
+            2,
             4,
         ),  # its own, perhaps
-        (ValueError("no"), 4),
+        (ValueError("no"), 2, 4),
     ],
 )
 def test_a_rank_that_lost_another_says_so_in_a_line_and_keeps_its_traceback(
-    run: RunDirectory, error: Exception, lines: int
+    run: RunDirectory, error: Exception, world: int, lines: int
 ) -> None:
     """The one that is gone is to blame: what it said must not be buried under what followed from it."""
 
     def fails() -> None:
-        with heart(run, rank=1):
+        with heart(run, rank=1, world=world):
             raise error
 
     with pytest.raises(type(error)) as caught:
         fails()
-    printed = parting(caught.value, rank=1)
+    printed = parting(caught.value, rank=1, world=world)
     assert printed.endswith("\n") and len(printed.splitlines()) >= lines
     assert ("Traceback" in printed) == (lines > 1)
     words = LastWords.model_validate(json.loads((folder_of(run, 3) / "rank-1.json").read_text()))

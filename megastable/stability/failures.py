@@ -34,11 +34,12 @@ def after_failure(failures: Sequence[Failure], hosts: int, config: PolicyConfig)
     """What to do after the last of `failures`, those of one run in order; hosts: how many it runs on."""
     c, last = config, failures[-1]
     recent = [f for f in failures if last.clock - f.clock < c.budget_window]
-    there = sum(f.host == last.host and f.host is not None for f in recent)
-    if hosts > 1 and there >= c.same_host:
+    full = last.code == NO_SPACE
+    # A full disk is no fault of the host that says so: all of them write to it.
+    there = sum(f.host == last.host and f.host is not None and f.code != NO_SPACE for f in recent)
+    if hosts > 1 and there >= c.same_host and not full:
         reason = f"{there} failures of {last.host} within {c.budget_window} steps: it is that host"
         return Remedy(Action.STOP, Cause.HARDWARE, reason)
-    full = last.code == NO_SPACE
     here = _trailing(recent, lambda f: (f.what, f.step) == (last.what, last.step) and f.step is not None)
     if (
         len(here) >= c.same_place and not full

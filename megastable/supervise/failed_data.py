@@ -18,6 +18,15 @@ RECHECK = 20.0  # seconds in which data that cannot be read may come back, as on
 LOOK = 0.2  # seconds between two looks
 
 
+def readable(config: RunConfig, run: RunDirectory) -> bool:
+    """Whether the corpora can be opened on this host, which may be another one than those that train."""
+    try:
+        _open(config, run)
+    except MegastableError:
+        return False
+    return True
+
+
 def bad_data(config: RunConfig, run: RunDirectory, hurry: Callable[[], bool]) -> str:
     """What is wrong with the corpora as they are now, such as a shard that was cut in mid-run; "" = nothing. hurry:
     whether a person waits."""

@@ -70,6 +70,8 @@ class Follower:
             block += file.readline()
             if self._skim is None or len(block) < BLOCK or not block.endswith(b"\n"):
                 yield from self._each(block)
+                if not block.endswith(b"\n"):
+                    return  # what has been written since is the end of this line
                 continue
             self._passed(block)
             lines, refused = self._skim(block)

@@ -31,7 +31,7 @@ from megastable.errors import ConfigError
 from megastable.report.told import visible
 from megastable.rundir import as_json
 from megastable.supervise.child import Child
-from megastable.supervise.settings import REDACTED, SECRETS
+from megastable.supervise.settings import REDACTED, SECRETS, hidden
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ def check(config: Settings) -> None:
     for key in SECRETS:
         if REDACTED in (getattr(config, key) or ""):
             raise ConfigError(
-                f"supervise.{key}: its address was left out when this recipe was written, as it is a password: give it "
-                f"again, best as a variable of the environment (supervise.{key}='$NAME'), or supervise.{key}=null for "
+                f"supervise.{key}: its password was left out when this recipe was written: give it again, best "
+                f"as a variable of the environment (supervise.{key}='$NAME'), or supervise.{key}=null for "
                 "none"
             )
     if config.command is not None:
@@ -119,13 +119,12 @@ def _expanded(text: str, key: str) -> str:
         raise ConfigError(f"supervise.{key}: a $ without a name: write $$ for a dollar") from None
 
 
-def _secrets(text: str) -> list[str]:
-    """What must not be shown of an address or a command: the values of its variables, an address but for the host."""
+def _secrets(key: str, text: str) -> list[str]:
+    """What must not be shown of a hook: the values of its variables, and what else is hidden of it, as it is used."""
     values = [os.environ.get(name, "") for name in Template(text).get_identifiers()]
-    for url in [text, *values]:
-        if "://" in url:
-            beyond = url.split("://", 1)[1].partition("/")[2]
-            values += [url, beyond, beyond.partition("?")[2]]
+    for used in [text, Template(text).safe_substitute(os.environ)]:
+        parts = [used[begin:end] for begin, end in hidden(key, used)]
+        values += [v for part in parts for v in (part, part.partition("?")[2])]
     return sorted({v for v in values if len(v) > 3}, key=len, reverse=True)
 
 
@@ -254,7 +253,7 @@ class Sender:
         return self._safe(f"{where}{how}{': ' if tail else ''}{tail}")
 
     def _safe(self, problem: str) -> str:
-        for secret in _secrets(self.text):
+        for secret in _secrets(self.kind, self.text):
             problem = problem.replace(secret, "…")
         return visible(problem, 500)
 

@@ -81,7 +81,8 @@ def end_of(
     killed.sort(key=lambda of: of[1] == signal.SIGTERM)
     if any(fate.code for fate in fates.values()):
         killed = [(rank, number) for rank, number in killed if number != signal.SIGTERM]
-    to_blame = [w for w in sorted(words, key=lambda w: w.time) if not BEREFT.search(w.error)]
+    others = progress is None or progress.world > 1
+    to_blame = [w for w in sorted(words, key=lambda w: w.time) if not (others and BEREFT.search(w.error))]
     if to_blame:
         w = to_blame[0]
         text = f"rank {w.rank} on {w.host} ended with: {w.error}" + (f" ({w.where})" if w.where else "")

@@ -3,33 +3,87 @@
 from __future__ import annotations
 
 import re
+from string import Template
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_serializer
+import yaml
+from pydantic import (
+    Field,
+    FieldSerializationInfo,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    field_serializer,
+)
 
 from megastable.part import Part
 
-# Of an address: what follows the host is a password, and so is what stands before an @.
-ADDRESS = re.compile(r"""(\w+://)([^/?#\s'"@]*@)?([^/?#\s'"@]*)([/?#][^\s'",}\]]+)?""")
 REDACTED = "<redacted>"
-SECRETS = ("webhook", "command")  # keys that may hold an address
+SECRETS = ("webhook", "command")  # keys that may hold a password
+# Of an address: what stands before the last @ of its host is a password, and so is what follows the host.
+ADDRESS = r"\b\w+://(?:(?P<user>[^/?#{0}]*)@)?(?P<host>[^/?#@{0}]*)[/?#]?(?P<rest>[^{0}]*)"
+WEBHOOK = re.compile(ADDRESS.format(r"\0"))
+# In a command: addresses, headers and options with a token.
+NAMES = r"[\w-]*(?:authorization|token|secret|passw(?:or)?d|api[-_]?key)"
+BLANK = r"[\s\\]"  # also one that is escaped
+COMMAND = re.compile(
+    ADDRESS.format(r"\s'\"")
+    + rf"|(?<![\w-])(?:{NAMES}['\"]?{BLANK}*[:=]{BLANK}*(?:(?:bearer|basic|token){BLANK}+)?"
+    + rf"|-{NAMES}{BLANK}+|bearer{BLANK}+)(?P<token>'[^']*'|\"[^\"]*\"|[^\s'\"]+)",
+    re.IGNORECASE,
+)
+HOST = re.compile(r"(?:[\w.${}-]*|\[[\w.:%]*\])(?::(?:\d|\$)[\w{}]*)?")
 
 
-def redacted(text: str) -> str:
-    """`text` without the secrets of the addresses in it. One that names a $VARIABLE holds none."""
+def hidden(key: str, text: str) -> list[tuple[int, int]]:
+    """Where `text`, the value of `key`, holds passwords: the spans, in order. One that is a $VARIABLE is none."""
+    if key == "webhook":
+        whole = WEBHOOK.fullmatch(text)
+        spans = [(0, len(text))] if whole is None else _of(whole)
+    else:
+        spans = [span for found in COMMAND.finditer(text) for span in _of(found)]
+    return [(begin, end) for begin, end in spans if _written_out(text[begin:end])]
 
-    def shown(found: re.Match[str]) -> str:
-        scheme, user, host, rest = found.groups(default="")
-        if "$" in user + rest or not (user or rest):
-            return found[0]
-        return f"{scheme}{host}/{REDACTED}"
 
-    return ADDRESS.sub(shown, text)
+def _of(found: re.Match[str]) -> list[tuple[int, int]]:
+    named = found.groupdict()
+    if named["host"] is not None and HOST.fullmatch(named["host"]):
+        del named["host"]
+    return sorted(found.span(name) for name, value in named.items() if value)
+
+
+def _written_out(text: str) -> bool:
+    """Whether there is more to it than variables and punctuation. $$ is a dollar."""
+    rest = Template.pattern.sub(lambda found: "" if found["named"] or found["braced"] else found[0], text)
+    return re.search(r"[^\W_]", rest.replace(REDACTED, "")) is not None
+
+
+def redacted(key: str, text: str) -> str:
+    """`text`, the value of `key`, without the passwords in it."""
+    for begin, end in reversed(hidden(key, text)):
+        text = text[:begin] + REDACTED + text[end:]
+    return text
 
 
 def redacted_override(assignment: str) -> str:
     """An override of the command line, as it may be written down and shown to other users."""
-    key, equals, value = assignment.partition("=")
-    return f"{key}{equals}{redacted(value)}" if key.split(".")[0] == "supervise" else assignment
+    path, equals, text = assignment.partition("=")
+    part, _, key = path.partition(".")
+    if part != "supervise" or (key and key not in SECRETS):
+        return assignment
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return f"{path}{equals}{REDACTED}"
+    if key:
+        shown = redacted(key, value) if isinstance(value, str) else value
+    elif isinstance(value, dict):
+        shown = {k: redacted(k, v) if k in SECRETS and isinstance(v, str) else v for k, v in value.items()}
+    else:
+        shown = value
+    if shown == value:
+        return assignment
+    written = yaml.safe_dump(shown, default_flow_style=True, sort_keys=False, width=1 << 30)
+    return f"{path}{equals}{written.strip().removesuffix('...').strip()}"
 
 
 class SuperviseConfig(Part):
@@ -41,7 +95,8 @@ class SuperviseConfig(Part):
     others, for their last words. stop_seconds: for the checkpoint after SIGTERM. backoff_seconds: at most, between
     restarts that lead nowhere.
 
-    An address in `webhook` or `command` is a password: what is written of this configuration has `REDACTED` instead.
+    A webhook is a password but for its host, and so are the addresses and tokens in `command` (`hidden`): what is
+    written of this configuration has `REDACTED` instead.
     """
 
     hang_factor: PositiveFloat = 10.0
@@ -61,16 +116,16 @@ class SuperviseConfig(Part):
     currency: str = "USD"
 
     @field_serializer(*SECRETS)
-    def _without_secrets(self, value: str | None) -> str | None:
-        return None if value is None else redacted(value)
+    def _without_secrets(self, value: str | None, info: FieldSerializationInfo) -> str | None:
+        return None if value is None else redacted(info.field_name, value)
 
     @property
     def exposed(self) -> list[str]:
         """Warnings about passwords that are written out, without them."""
         return [
-            f"supervise.{key} holds an address that is written out: whoever sees the recipe, the command line or the "
+            f"supervise.{key} holds a password that is written out: whoever sees the recipe, the command line or the "
             f"list of processes has it. Export it as a variable and name that: supervise.{key}='$NAME'. It is left out "
             "of everything that is written here; make a recipe that holds it private (chmod 600)"
             for key in SECRETS
-            if (value := getattr(self, key)) is not None and redacted(value) != value
+            if (value := getattr(self, key)) is not None and hidden(key, value)
         ]

@@ -29,7 +29,7 @@ from megastable.stability.actions import Action, Cause, Remedy
 from megastable.stability.attribution import ranges
 from megastable.stability.failures import Failure, after_failure, pause
 from megastable.stability.incident import Breakdown, Incident, Outcome
-from megastable.supervise.failed_data import bad_data, samples_of
+from megastable.supervise.failed_data import bad_data, readable, samples_of
 from megastable.supervise.follow import Follower
 from megastable.supervise.memory import Memory
 from megastable.supervise.outcome import End, end_of
@@ -85,6 +85,9 @@ class Supervisor:
         self.scout = ScoutProcess(config, run, recipe, self.overrides, audience.say)
         self._journal = Follower(run.journal)
         self._read = 0  # bytes of the present log that were shown
+        self._has_data = (
+            False  # the corpora could be read on this host at the start: what is wrong since is damage
+        )
         self._failed: float | None = None  # when the failure that is being mended was noticed
 
     # From the first attempt to the last
@@ -132,6 +135,7 @@ class Supervisor:
         return code
 
     def _until_the_end(self, predecessor: tuple[int, str] | None) -> tuple[int, str]:
+        self._has_data = readable(self.config, self.run)
         attempt = self._take_over(predecessor)
         done: tuple[int, str] | None = None
         if attempt is None and self.memory.under_way:
@@ -283,9 +287,8 @@ class Supervisor:
                 end.what, end.step if end.cursor is not None else None, end.host, clock, code=end.code
             )
             remedy = after_failure([*memory.failures, failure], hosts(self.given), policy)
-            if end.code == errors.BAD_INPUT and (
-                problem := bad_data(self.config, self.run, lambda: self.signals > 0)
-            ):
+            judged = end.code == errors.BAD_INPUT and self._has_data
+            if judged and (problem := bad_data(self.config, self.run, lambda: self.signals > 0)):
                 remedy = Remedy(Action.STOP, Cause.STORAGE, problem)  # another attempt would be refused
             if remedy.skip:
                 skipped = self._skip(end)  # before it is noted that it was done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megastable.errors import NO_SPACE
 from megastable.stability.actions import Action, Cause
 from megastable.stability.failures import Failure, after_failure, pause
 from megastable.stability.settings import PolicyConfig
@@ -53,6 +54,17 @@ def test_one_host_among_several_is_left() -> None:
     elsewhere = [*kills[:2], *failed(("hang in step", 50, 49), host="b")]
     assert after(elsewhere, hosts=4)[0] is Action.RESTART
     assert after(failed(("x", 8, 7), ("x", 30, 29), ("x", 50, 49), host=None), hosts=4)[0] is Action.RESTART
+
+
+def test_a_full_disk_is_no_fault_of_a_host() -> None:
+    """All of them write to it, and rank 0 says so each time."""
+    full = [
+        Failure("SpaceError: x", step + 1, "a", step, code=NO_SPACE) for step in range(CONFIG.same_host + 1)
+    ]
+    assert after(full, hosts=4) == (Action.RESTART, Cause.STORAGE, False)
+    kill = failed(("SIGKILL", 8, 7))
+    assert after([*full, *kill], hosts=4)[:2] == (Action.RESTART, Cause.PROCESS)
+    assert after([*full, *kill * CONFIG.same_host], hosts=4)[:2] == (Action.STOP, Cause.HARDWARE)
 
 
 def test_restarts_have_a_budget_that_comes_back() -> None:

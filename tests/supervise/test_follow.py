@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import tempfile
 from pathlib import Path
@@ -176,3 +177,35 @@ def test_reading_stopped_in_the_middle_goes_on_there(tmp_path: Path) -> None:
     follower = Follower(path)
     assert next(follower.stream()) == event(0)
     assert follower.new() == [event(1), event(2), event(3)]
+
+
+class Growing(io.BytesIO):
+    """A file whose writer goes on just after its end was seen."""
+
+    def __init__(self, content: bytes, *more: bytes) -> None:
+        super().__init__(content)
+        self.more = list(more)
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        line, place = super().readline(size), self.tell()
+        self.grow()
+        self.seek(place)
+        return line
+
+    def grow(self) -> None:
+        self.seek(0, io.SEEK_END)
+        self.write(self.more.pop(0) if self.more else b"")
+
+
+def test_a_line_that_is_finished_while_it_is_read_comes_once(tmp_path: Path) -> None:
+    """Its end must not be taken for a line."""
+    content = lines([event(n) for n in range(4)])
+    for cut in range(1, len(content)):
+        for again in range(cut, len(content)):
+            file = Growing(content[:cut], content[cut:again], content[again:])
+            follower, found = Follower(tmp_path / "a.jsonl"), list[dict[str, Any]]()
+            for _ in range(4):
+                assert follower._known(file)
+                found += follower._rest(file)
+                file.grow()
+            assert found == [event(n) for n in range(4)] and follower.damaged == 0, (cut, again)

@@ -52,6 +52,8 @@ if "begin" in plan:
         time.sleep(0.01)
 if "event" in plan:
     run.note(plan["event"])
+for old, new in plan.get("moves", []):
+    os.replace(old, new)
 if "words" in plan:
     (run.logs / f"attempt-{number:04d}").mkdir(exist_ok=True)
     words = {"rank": 0, "host": plan.get("host", "here"), "pid": 1, "time": 0, "step": plan["until"], "alone": True}
@@ -321,9 +323,15 @@ def test_a_shard_cut_in_mid_run_stops_at_once_and_after_the_restore_the_same_com
     write_corpus(tmp_path / "data")
     ladder.config = tiny(tmp_path / "data", ladder.run.root, supervise={"backoff_seconds": 0.1})
     shard = tmp_path / "data/part-0.bin"
-    whole = shard.read_bytes()
-    os.truncate(shard, len(whole) // 8)
-    cut = {"begin": 0, "until": 7, "code": 2, "words": f"DataError: {shard} became shorter: restore it"}
+    whole, short = shard.read_bytes(), tmp_path / "short.bin"
+    short.write_bytes(whole[: len(whole) // 8])
+    cut: dict[str, Any] = {
+        "begin": 0,
+        "until": 7,
+        "code": 2,
+        "words": f"DataError: {shard} became shorter: restore it",
+    }
+    cut["moves"] = [[str(short), str(shard)]]
     code, ends = ladder(cut, FINISHED)
     assert code == errors.BAD_INPUT and len(ends) == 1
     assert ladder.incidents() == [("crash", "storage", "divergent", "stopped")]
@@ -333,6 +341,17 @@ def test_a_shard_cut_in_mid_run_stops_at_once_and_after_the_restore_the_same_com
     shard.write_bytes(whole)
     code, ends = ladder(cut, FINISHED)
     assert code == errors.OK and [e["code"] for e in ends] == [2, 0]
+
+
+def test_data_that_never_was_on_this_host_says_nothing(
+    ladder: Ladder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as on local disks of the nodes that train, below the same path."""
+    monkeypatch.setattr(failed_data, "RECHECK", 0.0)
+    ladder.config = tiny(tmp_path / "elsewhere", ladder.run.root, supervise={"backoff_seconds": 0.1})
+    stale = {"begin": 0, "until": 7, "code": 2, "words": "DataError: Stale file handle"}
+    assert ladder(stale, FINISHED)[0] == errors.OK
+    assert ladder.incidents() == [("crash", "process", "recoverable", "healed")]
 
 
 def test_a_disk_that_stays_full_is_called_by_its_name(
@@ -353,18 +372,18 @@ def test_data_that_comes_back_soon_is_trained_on(
 ) -> None:
     write_corpus(tmp_path / "data")
     ladder.config = tiny(tmp_path / "data", ladder.run.root, supervise={"backoff_seconds": 0.1})
-    (tmp_path / "data/manifest.json").rename(tmp_path / "manifest.json")
     real, looks = failed_data.open_corpora, []
 
     def stutters(*given: Any) -> Any:
         looks.append(given)
-        if len(looks) == 2:
+        if len(looks) == 3:  # the first one at the start
             (tmp_path / "manifest.json").rename(tmp_path / "data/manifest.json")
         return real(*given)
 
     monkeypatch.setattr(failed_data, "open_corpora", stutters)
-    stale = {"begin": 0, "until": 7, "code": 2, "words": "DataError: Stale file handle"}
-    assert ladder(stale, FINISHED)[0] == errors.OK and len(looks) == 2
+    stale: dict[str, Any] = {"begin": 0, "until": 7, "code": 2, "words": "DataError: Stale file handle"}
+    stale["moves"] = [[str(tmp_path / "data/manifest.json"), str(tmp_path / "manifest.json")]]
+    assert ladder(stale, FINISHED)[0] == errors.OK and len(looks) == 3
     assert ladder.incidents() == [("crash", "process", "recoverable", "healed")]
 
 

@@ -29,8 +29,9 @@ def end(
     code: int | None = 1,
     log: str = "",
     step: int | None = 10,
+    world: int = 2,
 ) -> End:
-    progress = Progress(pid=1, host="a", time=0, phase="step", world=2, steps=9, step=step, cursor=80)
+    progress = Progress(pid=1, host="a", time=0, phase="step", world=world, steps=9, step=step, cursor=80)
     return end_of([{"event": e} for e in said], last or [], fates or {}, code, log, progress, "here")
 
 
@@ -83,3 +84,9 @@ def test_nobody_saw_it() -> None:
     assert end(code=0).what == "no word"  # the launcher may end with 0 though a rank was killed
     assert end(code=0, last=[words(0, GLOO)]).what == "connection lost"
     assert end(code=2, step=None).step is None and end(code=2).code == errors.BAD_INPUT
+
+
+def test_a_rank_without_others_did_not_lose_one() -> None:
+    last = [words(0, "ConnectionRefusedError: [Errno 111] Connection refused")]
+    found = end(last=last, world=1)
+    assert (found.rank, found.what) == (0, last[0].error) and "lost" not in found.failure

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from megastable.config import RunConfig
 from megastable.errors import ConfigError
-from megastable.recipe import load, main
+from megastable.recipe import load, main, override
 from megastable.rundir import RunDirectory
 from megastable.supervise import hooks
-from megastable.supervise.settings import SuperviseConfig, redacted, redacted_override
+from megastable.supervise.settings import SuperviseConfig, redacted_override
 from megastable.supervise.status import read_status
 from tests.supervise.runs import journal
 
@@ -24,23 +27,97 @@ HOOK = "https://hooks.example.com/services/T0/B0/hunter2"
     [
         (HOOK, "https://hooks.example.com/<redacted>"),
         ("http://10.0.0.7:8080/?token=hunter2", "http://10.0.0.7:8080/<redacted>"),
-        ("https://me:hunter2@host", "https://host/<redacted>"),
-        (f'curl -d @- "{HOOK}" -s', 'curl -d @- "https://hooks.example.com/<redacted>" -s'),
-        (f"{{webhook: {HOOK}, x: 5}}", "{webhook: https://hooks.example.com/<redacted>, x: 5}"),
-        (redacted(HOOK), "https://hooks.example.com/<redacted>"),
+        ("https://me:hunter2@host", "https://<redacted>@host"),
+        ("https://host#hunter2", "https://host#<redacted>"),
+        (HOOK + "$$x", "https://hooks.example.com/<redacted>"),
+        (HOOK + "/$CHANNEL", "https://hooks.example.com/<redacted>"),
+        ("https://h/a,hunter2", "https://h/<redacted>"),
+        ("https://h/a hunter2'", "https://h/<redacted>"),
+        ("$BASE/hunter2", "<redacted>"),
+        ("$$hunter2", "<redacted>"),
+        ("https://hunter2:x/y", "https://<redacted>/<redacted>"),
+        ("https://hooks.example.com/<redacted>", "https://hooks.example.com/<redacted>"),
         ("$MEGASTABLE_WEBHOOK", "$MEGASTABLE_WEBHOOK"),
-        ("https://hooks.example.com/services/$TOKEN", "https://hooks.example.com/services/$TOKEN"),
+        ("${MEGASTABLE_WEBHOOK}", "${MEGASTABLE_WEBHOOK}"),
+        ("https://hooks.example.com/$TOKEN", "https://hooks.example.com/$TOKEN"),
         ("https://hooks.example.com", "https://hooks.example.com"),
+    ],
+)  # fmt: skip
+def test_what_is_left_of_a_webhook(text: str, shown: str) -> None:
+    config = SuperviseConfig(webhook=text)
+    assert config.model_dump()["webhook"] == shown
+    assert len(config.exposed) == (shown != text)
+    assert SuperviseConfig(webhook=shown).model_dump()["webhook"] == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f'curl -d @- "{HOOK}" -s', 'curl -d @- "https://hooks.example.com/<redacted>" -s'),
+        ("tell https://user:p@ss@host/services/hunter2", "tell https://<redacted>@host/<redacted>"),
+        ("tell https://h/a,hunter2$$x", "tell https://h/<redacted>"),
+        ("curl -H 'Authorization: Bearer hunter2' h", "curl -H 'Authorization: Bearer <redacted>' h"),
+        ("curl -H 'authorization: hunter2' h", "curl -H 'authorization: <redacted>' h"),
+        ("curl -H 'X-Auth-Token:hunter2' h", "curl -H 'X-Auth-Token:<redacted>' h"),
+        ("tell --api-key=hunter2 --token hunter2", "tell --api-key=<redacted> --token <redacted>"),
+        ("tell --token 'my hunter2' x", "tell --token <redacted> x"),
+        ("curl -H Authorization:\\ Bearer\\ hunter2 h", "curl -H Authorization:\\ Bearer\\ <redacted> h"),
+        ("""tell '{"token": "hunter2"}'""", """tell '{"token": <redacted>}'"""),
+        ("curl -H 'Authorization: Bearer $TOKEN' h", "curl -H 'Authorization: Bearer $TOKEN' h"),
+        ("$HOME/bin/tell --token ${TOKEN} token secret", "$HOME/bin/tell --token ${TOKEN} token secret"),
         ("mail -s trouble me@example.com", "mail -s trouble me@example.com"),
     ],
 )  # fmt: skip
-def test_what_is_left_of_an_address(text: str, shown: str) -> None:
-    assert redacted(text) == shown
+def test_what_is_left_of_a_command(text: str, shown: str) -> None:
+    config = SuperviseConfig(command=text)
+    assert config.model_dump()["command"] == shown
+    assert len(config.exposed) == (shown != text)
+    assert SuperviseConfig(command=shown).model_dump()["command"] == shown
+
+
+@pytest.mark.parametrize(("text", "mode"), [(HOOK, 0o600), ("$HOOK", 0o644)])
+def test_only_its_owner_reads_the_frozen_recipe_of_a_run_with_a_password(
+    text: str, mode: int, tmp_path: Path
+) -> None:
+    run, before = RunDirectory(tmp_path), os.umask(0o022)
+    try:
+        for _ in range(2):
+            run.freeze(RunConfig.model_validate({"supervise": {"webhook": text}}), [], {})
+            assert stat.S_IMODE(run.recipe.stat().st_mode) == mode
+    finally:
+        os.umask(before)
+
+
+def test_what_fails_is_told_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rule of what is written down."""
+    monkeypatch.setenv("HOOK", HOOK)
+    for kind, text in [
+        ("webhook", "$HOOK"),
+        ("webhook", "https://h/a,hunter2"),
+        ("command", "curl -H 'Authorization: Bearer hunter2' h"),
+        ("command", "tell https://me:hunter2@h"),
+        ("command", "tell $HOOK"),
+    ]:
+        sender = hooks.Sender(kind, text, 1.0, 1.0)
+        told = sender._safe(f"no luck with {text} {HOOK if 'HOOK' in text else ''}")
+        sender.close(0.0)
+        assert "hunter2" not in told and told.startswith("no luck with "), text
 
 
 def test_overrides_of_other_parts_stay() -> None:
     assert redacted_override(f"supervise.webhook={HOOK}").endswith("/<redacted>")
-    assert redacted_override(f"supervise={{webhook: '{HOOK}'}}").endswith("/<redacted>'}")
+    for text in (HOOK, f"{HOOK}$$x", "https://h/a,hunter2", "$BASE/hunter2"):
+        assert "hunter2" not in redacted_override(f"supervise.webhook={text}")
+        whole = redacted_override(f"supervise={{webhook: '{text}', metrics_port: 5}}")
+        assert "hunter2" not in whole and "metrics_port: 5}" in whole
+    assert redacted_override("supervise={webhook: $HOOK}") == "supervise={webhook: $HOOK}"
+    assert "hunter2" not in redacted_override(
+        f"supervise.webhook='{HOOK}"
+    )  # no YAML: it is refused elsewhere
+    quoted = redacted_override("supervise.command='curl -H \"Authorization: Bearer hunter2\" h'")
+    tree: dict[str, Any] = {}
+    override(tree, quoted)
+    assert tree["supervise"]["command"] == 'curl -H "Authorization: Bearer <redacted>" h'
     assert redacted_override("data.corpora=[{path: s3://b/c}]") == "data.corpora=[{path: s3://b/c}]"
 
 
@@ -52,7 +129,7 @@ def test_the_frozen_recipe_has_none_and_says_so_when_it_is_started(key: str, tmp
     assert "hunter2" not in run.recipe.read_text() and getattr(config.supervise, key) == HOOK
     assert run.compare(config) == []
     frozen = load(run.recipe)
-    with pytest.raises(ConfigError, match=rf"supervise\.{key}: its address was left out .* give it again"):
+    with pytest.raises(ConfigError, match=rf"supervise\.{key}: its password was left out .* give it again"):
         hooks.check(frozen.supervise)
     assert frozen.supervise.exposed == []
 
