@@ -1,4 +1,4 @@
-"""A tokenizer that somebody names in the place of a corpus's own: does it begin and end documents as the corpus does?"""
+"""A tokenizer that somebody names instead of a corpus's own: does it begin and end documents as the corpus does?"""
 
 from __future__ import annotations
 
