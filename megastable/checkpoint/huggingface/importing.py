@@ -165,7 +165,7 @@ def check_tokenizer(folder: Folder, run: RunConfig, corpora: Corpora, notes: lis
 def _put_before(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...] | None:
     """The tokens that it puts before every text; None where that is not known.
 
-    tokenizer.json says so itself; before a SentencePiece model's transformers put its bos, unless their settings say no.
+    tokenizer.json says so itself. Of a SentencePiece model transformers put the bos, unless told not to.
     """
     if tokenizer.kind == "huggingface":
         return tokenizer.added
