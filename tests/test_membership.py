@@ -179,6 +179,7 @@ def joined(number: int, port: int, results: Any) -> None:
     engine.stop_distributed()
 
 
+@pytest.mark.timeout(4 * PATIENCE + 60)
 def test_tasks_of_srun_are_one_world() -> None:
     import torch.distributed as dist
 

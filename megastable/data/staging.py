@@ -34,12 +34,10 @@ def staged_directory(output: Path) -> Iterator[Path]:
     refuses.
     """
     output = output.resolve()
-    staging = output.with_name(f"{output.name}.tmp-{socket.gethostname()}-{os.getpid()}")
+    staging = staging_of(output)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        for path in list(output.parent.iterdir()):
-            if path.name.startswith(f"{output.name}.tmp-") and _is_abandoned(path):
-                shutil.rmtree(path, ignore_errors=True)
+        remove_abandoned(output)
         staging.mkdir()
     except OSError as error:
         raise DataError(f"{staging} cannot be made: {error.strerror}") from error
@@ -48,6 +46,23 @@ def staged_directory(output: Path) -> Iterator[Path]:
         _put_in_place(staging, output)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def staging_of(output: Path) -> Path:
+    """Where this process writes what becomes `output`."""
+    return output.with_name(f"{output.name}.tmp-{socket.gethostname()}-{os.getpid()}")
+
+
+def remove_abandoned(output: Path) -> None:
+    """What killed processes of this host left beside `output`, files or directories. Raises OSError."""
+    for path in list(output.parent.iterdir()):
+        if not path.name.startswith(f"{output.name}.tmp-") or not _is_abandoned(path):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
 
 
 def _is_abandoned(staging: Path) -> bool:

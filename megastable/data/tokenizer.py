@@ -89,10 +89,9 @@ class Tokenizer(ABC):
         """The ids of a text, without any special token."""
         return [int(token) for token in self.encode_batch([text])[0]]
 
-    @property
     @abstractmethod
-    def end(self) -> str:
-        """The token `eod` as the file spells it; "" where it has none of that id."""
+    def spelled(self, id: int) -> str:
+        """A token as the file spells it; "" where it has none of that id."""
 
     @abstractmethod
     def encode_batch(self, texts: list[str]) -> list[Ids]:
@@ -183,9 +182,8 @@ class SentencePieceTokenizer(Tokenizer):
         spelled = [self._id_of(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         self._spelled_space = np.array([token for token in spelled if token is not None], dtype=np.int32)
 
-    @property
-    def end(self) -> str:
-        return str(self.model.id_to_piece(self.eod))
+    def spelled(self, id: int) -> str:
+        return str(self.model.id_to_piece(id)) if id < self.vocab_size else ""
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         parts = [list(self._parts(text)) for text in texts]
@@ -261,9 +259,8 @@ class HuggingFaceTokenizer(Tokenizer):
         token: int | None = self.model.token_to_id(piece)
         return token
 
-    @property
-    def end(self) -> str:
-        return str(self.model.id_to_token(self.eod) or "")
+    def spelled(self, id: int) -> str:
+        return str(self.model.id_to_token(id) or "")
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         encoded = self.model.encode_batch_fast(texts, add_special_tokens=False)

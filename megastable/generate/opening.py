@@ -14,6 +14,7 @@ from megastable.checkpoint.huggingface.folder import is_folder, load_folder
 from megastable.checkpoint.plain import PlainModel, load_plain
 from megastable.config import RunConfig
 from megastable.data.manifest import FILE, Manifest
+from megastable.data.named import GUESSED, named_tokenizer
 from megastable.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megastable.errors import DataError
 from megastable.recipe import find
@@ -76,7 +77,10 @@ def open_speaker(
         return _of_folder(load_folder(checkpoint, precision, on, accept), tokenizer)
     # The tokenizer after the model: for a wrong path it is said what it should be.
     model = load_plain(checkpoint, precision, on)
-    spoken = load_tokenizer(find(tokenizer)) if tokenizer else tokenizer_of(model.run, str(model.checkpoint))
+    if tokenizer:
+        spoken, problem = named_tokenizer(find(tokenizer), model.run)
+    else:
+        spoken, problem = tokenizer_of(model.run, str(model.checkpoint)), ""
     begin = spoken.eod if spoken.bos is None else spoken.bos
     return Speaker(
         model,
@@ -84,7 +88,7 @@ def open_speaker(
         frozenset({spoken.eod}),
         (begin,),
         always=spoken.bos is not None,
-        notes=_compared(model, spoken),
+        notes=_compared(model, spoken) + ((f"{problem}: {GUESSED}",) if problem else ()),
     )
 
 

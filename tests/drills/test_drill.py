@@ -50,6 +50,7 @@ def shared_memory() -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE + 60)
 def test_quick_drills_meet_their_targets(tmp_path: Path) -> None:
     shared = shared_memory()
     tool = start(tmp_path, "--quick", "--json", "drills.json", "--keep", "kept")
@@ -80,6 +81,7 @@ def test_quick_drills_meet_their_targets(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE + 60)
 def test_an_interrupted_drill_leaves_no_process(tmp_path: Path) -> None:
     tool = start(tmp_path, "--quick", NAMES[0], "--keep", "kept")
     end = time.monotonic() + PATIENCE

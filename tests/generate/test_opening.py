@@ -71,6 +71,10 @@ def test_a_token_that_begins_documents_begins_every_prompt(tmp_path: Path) -> No
             assert speaker.prompt("def f(", document_start) == [bos, *ids]
             assert speaker.prompt("", document_start) == [bos]
         assert speaker.ends == {speaker.tokenizer.eod}
+    # Also with a tokenizer that is named, while the corpus can say so.
+    kept = shutil.copy(tmp_path / "corpus/tokenizer.model", tmp_path / "kept.model")
+    speaker = opened(run, Path(kept))
+    assert speaker.prompt("def f(", False) == [bos, *ids] and speaker.ends == {info.eod} and not speaker.notes
     for name in ("config.json", "generation_config.json"):
         told = json.loads((out / name).read_text())
         assert (told["bos_token_id"], told["eos_token_id"]) == (bos, info.eod)
@@ -168,9 +172,17 @@ def test_a_corpus_that_is_gone_or_another_one(tmp_path: Path) -> None:
     (tmp_path / "corpus" / FILE).unlink()
     assert "or name it with --tokenizer" in refused(run)
     (tmp_path / "kept.model").write_bytes(kept)
-    assert opened(run, tmp_path / "kept.model").tokenizer.vocab_size == PIECES
+    speaker = opened(run, tmp_path / "kept.model")
+    assert speaker.tokenizer.vocab_size == PIECES
+    assert "the corpus is not there: what begins and ends a document is guessed" in speaker.notes[0]
 
 
 def test_a_hugging_face_tokenizer_can_be_named(run: Path, tmp_path: Path) -> None:
     speaker = opened(run, hugging_face_file(tmp_path, PIECES))
     assert speaker.tokenizer.kind == "huggingface" and speaker.prompt("x = 1", False)
+    (note,) = speaker.notes
+    assert (
+        "ends documents with the token 2, which is" in note
+        and "there: what begins and ends a document" in note
+    )
+    assert speaker.ends == {load_tokenizer(speaker.tokenizer.file).eod}

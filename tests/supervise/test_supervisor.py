@@ -149,6 +149,7 @@ def settings(corpus: Path, run: Path) -> RunConfig:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout((18 + 2 * KILLS) * PATIENCE + 60)  # for each wait of the test
 def test_whatever_is_killed_the_run_ends_with_the_same_bytes(
     supervised: Supervised, corpus: Path, tmp_path: Path
 ) -> None:

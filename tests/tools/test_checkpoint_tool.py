@@ -27,6 +27,7 @@ from megastable.checkpoint.tool.showing import merged
 from megastable.checkpoint.whole import WholeState, parameters
 from megastable.checkpoint.writing import write_run
 from tests.checkpoint.states import LAYOUTS, make_run, recipe_of, state_of
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "checkpoint.py"
@@ -192,6 +193,18 @@ def test_list_pin_and_unpin(call: Callable[..., tuple[str, str]], checkpoint: Pa
     )
     assert markers.pinned(checkpoint) is None
     call("pin", checkpoint.parent / "step-9", code=2)
+
+
+def test_show_tells_what_of_the_model_is_not_usual(
+    call: Callable[..., tuple[str, str]], tmp_path: Path
+) -> None:
+    scaling = {"kind": "llama3", "factor": 8.0, "original_length": 16}
+    unusual = {"tied": True, "qkv_bias": True, "rope_scaling": scaling, "max_positions": 4096}
+    told = "tied, biases of queries, keys and values, rotary scaling llama3 by 8, positions up to 4,096"
+    for name, model in (("usual", {}), ("unusual", unusual)):
+        text = " ".join(call("show", make_run(tmp_path / name, model=model))[0].split())
+        assert ("vocabulary 50, " + told in text) is bool(model)
+        assert any(word in text for word in ("tied", "biases", "rotary", "positions up to")) is bool(model)
 
 
 def test_show(call: Callable[..., tuple[str, str]], checkpoint: Path) -> None:
@@ -462,7 +475,7 @@ def test_a_bar_and_ctrl_c(checkpoint: Path, tmp_path: Path) -> None:
     except OSError:  # the terminal's other end is closed
         pass
     os.close(master)
-    assert process.wait(30) == 130, shown
+    assert process.wait(PATIENCE) == 130, shown
     assert b"interrupted" in shown and b"Traceback" not in shown
     assert sorted(os.listdir(tmp_path)) == before
 

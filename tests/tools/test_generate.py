@@ -87,6 +87,7 @@ def test_help_has_examples() -> None:
     assert "Talk to what was trained" in out and "--number 3 --seed 1" in out
 
 
+@pytest.mark.timeout(5 * PATIENCE + 60)
 def test_a_terminal_has_a_loop_with_a_prompt(run: Path) -> None:
     primary, secondary = pty.openpty()
     process = subprocess.Popen(
@@ -112,7 +113,7 @@ def test_a_terminal_has_a_loop_with_a_prompt(run: Path) -> None:
         wait_for("5 tokens, ", 2)
         wait_for("> ", 3)
         os.write(primary, b"\x04")
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
         process.wait()

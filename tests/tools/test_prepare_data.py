@@ -254,6 +254,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name.split(".tmp-")[0] for path in directory.iterdir())
 
 
+@pytest.mark.timeout(2 * PATIENCE + 60)
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     with in_the_middle(tmp_path) as process:
         workers = process.children(recursive=True)

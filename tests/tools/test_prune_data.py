@@ -17,6 +17,7 @@ import xxhash
 from megastable.bench.prune import prune_cost
 from megastable.data.manifest import Manifest
 from tests.forensics.shelves import Plain, corpus
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "prune_data.py"
@@ -153,7 +154,7 @@ def test_a_bar_and_ctrl_c(tmp_path: Path) -> None:
     except OSError:  # the terminal's other end is closed
         pass
     os.close(master)
-    assert process.wait(30) == 130
+    assert process.wait(PATIENCE) == 130
     assert b"interrupted" in shown and b"Traceback" not in shown
     assert sorted(os.listdir(tmp_path)) == before
 

@@ -30,9 +30,10 @@ from megastable.checkpoint.plain import find_checkpoint
 from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config import ModelConfig, RunConfig
-from megastable.data.manifest import Manifest, TokenizerInfo
+from megastable.data.manifest import TokenizerInfo
+from megastable.data.named import GUESSED, corpus_of, named_tokenizer
 from megastable.data.staging import staged_directory, write_file
-from megastable.data.tokenizer import END_OF_DOCUMENT, Tokenizer, load_tokenizer
+from megastable.data.tokenizer import Tokenizer, load_tokenizer
 from megastable.errors import CheckpointError, DataError
 from megastable.recipe import find
 
@@ -88,14 +89,14 @@ def to_hf(
     run = run_of(checkpoint)
     whole = WholeState(checkpoint)
     whole.check_fits(run.model)
-    found = None if without_tokenizer else _tokenizer(run, tokenizer)
+    found, notes = (None, []) if without_tokenizer else _tokenizer(run, tokenizer)
     entries = [
         (part.name, DTYPES[dtype], part.shape) for parts in table(run.model).values() for part in parts
     ]
     planned = plan(entries, shard_size)
     made = Export(
         out, checkpoint, store.step_of(checkpoint), hash_file(checkpoint / store.MANIFEST).xxh3, dtype, run,
-        tensors=len(entries), files=len(planned), bytes=sum(map(bytes_of, entries)),
+        tensors=len(entries), files=len(planned), bytes=sum(map(bytes_of, entries)), notes=notes,
     )  # fmt: skip
     proven = markers.healthy(checkpoint)
     made.health = f"proven by the {proven.steps} steps after it" if proven else "not proven by later steps"
@@ -140,20 +141,23 @@ class NotTheSame(CheckpointError):
         self.checked = checked
 
 
-def _tokenizer(run: RunConfig, given: Path | None) -> Tokenizer:
-    """That of the recipe's corpora, or one that was named. Raises DataError, CheckpointError."""
-    problem, info, path = "the recipe names no corpora", None, given
-    if run.data.corpora:
-        corpus = find(run.data.corpora[0].path)
-        try:
-            info = Manifest.load(corpus).tokenizer
-            path = path or corpus / info.file
-        except DataError as error:
-            problem = str(error)
-    if path is None:
-        raise CheckpointError(f"the tokenizer was not found: {problem}. Name it with --tokenizer; {WITHOUT}")
+def _tokenizer(run: RunConfig, given: Path | None) -> tuple[Tokenizer, list[str]]:
+    """That of the recipe's corpora, or one that was named; and what a person should know. Raises CheckpointError."""
+    info: TokenizerInfo | None = None
+    problem = ""
     try:
-        found = load_tokenizer(find(path), info.eod if info else None, info.bos if info else None)
+        corpus, info = corpus_of(run)
+    except DataError as error:
+        if given is None:
+            raise CheckpointError(
+                f"the tokenizer was not found: {error}. Name it with --tokenizer; {WITHOUT}"
+            ) from None
+    try:
+        if given is not None:
+            found, problem = named_tokenizer(find(given), run)
+        else:
+            assert info is not None
+            found = load_tokenizer(corpus / info.file, info.eod, info.bos)
     except DataError as error:
         raise CheckpointError(f"{error}. Name the tokenizer with --tokenizer; {WITHOUT}") from None
     # A corpus may have been tokenized with the other form of a tokenizer that somebody names: only its own file must
@@ -170,23 +174,11 @@ def _tokenizer(run: RunConfig, given: Path | None) -> Tokenizer:
             f"{found.file} has {found.vocab_size} tokens, the run's tokenizer {has}: it is another one; name the "
             f"right one with --tokenizer; {WITHOUT}"
         )
-    if info is not None and found.xxh3 != info.xxh3 and not _ends(found, corpus / info.file, info):
+    if info is not None and problem:
         raise CheckpointError(
-            f"{found.file}: the corpus ends documents with the token {info.eod}, which is {found.end!r} there: it is "
-            f"another tokenizer; name the right one with --tokenizer; {WITHOUT}"
+            f"{found.file}: {problem}: it is another tokenizer; name the right one with --tokenizer; {WITHOUT}"
         )
-    return found
-
-
-def _ends(tokenizer: Tokenizer, own: Path, info: TokenizerInfo) -> bool:
-    """Whether its token at the corpus's id ends documents: by its name, or as in the corpus's own file."""
-    if tokenizer.end in END_OF_DOCUMENT:
-        return True
-    try:
-        corpus = load_tokenizer(own, info.eod)
-    except DataError:
-        return False
-    return corpus.xxh3 == info.xxh3 and corpus.end == tokenizer.end
+    return found, [f"{problem}: {GUESSED}"] if problem else []
 
 
 def _told(made: Export, tokenizer: Tokenizer, written: Written) -> list[str]:

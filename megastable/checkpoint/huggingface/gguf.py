@@ -22,6 +22,7 @@ from megastable.checkpoint.huggingface.names import LLAMA, OLMO2, architecture_o
 from megastable.checkpoint.huggingface.tokenizer import CONFIG, CONTROL, FILE, NORMAL
 from megastable.checkpoint.target import refuse_existing
 from megastable.config import ModelConfig
+from megastable.data.staging import remove_abandoned, staging_of
 from megastable.data.tokenizer import load_tokenizer
 from megastable.durable import sync_directory
 from megastable.errors import CheckpointError, DataError
@@ -87,9 +88,10 @@ def to_gguf(folder: Path, out: Path, watch: Callable[[int, int], None] = lambda 
         kept = gguf.GGMLQuantizationType.F32
         writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes, kept)
     tensors, total, done = len(writer.tensors[0]), sum(t.nbytes for t in writer.tensors[0].values()), 0
-    temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
+    temporary = staging_of(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(out)
         writer.write_header_to_file(temporary)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()

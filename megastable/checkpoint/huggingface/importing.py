@@ -7,6 +7,7 @@ it. There is no optimizer state: Adam begins anew, at step 0.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from megastable import recipe
 from megastable.checkpoint.foreign.begin import state_of
 from megastable.checkpoint.huggingface.folder import Folder
 from megastable.checkpoint.huggingface.names import LLAMA, MISTRAL
-from megastable.checkpoint.huggingface.tokenizer import FILE, difference
+from megastable.checkpoint.huggingface.tokenizer import CONFIG, FILE, difference
 from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import parameters
 from megastable.checkpoint.writing import write_run
@@ -134,7 +135,7 @@ def check_tokenizer(folder: Folder, run: RunConfig, corpora: Corpora, notes: lis
             f"documents of {corpus} end with token {info.eod}, the model was made with eos_token_id={ends}"
         )
     theirs = _tokenizers(folder)
-    said = theirs[0].added if theirs and theirs[0].kind == "huggingface" else None
+    said = _put_before(folder, theirs[0]) if theirs else None
     if said is not None and said != (() if info.bos is None else (info.bos,)):
         begin = f"token {info.bos}" if info.bos is not None else "no token of their own"
         adds = f"{', '.join(map(str, said))} before every text" if said else "nothing before a text"
@@ -159,6 +160,21 @@ def check_tokenizer(folder: Folder, run: RunConfig, corpora: Corpora, notes: lis
             f"{corpus}: a wrong tokenizer: {ours.file.name} there and {theirs[0].file} are not the same: {problem}; "
             "prepare the corpus with the folder's tokenizer"
         )
+
+
+def _put_before(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...] | None:
+    """The tokens that it puts before every text; None where that is not known.
+
+    tokenizer.json says so itself. Of a SentencePiece model transformers put the bos, unless told not to.
+    """
+    if tokenizer.kind == "huggingface":
+        return tokenizer.added
+    try:
+        settings = json.loads((folder.path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        settings = None
+    adds = settings.get("add_bos_token", True) if isinstance(settings, dict) else True
+    return () if adds is False else tokenizer.added or None
 
 
 def _tokenizers(folder: Folder) -> list[Tokenizer]:

@@ -106,11 +106,19 @@ def _probed(state: RunState) -> str:
 
 
 def _model(model: ModelConfig) -> str:
-    tied = ", tied" if model.tied else ""
+    more, scaling = "", model.rope_scaling
+    if model.tied:
+        more += ", tied"
+    if model.qkv_bias:
+        more += ", biases of queries, keys and values"
+    if scaling is not None:
+        more += f", rotary scaling {scaling.kind} by {scaling.factor:g}"
+    if model.max_positions is not None:
+        more += f", positions up to {model.max_positions:,}"
     return (
         f"{plural(model.layers, 'layer')}, width {model.hidden:,}, {plural(model.heads, 'head')} of {model.head_width} "
         f"({model.key_value_heads} of keys and values), feed-forward {model.ffn_width:,}, "
-        f"vocabulary {model.vocab_size:,}{tied}"
+        f"vocabulary {model.vocab_size:,}{more}"
     )
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PATIENCE
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -31,11 +33,11 @@ def llama_cpp(file: Path) -> Iterator[Callable[[str, dict[str, Any]], list[int]]
     given.cache_type_k = given.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     given.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(given)
-    line = http.client.HTTPConnection(server.listening_address.removeprefix("http://"), timeout=120)
+    line = http.client.HTTPConnection(server.listening_address.removeprefix("http://"), timeout=PATIENCE)
 
     def ask(path: str, body: dict[str, Any]) -> list[int]:
         line.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         return list(json.load(line.getresponse())["tokens"])
 
-    yield ask
-    line.close()
+    with contextlib.closing(line):
+        yield ask

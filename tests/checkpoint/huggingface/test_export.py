@@ -231,3 +231,37 @@ def test_no_ordinary_token_becomes_the_end_of_a_text(make: Make, text_corpus: Pa
         file.write((corpus / "tokenizer.model").read_bytes()[-9:])
     with pytest.raises(CheckpointError, match="which is '<s>' there"):
         to_hf(checkpoint, tmp_path / "lost", tokenizer=form)
+
+
+def test_the_token_that_begins_documents_is_the_corpuss(
+    make: Make, text_corpus: Path, tmp_path: Path
+) -> None:
+    """Of a tokenizer that is named: checked as the end is; and where the corpus is gone, it is said to be a guess."""
+    corpus = shutil.copytree(text_corpus, tmp_path / "corpus")
+    checkpoint = write_random(tmp_path / "run", configured(corpus, tmp_path / "run", MODELS["llama"]))
+    manifest = Manifest.load(corpus)
+
+    def begin_with(token: int) -> None:
+        info = manifest.tokenizer.model_copy(update={"bos": token})
+        manifest.model_copy(update={"tokenizer": info}).save(corpus)
+
+    begin_with(1)
+    form = tmp_path / "form.json"
+    content = fast(load_tokenizer(text_corpus))
+    form.write_text(json.dumps(content))
+    made = to_hf(checkpoint, tmp_path / "usual", tokenizer=form)
+    assert Folder(made.out).settings["bos_token_id"] == 1
+    assert not [note for note in made.notes if "guessed" in note]
+    begin_with(300)
+    assert Folder(to_hf(checkpoint, tmp_path / "named", tokenizer=form).out).settings["bos_token_id"] == 300
+    vocab = content["model"]["vocab"]
+    word, other = (next(piece for piece, id in vocab.items() if id == wanted) for wanted in (300, 301))
+    vocab[word], vocab[other] = 301, 300
+    form.write_text(json.dumps(content))
+    with pytest.raises(
+        CheckpointError, match=r"begins documents with the token 300, which is .* there: it is another"
+    ):
+        to_hf(checkpoint, tmp_path / "other", tokenizer=form)
+    shutil.rmtree(corpus)
+    (note,) = [n for n in to_hf(checkpoint, tmp_path / "gone", tokenizer=text_corpus).notes if "guessed" in n]
+    assert note == "the corpus is not there: what begins and ends a document is guessed from the tokenizer"

@@ -20,7 +20,7 @@ from megastable.checkpoint.huggingface.gguf import to_gguf
 from megastable.checkpoint.huggingface.tokenizer import texts
 from megastable.data.tokenizer import SPACE, Tokenizer
 from megastable.errors import CheckpointError
-from tests.checkpoint.huggingface.clients import documented, llama_cpp
+from tests.checkpoint.huggingface.clients import ROOT, documented, llama_cpp
 from tests.checkpoint.huggingface.conftest import (
     MODELS,
     Make,
@@ -96,6 +96,21 @@ def test_what_a_fine_tuned_folder_adds_is_kept(make: Make, tmp_path: Path) -> No
     assert (
         fields["tokenizer.chat_template"] == "{{ messages }}" and len(fields["tokenizer.ggml.tokens"]) == 700
     )
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next(make: Make, tmp_path: Path) -> None:
+    folder = to_hf(make(MODELS["qwen3"]), tmp_path / "out").out
+    program = (
+        "import os, sys; from pathlib import Path; from megastable.checkpoint.huggingface.gguf import to_gguf; "
+        "to_gguf(Path(sys.argv[1]), Path(sys.argv[2]), lambda done, total: os.kill(os.getpid(), 9))"
+    )
+    command = [sys.executable, "-c", program, str(folder), str(tmp_path / "out.gguf")]
+    assert subprocess.run(command, cwd=ROOT).returncode == -9
+    (left,) = {*tmp_path.iterdir()} - {folder}
+    other = tmp_path / left.name.replace("out.gguf", "other.gguf")
+    other.write_text("of another name")
+    to_gguf(folder, tmp_path / "out.gguf")
+    assert {*tmp_path.iterdir()} == {folder, tmp_path / "out.gguf", other}
 
 
 def test_mistakes_are_told_and_leave_nothing(make: Make, tmp_path: Path) -> None:

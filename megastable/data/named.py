@@ -1,0 +1,57 @@
+"""A tokenizer that somebody names instead of a corpus's own: does it begin and end documents as the corpus does?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megastable.config import RunConfig
+from megastable.data.manifest import Manifest, TokenizerInfo
+from megastable.data.tokenizer import BEGIN_OF_DOCUMENT, END_OF_DOCUMENT, Tokenizer, load_tokenizer
+from megastable.errors import DataError
+from megastable.recipe import find
+
+GUESSED = "what begins and ends a document is guessed from the tokenizer"
+
+
+def corpus_of(run: RunConfig) -> tuple[Path, TokenizerInfo]:
+    """The folder of a run's first corpus, and what it says of its tokenizer. Raises DataError."""
+    if not run.data.corpora:
+        raise DataError("the recipe names no corpora")
+    corpus = find(run.data.corpora[0].path)
+    return corpus, Manifest.load(corpus).tokenizer
+
+
+def named_tokenizer(path: Path, run: RunConfig) -> tuple[Tokenizer, str]:
+    """The tokenizer in `path`, with the corpus's tokens that begin and end documents; and "", or why they are GUESSED.
+
+    Raises DataError where there is none.
+    """
+    try:
+        corpus, info = corpus_of(run)
+    except DataError:
+        return load_tokenizer(path), "the corpus is not there"
+    found = load_tokenizer(path, eod=0)
+    if problem := _difference(found, corpus / info.file, info):
+        return load_tokenizer(path), problem
+    found.eod, found.bos = info.eod, info.bos
+    return found, ""
+
+
+def _difference(tokenizer: Tokenizer, own: Path, info: TokenizerInfo) -> str:
+    """Which of the corpus's tokens is another one there; "" where none is. A token is known by its usual name, or as
+    that of the corpus's own file."""
+    if tokenizer.xxh3 == info.xxh3:
+        return ""
+    try:
+        corpus: Tokenizer | None = load_tokenizer(own, eod=0)
+    except DataError:
+        corpus = None
+    if corpus is not None and corpus.xxh3 != info.xxh3:
+        corpus = None
+    for does, id, usual in (("ends", info.eod, END_OF_DOCUMENT), ("begins", info.bos, BEGIN_OF_DOCUMENT)):
+        if id is None:
+            continue
+        token = tokenizer.spelled(id)
+        if token not in usual and (corpus is None or corpus.spelled(id) != token):
+            return f"the corpus {does} documents with the token {id}, which is {token!r} there"
+    return ""
