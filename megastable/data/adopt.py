@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from megastable.data.left_out import LeftOut
 from megastable.data.manifest import FILE, Manifest, adopt, split_at_document
 from megastable.data.prepare import check_free, corpus_name
 from megastable.data.progress import Meter
-from megastable.data.shard_format import ShardInfo, chunks, dtype_for, with_suffix
+from megastable.data.shard_format import ShardInfo, Tokens, dtype_for, with_suffix
 from megastable.data.shards import Shard, ShardWriter
 from megastable.data.staging import staged_directory
 from megastable.data.summary import Summary
@@ -61,11 +62,11 @@ def adopt_directory(
     if (directory / FILE).exists() and not overwrite:
         raise DataError(f"{directory / FILE} exists already: replace it with --overwrite")
     tokenizer = load_tokenizer(tokenizer_path, eod)
-    manifest = adopt(directory, tokenizer.info, validation, corpus_name(name, directory))
-    open_ends = sum(_unended(Shard(directory / info.name, info), tokenizer.eod) for info in manifest.shards)
+    edges = _Edges(tokenizer.eod)
+    manifest = adopt(directory, tokenizer.info, validation, corpus_name(name, directory), edges.seen)
     tokenizer.copy_to(directory)
     manifest.save(directory)
-    warnings = _warnings(open_ends, manifest, tokenizer.eod)
+    warnings = _warnings(edges.open_ends, manifest, tokenizer.eod)
     return Summary.of("adopted", directory, manifest, warnings=warnings)
 
 
@@ -144,6 +145,22 @@ def _copy(
     )
 
 
+@dataclass
+class _Edges:
+    """Counts the documents that do not end with `eod`; empty ones do not count."""
+
+    eod: int
+    open_ends: int = 0
+
+    def seen(self, shard: Shard, first: int, tokens: Tokens) -> None:
+        """The tokens of a shard from offset `first` on."""
+        after = first + tokens.size
+        ends = shard.document_starts(first + 1, min(after, shard.tokens - 1) - first)
+        if after == shard.tokens:
+            ends = np.append(ends, after)
+        self.open_ends += int(np.count_nonzero(tokens[ends - first - 1] != self.eod))
+
+
 def _warnings(open_ends: int, manifest: Manifest, eod: int) -> list[str]:
     documents = sum(shard.documents for shard in manifest.shards)
     if not open_ends:
@@ -153,24 +170,3 @@ def _warnings(open_ends: int, manifest: Manifest, eod: int) -> list[str]:
         "trained on them does not learn where texts end; name the token that they do end with by --eod, or write "
         "the shards again with one"
     ]
-
-
-def _unended(shard: Shard, eod: int) -> int:
-    """How many documents of a shard do not end with `eod`; empty ones do not count. Reads the shard once."""
-    count = 0
-    for ends in _document_ends(shard):
-        first = int(ends[0]) if ends.size else 0
-        last = int(ends[-1]) + 1 if ends.size else 0
-        for part in chunks(last - first):
-            low, high = np.searchsorted(ends, (first + part.start, first + part.stop))
-            if low < high:
-                tokens = shard.raw(first + part.start, part.stop - part.start)
-                count += int(np.count_nonzero(tokens[ends[low:high] - first - part.start] != eod))
-    return count
-
-
-def _document_ends(shard: Shard) -> Iterator[np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """The offsets of the last tokens of the documents that have any, some at a time: int64 [n], ascending."""
-    for part in chunks(shard.documents):
-        edges = shard.document_edges(part.start, part.stop - part.start)
-        yield edges[1:][np.diff(edges) > 0] - 1

@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from megastable.data import token_files
@@ -207,6 +208,24 @@ def test_what_cannot_be_adopted_is_refused_by_name(tmp_path: Path, tokenizer: Pa
     for name in ("a.ds", "a.ds.index", "a.ds.metadata"):
         (folder / name).unlink()
     refused("adopted where they lie: leave --output out")
+
+
+def test_megatron_shards_are_read_once(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ShardWriter(tmp_path / "a", 600) as writer:
+        for document in encoded(tokenizer, 30):
+            writer.add_document(np.array(document))
+    read = []
+    raw = Shard.raw
+
+    def counted(shard: Shard, first: int, count: int) -> npt.NDArray[np.integer]:
+        read.append(count)
+        return raw(shard, first, count)
+
+    monkeypatch.setattr(Shard, "raw", counted)
+    made = adopt_directory(tmp_path, tokenizer)
+    assert sum(read) == sum(made.tokens.values()) > 1000
 
 
 @pytest.mark.parametrize("chunk", [3, 1 << 20])
