@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 from pathlib import Path
@@ -10,9 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from megastable.config import CorpusConfig
 from megastable.data import token_files
 from megastable.data.adopt import adopt_directory
+from megastable.data.corpora import open_corpora
 from megastable.data.manifest import Manifest, Stream
+from megastable.data.prepare import prepare_shards
 from megastable.data.shards import Shard, ShardWriter
 from megastable.data.tokenizer import load_tokenizer
 from megastable.data.verify import verify_corpus
@@ -257,3 +261,38 @@ def test_empty_documents_of_megatron_shards_do_not_count(tmp_path: Path, tokeniz
     (tmp_path / "a.idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 5, 6) + arrays)
     made = adopt_directory(tmp_path, tokenizer)
     assert [warning.split(" do not")[0] for warning in made.warnings] == ["1 of 5 documents"]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_documents_that_begin_with_a_token_of_their_own(
+    tmp_path: Path, tokenizer: Path, copied: bool
+) -> None:
+    text = tmp_path / "a.jsonl"
+    text.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents(40)))
+    prepare_shards([text], tmp_path / "made", tokenizer, bos=True, progress=False)
+    (tmp_path / "in").mkdir()
+    found = [*read_back(tmp_path / "made"), encoded(tokenizer, 1)[0]]
+    if copied:
+        write_datatrove(tmp_path / "in" / "a.ds", found)
+    else:
+        with ShardWriter(tmp_path / "in" / "a", 600) as writer:
+            for document in found:
+                writer.add_document(np.array(document))
+    output = tmp_path / "out" if copied else None
+    made = adopt_directory(tmp_path / "in", tokenizer, bos=True, output=output)
+    assert len(made.warnings) == 1
+    assert made.warnings[0].startswith("1 of 41 documents do not begin with token 1")
+    own = CorpusConfig(path=tmp_path / "made")
+    both = [own, CorpusConfig(path=output or tmp_path / "in")]
+    assert len(open_corpora(both, 16, 0).manifests) == 2
+
+
+def test_the_first_document_of_a_file_that_was_cut_need_not_begin_with_its_token(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    (tmp_path / "in").mkdir()
+    write_llm_c(tmp_path / "in" / "a.bin", [5, 6, 2, 1, 7, 2, 8, 2])
+    made = adopt_directory(tmp_path / "in", tokenizer, bos=True, output=tmp_path / "out")
+    assert [warning.split(":")[0] for warning in made.warnings] == [
+        "1 of 3 documents do not begin with token 1, as --bos says they do"
+    ]
