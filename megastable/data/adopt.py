@@ -148,7 +148,7 @@ def _copy(
 
 @dataclass
 class _Edges:
-    """Counts the documents without `eod` at their end, or `bos` (if not None) at their beginning, but for empty ones."""
+    """Counts the documents without `eod` at their end, or `bos` (if not None) at their beginning; not empty ones."""
 
     eod: int
     bos: int | None

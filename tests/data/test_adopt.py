@@ -160,6 +160,29 @@ def test_llm_c_without_end_of_document(tmp_path: Path, tokenizer: Path) -> None:
     assert ["1 of 1 documents do not end" in warning for warning in made.warnings] == [True]
 
 
+def test_files_of_another_end_of_document_token_are_refused(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As llm.c's of Llama 3: begin of text before each document, and nothing behind it."""
+    monkeypatch.setattr(token_files, "CHUNK", 8)
+    monkeypatch.setattr(token_files, "LONGEST_WITHOUT_END", 64)
+    begin = 1
+    found = [[begin, *document] for document in encoded(tokenizer, 8, end=False)]
+    tokens = [token for document in found for token in document]
+    assert len(tokens) > 64
+    (tmp_path / "in").mkdir()
+    write_llm_c(tmp_path / "in" / "a.bin", tokens, 20240801, 7, "I")
+    with pytest.raises(
+        DataError,
+        match=r"a\.bin has no end-of-document token \(2\) among its first 72: .*--eod .*begins with token 1;",
+    ):
+        adopt_directory(tmp_path / "in", tokenizer, output=tmp_path / "out")
+    assert os.listdir(tmp_path) == ["in"]
+    made = adopt_directory(tmp_path / "in", tokenizer, eod=str(begin), output=tmp_path / "out")
+    assert made.documents == {"train": 8} and made.warnings == []
+    assert [token for document in read_back(tmp_path / "out") for token in document] == tokens
+
+
 def test_ids_without_a_header_are_refused_unless_their_type_is_said(tmp_path: Path, tokenizer: Path) -> None:
     found = encoded(tokenizer, 10)
     tokens = [token for document in found for token in document]
