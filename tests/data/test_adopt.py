@@ -288,8 +288,13 @@ def test_empty_documents_of_megatron_shards_do_not_count(tmp_path: Path, tokeniz
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_documents_that_begin_with_a_token_of_their_own(
-    tmp_path: Path, tokenizer: Path, copied: bool
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, copied: bool
 ) -> None:
+    from megastable.data import shard_format
+
+    monkeypatch.setattr(
+        shard_format, "CHUNK", 5
+    )  # tokens read at a time: some parts end where a document does
     text = tmp_path / "a.jsonl"
     text.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents(40)))
     prepare_shards([text], tmp_path / "made", tokenizer, bos=True, progress=False)
