@@ -125,12 +125,13 @@ def manifest(directory: Path, tokenizer: Tokenizer, name: Name = None, validatio
              eod: Eod = None, overwrite: Overwrite = False, as_json: Json = False,
              output: Annotated[Path | None, typer.Option(help="The corpus, of files that are not Megatron's")] = None,
              raw: Annotated[IdType | None, typer.Option(help="Type of the ids in .bin files without a header")] = None,
+             bos: Annotated[bool, typer.Option("--bos", help="Documents begin with the tokenizer's own token")] = False,
              ) -> None:  # fmt: skip
     """Adopt token ids that another program wrote: check them and write their manifest.
 
     Megatron's .bin/.idx stay where they are; datatrove's .ds and llm.c's .bin are copied to --output.
     """
-    show(as_json, adopt_directory(directory, tokenizer, name, validation, eod, overwrite, output, raw))
+    show(as_json, adopt_directory(directory, tokenizer, name, validation, eod, overwrite, output, raw, bos))
 
 
 @app.command(epilog=examples("verify"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,12 @@ from megastable.data.left_out import LeftOut
 from megastable.data.manifest import FILE, Manifest, adopt, split_at_document
 from megastable.data.prepare import check_free, corpus_name
 from megastable.data.progress import Meter
-from megastable.data.shard_format import ShardInfo, chunks, dtype_for, with_suffix
+from megastable.data.shard_format import ShardInfo, Tokens, dtype_for, with_suffix
 from megastable.data.shards import Shard, ShardWriter
 from megastable.data.staging import staged_directory
 from megastable.data.summary import Summary
-from megastable.data.token_files import IdType, TokenFile, bin_file, datatrove_file
-from megastable.data.tokenizer import load_tokenizer
+from megastable.data.token_files import Ids, IdType, TokenFile, bin_file, datatrove_file
+from megastable.data.tokenizer import OWN, Tokenizer, load_tokenizer
 from megastable.errors import DataError
 
 TOLD_EVERY = 1000  # documents
@@ -32,13 +33,15 @@ def adopt_directory(
     overwrite: bool = False,
     output: Path | None = None,
     raw: IdType | None = None,
+    bos: bool = False,
     progress: bool = True,
 ) -> Summary:
     """Make a corpus of token ids that another program wrote into `directory`: check them, add tokenizer and manifest.
 
     Megatron's shards stay where they are. datatrove's `.ds` and llm.c's `.bin` (and, with their type as `raw`, `.bin`
     of ids alone) become the shards of `output`, one for each, which appears whole or not at all. Documents that do not
-    end with the end-of-document token are a warning.
+    end with the end-of-document token are a warning; with `bos`, so are those that do not begin with the tokenizer's
+    own token for that.
 
     Raises DataError for files that are damaged, ambiguous or were made with a larger vocabulary, and for a corpus that
     is there already, unless `overwrite`.
@@ -55,18 +58,18 @@ def adopt_directory(
             )
         files = [_opened(path, raw) for path in foreign]
         name = corpus_name(name, output)
-        return _copy(directory, files, output, tokenizer_path, name, validation, eod, overwrite, progress)
+        tokenizer = load_tokenizer(tokenizer_path, eod, OWN if bos else None)
+        return _copy(directory, files, output, tokenizer, name, validation, overwrite, progress)
     if output is not None:
         raise DataError(f"Megatron shards are adopted where they lie: leave --output out ({directory})")
     if (directory / FILE).exists() and not overwrite:
         raise DataError(f"{directory / FILE} exists already: replace it with --overwrite")
-    tokenizer = load_tokenizer(tokenizer_path, eod)
-    manifest = adopt(directory, tokenizer.info, validation, corpus_name(name, directory))
-    open_ends = sum(_unended(Shard(directory / info.name, info), tokenizer.eod) for info in manifest.shards)
+    tokenizer = load_tokenizer(tokenizer_path, eod, OWN if bos else None)
+    edges = _Edges(tokenizer.eod, tokenizer.bos)
+    manifest = adopt(directory, tokenizer.info, validation, corpus_name(name, directory), edges.seen)
     tokenizer.copy_to(directory)
     manifest.save(directory)
-    warnings = _warnings(open_ends, manifest, tokenizer.eod)
-    return Summary.of("adopted", directory, manifest, warnings=warnings)
+    return Summary.of("adopted", directory, manifest, warnings=edges.warnings(manifest))
 
 
 def _foreign(directory: Path) -> list[Path]:
@@ -90,10 +93,9 @@ def _copy(
     directory: Path,
     files: Sequence[TokenFile],
     output: Path,
-    tokenizer_path: Path,
+    tokenizer: Tokenizer,
     name: str,
     validation: float,
-    eod: str | int | None,
     overwrite: bool,
     progress: bool,
 ) -> Summary:
@@ -103,8 +105,7 @@ def _copy(
             f"{directory}: two files have one name but for the ending, adopt them one folder at a time"
         )
     check_free(output, overwrite)
-    tokenizer = load_tokenizer(tokenizer_path, eod)
-    shards, open_ends = list[ShardInfo](), 0
+    shards, edges = list[ShardInfo](), _Edges(tokenizer.eod, tokenizer.bos)
     total, read, documents = sum(file.tokens for file in files), 0, 0
     with (
         staged_directory(output) as staging,
@@ -113,21 +114,22 @@ def _copy(
         tokenizer.copy_to(staging)
         for file in files:
             with ShardWriter(staging / file.path.stem, tokenizer.vocab_size) as writer:
-                ended = True
+                begun = ended = True
                 for ids in file.documents(tokenizer.eod):
                     read += ids.size
                     if not ids.size:
                         left_out.document("empty documents")
                         continue
-                    ended = int(ids[-1]) == tokenizer.eod
-                    open_ends += not ended
+                    begins, ended = edges.document(ids)
+                    begun = begun if writer.documents else begins
                     writer.add_document(ids)
                     documents += 1
                     if documents % TOLD_EVERY == 0:
                         meter.update(read, documents, read)
-                # Without an index the last document ends where the file was cut, which is as it should be.
-                if not ended and file.ends is None and writer.documents > 1:
-                    open_ends -= 1
+                # Without an index a file may be cut in its first and its last document, which is as it should be.
+                if file.ends is None and writer.documents > 1:
+                    edges.open_begins -= not begun
+                    edges.open_ends -= not ended
                 shards.append(writer.close())
         manifest = Manifest(
             name=name,
@@ -138,39 +140,50 @@ def _copy(
             source="adopted files of token ids",
         )
         manifest.save(staging)
-    warnings = [file.note for file in files if file.note] + _warnings(open_ends, manifest, tokenizer.eod)
+    warnings = [file.note for file in files if file.note] + edges.warnings(manifest)
     return Summary.of(
         "adopted", output, manifest, seconds=time.monotonic() - begin, left_out=left_out, warnings=warnings
     )
 
 
-def _warnings(open_ends: int, manifest: Manifest, eod: int) -> list[str]:
-    documents = sum(shard.documents for shard in manifest.shards)
-    if not open_ends:
-        return []
-    return [
-        f"{open_ends:,} of {documents:,} documents do not end with the end-of-document token ({eod}): a model "
-        "trained on them does not learn where texts end; name the token that they do end with by --eod, or write "
-        "the shards again with one"
-    ]
+@dataclass
+class _Edges:
+    """Counts the documents without `eod` at their end, or `bos` (if not None) at their beginning; not empty ones."""
 
+    eod: int
+    bos: int | None
+    open_begins: int = 0
+    open_ends: int = 0
 
-def _unended(shard: Shard, eod: int) -> int:
-    """How many documents of a shard do not end with `eod`; empty ones do not count. Reads the shard once."""
-    count = 0
-    for ends in _document_ends(shard):
-        first = int(ends[0]) if ends.size else 0
-        last = int(ends[-1]) + 1 if ends.size else 0
-        for part in chunks(last - first):
-            low, high = np.searchsorted(ends, (first + part.start, first + part.stop))
-            if low < high:
-                tokens = shard.raw(first + part.start, part.stop - part.start)
-                count += int(np.count_nonzero(tokens[ends[low:high] - first - part.start] != eod))
-    return count
+    def seen(self, shard: Shard, first: int, tokens: Tokens) -> None:
+        """The tokens of a shard from offset `first` on."""
+        after = first + tokens.size
+        edges = shard.document_starts(first, min(after + 1, shard.tokens) - first)
+        begins, ends = edges[edges < after], edges[edges > first]
+        if after == shard.tokens:
+            ends = np.append(ends, after)
+        if self.bos is not None:
+            self.open_begins += int(np.count_nonzero(tokens[begins - first] != self.bos))
+        self.open_ends += int(np.count_nonzero(tokens[ends - first - 1] != self.eod))
 
+    def document(self, ids: Ids) -> tuple[bool, bool]:
+        """A document, 1-D: whether it begins and ends as it should."""
+        begun, ended = self.bos is None or int(ids[0]) == self.bos, int(ids[-1]) == self.eod
+        self.open_begins += not begun
+        self.open_ends += not ended
+        return begun, ended
 
-def _document_ends(shard: Shard) -> Iterator[np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """The offsets of the last tokens of the documents that have any, some at a time: int64 [n], ascending."""
-    for part in chunks(shard.documents):
-        edges = shard.document_edges(part.start, part.stop - part.start)
-        yield edges[1:][np.diff(edges) > 0] - 1
+    def warnings(self, manifest: Manifest) -> list[str]:
+        documents, found = sum(shard.documents for shard in manifest.shards), list[str]()
+        if self.open_begins:
+            found.append(
+                f"{self.open_begins:,} of {documents:,} documents do not begin with token {self.bos}, as --bos says "
+                "they do: leave it out if most do not, or write the shards again with one"
+            )
+        if self.open_ends:
+            found.append(
+                f"{self.open_ends:,} of {documents:,} documents do not end with the end-of-document token "
+                f"({self.eod}): a model trained on them does not learn where texts end; name the token that they do "
+                "end with by --eod, or write the shards again with one"
+            )
+        return found

@@ -1,7 +1,7 @@
 """Which files of the input are read, as what, and which are left out, decided by their names.
 
 A file that only describes the data (README.md, LICENSE, dataset_infos.json) is left out where data files lie in its
-folder or below, and a document where there are texts alone.
+folder or below, and a document where there are texts alone. So are the members of an archive.
 """
 
 from __future__ import annotations
@@ -139,17 +139,11 @@ def _add_folder(found: Files, folder: Path, globs: Sequence[str]) -> set[str]:
             if path not in matched:
                 found.leave_out(UNMATCHED, path)
         paths = [path for path in paths if path in matched]
-    about = {path for path in paths if _is_about_data(path.name)}
-    with_data = {
-        parent
-        for path in paths
-        if format_of(path.name).kind in DATA and path not in about
-        for parent in path.parents
-    }
+    with_data = {parent for path in paths if is_data(path.name) for parent in path.parents}
     for path in paths:
         if _is_tokens(path):
             found.leave_out(TOKENS, path)
-        elif path in about and path.parent in with_data:
+        elif is_about_data(path.name) and path.parent in with_data:
             found.leave_out(ABOUT, path)
         elif path.match("cache-*.arrow") and path.parent in datasets:
             found.leave_out(CACHES, path)
@@ -158,7 +152,17 @@ def _add_folder(found: Files, folder: Path, globs: Sequence[str]) -> set[str]:
     return {pattern for pattern, files in matching.items() if files}
 
 
-def _is_about_data(name: str) -> bool:
+def is_data(name: str) -> bool:
+    """Whether a file holds documents, by its name."""
+    return format_of(name).kind in DATA and not is_about_data(name)
+
+
+def is_datatrove(name: str) -> bool:
+    """Whether a file is a part of a datatrove shard, by its name."""
+    return _DATATROVE.fullmatch(name) is not None
+
+
+def is_about_data(name: str) -> bool:
     """By its name; a table such as licenses.csv or readme.parquet is data itself."""
     kind = format_of(name).kind
     return _ABOUT.fullmatch(name) is not None and (kind == "text" or name.lower().endswith(".json"))
@@ -195,7 +199,7 @@ def _walk(folder: Path, found: Files) -> Iterator[Path]:
 
 def _is_tokens(path: Path) -> bool:
     """Whether it is a part of a datatrove or Megatron shard, or one of llm.c's."""
-    if _DATATROVE.fullmatch(path.name):
+    if is_datatrove(path.name):
         return True
     if path.suffix not in (".bin", ".idx"):
         return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
+from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -270,17 +271,23 @@ class Stream:
             )
 
 
-def adopt(directory: Path, tokenizer: TokenizerInfo, validation: float, name: str | None = None) -> Manifest:
+def adopt(
+    directory: Path,
+    tokenizer: TokenizerInfo,
+    validation: float,
+    name: str | None = None,
+    seen: Callable[[Shard, int, Tokens], None] | None = None,
+) -> Manifest:
     """A manifest for Megatron shards that another program wrote into `directory`; the caller saves it.
 
     Every file is read whole once: ids, indices and pointers are checked, hashes taken. The last fraction
-    `validation` of all tokens, in the order of the shards' names, becomes the split "validation". Raises
-    DataError.
+    `validation` of all tokens, in the order of the shards' names, becomes the split "validation". `seen` is given
+    the tokens as by `Shard.verify`. Raises DataError.
     """
     prefixes = sorted(path.with_suffix("") for path in directory.glob("*.idx"))
     if not prefixes:
         raise DataError(f"{directory} contains no .idx file: it holds no Megatron shards")
-    shards = [Shard(prefix, vocab_size=tokenizer.vocab_size).verify() for prefix in prefixes]
+    shards = [Shard(prefix, vocab_size=tokenizer.vocab_size).verify(seen) for prefix in prefixes]
     if len({shard.dtype for shard in shards}) > 1:
         raise DataError(f"{directory}: some shards are uint16, others int32: write them again as one type")
     return Manifest(

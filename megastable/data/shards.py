@@ -14,6 +14,7 @@ import os
 import struct
 import weakref
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -216,9 +217,10 @@ class Shard:
             return None
         return self._entries("i1", self._index.modes + sequences.start, sequences.stop - sequences.start)
 
-    def verify(self) -> ShardInfo:
+    def verify(self, seen: Callable[[Shard, int, Tokens], None] | None = None) -> ShardInfo:
         """Read both files whole: index order, contiguous pointers, ids, and the hashes when `info` has them.
 
+        `seen` is given every token once, in order: this shard, the offset of a part, and the part, int64 [n].
         Raises DataError for the first thing that is wrong. Returns the description with fresh hashes.
         """
         self.verify_index()
@@ -226,6 +228,8 @@ class Shard:
         for part in chunks(self.tokens):
             tokens = self.read(part.start, part.stop - part.start)
             bin_hash.update(tokens.astype(little_endian(self.dtype)).tobytes())
+            if seen is not None:
+                seen(self, part.start, tokens)
         found = ShardInfo(
             name=self.name,
             dtype=self.dtype,

@@ -13,7 +13,17 @@ from pathlib import Path, PurePosixPath
 
 from megastable.data.archive import Member, Sample, is_webdataset, members, samples, split_name, text_endings
 from megastable.data.decompress import decompress
-from megastable.data.input_files import HIDDEN, Format, find_files, format_of
+from megastable.data.input_files import (
+    ABOUT,
+    HIDDEN,
+    TOKENS,
+    Format,
+    find_files,
+    format_of,
+    is_about_data,
+    is_data,
+    is_datatrove,
+)
 from megastable.data.left_out import LeftOut
 from megastable.data.tables import Cells, Flaw, arrow_cells, csv_cells, parquet_cells
 from megastable.errors import DataError
@@ -123,12 +133,19 @@ class Corpus:
             for sample in samples(found):
                 yield from self._sample(where, sample)
             return
+        # A pipe knows only of the data that came by.
+        folders = _DataFolders(member.name for member in (opened(_ignore, _ignore) if path.is_file() else ()))
         for name, chunks in found:
-            path_inside = PurePosixPath(name)
-            if any(part.startswith(".") and part != ".." for part in path_inside.parts):
+            inside = PurePosixPath(name)
+            group = f"{where}!{inside.suffix}"
+            folders.add(inside)
+            if _is_hidden(inside):
                 self.left_out.file(HIDDEN, f"{where}!{name}", group=where)
+            elif is_datatrove(inside.name):
+                self.left_out.file(TOKENS, f"{where}!{name}", group)
+            elif is_about_data(inside.name) and inside.parent in folders:
+                self.left_out.file(ABOUT, f"{where}!{name}", group)
             else:
-                group = f"{where}!{path_inside.suffix}"
                 yield from self._content(f"{where}!{name}", format_of(name), chunks, group=group)
 
     def _sample(self, where: str, sample: Sample) -> Iterator[str]:
@@ -235,6 +252,26 @@ class Corpus:
                 "or Parquet), choose other files with --glob, or leave it out with --skip-bad"
             )
         self.left_out.file(NOT_READ, where, group)
+
+
+class _DataFolders:
+    """The folders of an archive with data files in or below them; of its names it reads as many as it takes to tell."""
+
+    def __init__(self, names: Iterator[str]) -> None:
+        self._names, self._found = names, set[PurePosixPath]()
+
+    def add(self, member: PurePosixPath) -> None:
+        if is_data(member.name) and not _is_hidden(member):
+            self._found.update(member.parents)
+
+    def __contains__(self, folder: PurePosixPath) -> bool:
+        while folder not in self._found and (name := next(self._names, None)) is not None:
+            self.add(PurePosixPath(name))
+        return folder in self._found
+
+
+def _is_hidden(member: PurePosixPath) -> bool:
+    return any(part.startswith(".") and part != ".." for part in member.parts)
 
 
 def _ignore(what: object) -> None:

@@ -3,7 +3,8 @@
 - datatrove (`DocumentTokenizer`): `NAME.ds` is uint16 or uint32 ids, `NAME.ds.index` the uint64 end of each document in
   tokens, `NAME.ds.metadata` the text "TOKENIZER|BYTES PER ID", then the number of tokens. `.ds.loss` holds loss masks.
 - llm.c (`dev/data/data_common.py`; modded-nanogpt's, too): 256 int32 of header (magic, version, tokens), then the ids:
-  uint16 (GPT-2) or uint32 (Llama 3). Documents begin with the end-of-text token; files are cut anywhere.
+  uint16 (GPT-2) or uint32 (Llama 3). Before each document stands a token: GPT-2's end of text, Llama 3's begin of text
+  (128000), and none behind it; files are cut anywhere.
 - nanoGPT: ids alone. Nothing in the file says of which type they are.
 """
 
@@ -30,6 +31,9 @@ LLM_C: dict[int, tuple[int, IdType]] = {
 }  # magic: version, ids
 _LLM_C_HEADER = 256 * 4  # bytes
 _EVALUATION = 20240522  # llm.c's magic of multiple-choice questions
+LONGEST_WITHOUT_END = (
+    1 << 22
+)  # tokens: a file that begins with so many and no end of a document has other ends
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ class TokenFile:
     def documents(self, eod: int) -> Iterator[Ids]:
         """The documents in their order, 1-D each; those without an index end with `eod`, but for the last.
 
-        Memory is that of the longest document. Raises DataError for an index that is not one, and a failing disk.
+        Memory is that of the longest document. Raises DataError for an index that is not one, a long file
+        without any `eod`, and a failing disk.
         """
         try:
             with self.path.open("rb") as file:
@@ -75,11 +80,12 @@ class TokenFile:
 
     def _by_token(self, file: BinaryIO, eod: int) -> Iterator[Ids]:
         rest: list[Ids] = []
-        left = self.tokens
+        left, ended = self.tokens, False
         while left:
             ids = self._read(file, min(left, CHUNK))
             at = 0
             for end in (np.flatnonzero(ids == eod) + 1).tolist():
+                ended = True
                 if end == 1 and left == self.tokens:
                     continue  # the token before the first document, where it stands before each
                 yield np.concatenate([*rest, ids[at:end]])
@@ -87,6 +93,12 @@ class TokenFile:
             if at < ids.size:
                 rest.append(ids[at:])
             left -= ids.size
+            if not ended and self.tokens - left > LONGEST_WITHOUT_END:
+                raise DataError(
+                    f"{self.path} has no end-of-document token ({eod}) among its first {self.tokens - left:,}: name "
+                    f"the token between its documents with --eod (it begins with token {rest[0][0]}; llm.c's files of "
+                    "Llama 3 have 128000 there)"
+                )
         if rest:
             yield np.concatenate(rest)
 

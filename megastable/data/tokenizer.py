@@ -34,7 +34,7 @@ END_OF_DOCUMENT = (
     "<|eos|>",
     "[EOS]",
     "<eod>",
-    "<|end▁of▁sentence|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's, with fullwidth bars
 )
 # ... and when documents are to begin with the tokenizer's own token.
 BEGIN_OF_DOCUMENT = (
@@ -44,7 +44,7 @@ BEGIN_OF_DOCUMENT = (
     "<|bos|>",
     "[BOS]",
     "<|startoftext|>",
-    "<|begin▁of▁sentence|>",
+    "<\uff5cbegin\u2581of\u2581sentence\uff5c>",  # DeepSeek's
 )
 OWN: Final = "own"
 SPACE = "\u2581"  # "▁", SentencePiece's own sign for a space

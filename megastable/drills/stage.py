@@ -167,8 +167,17 @@ class Stage:
             for package in importlib.metadata.distributions():
                 if text := package.read_text("METADATA"):
                     Path(folder, f"{package.name}.txt").write_text(text, encoding="utf-8")
-            tokenizer = self.corpus / Manifest.load(self.corpus).tokenizer.file
-            prepare_shards([Path(folder)], self.other, tokenizer, validation=0, skip_bad=True, progress=False)
+            info = Manifest.load(self.corpus).tokenizer
+            prepare_shards(
+                [Path(folder)],
+                self.other,
+                self.corpus / info.file,
+                validation=0,
+                eod=info.eod,
+                bos=info.bos is not None,
+                skip_bad=True,
+                progress=False,
+            )
         return self.other
 
 

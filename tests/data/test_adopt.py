@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
+from megastable.config import CorpusConfig
 from megastable.data import token_files
 from megastable.data.adopt import adopt_directory
+from megastable.data.corpora import open_corpora
 from megastable.data.manifest import Manifest, Stream
+from megastable.data.prepare import prepare_shards
 from megastable.data.shards import Shard, ShardWriter
 from megastable.data.tokenizer import load_tokenizer
 from megastable.data.verify import verify_corpus
@@ -155,6 +160,29 @@ def test_llm_c_without_end_of_document(tmp_path: Path, tokenizer: Path) -> None:
     assert ["1 of 1 documents do not end" in warning for warning in made.warnings] == [True]
 
 
+def test_files_of_another_end_of_document_token_are_refused(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As llm.c's of Llama 3: begin of text before each document, and nothing behind it."""
+    monkeypatch.setattr(token_files, "CHUNK", 8)
+    monkeypatch.setattr(token_files, "LONGEST_WITHOUT_END", 64)
+    begin = 1
+    found = [[begin, *document] for document in encoded(tokenizer, 8, end=False)]
+    tokens = [token for document in found for token in document]
+    assert len(tokens) > 64
+    (tmp_path / "in").mkdir()
+    write_llm_c(tmp_path / "in" / "a.bin", tokens, 20240801, 7, "I")
+    with pytest.raises(
+        DataError,
+        match=r"a\.bin has no end-of-document token \(2\) among its first 72: .*--eod .*begins with token 1;",
+    ):
+        adopt_directory(tmp_path / "in", tokenizer, output=tmp_path / "out")
+    assert os.listdir(tmp_path) == ["in"]
+    made = adopt_directory(tmp_path / "in", tokenizer, eod=str(begin), output=tmp_path / "out")
+    assert made.documents == {"train": 8} and made.warnings == []
+    assert [token for document in read_back(tmp_path / "out") for token in document] == tokens
+
+
 def test_ids_without_a_header_are_refused_unless_their_type_is_said(tmp_path: Path, tokenizer: Path) -> None:
     found = encoded(tokenizer, 10)
     tokens = [token for document in found for token in document]
@@ -209,6 +237,24 @@ def test_what_cannot_be_adopted_is_refused_by_name(tmp_path: Path, tokenizer: Pa
     refused("adopted where they lie: leave --output out")
 
 
+def test_megatron_shards_are_read_once(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ShardWriter(tmp_path / "a", 600) as writer:
+        for document in encoded(tokenizer, 30):
+            writer.add_document(np.array(document))
+    read = []
+    raw = Shard.raw
+
+    def counted(shard: Shard, first: int, count: int) -> npt.NDArray[np.integer]:
+        read.append(count)
+        return raw(shard, first, count)
+
+    monkeypatch.setattr(Shard, "raw", counted)
+    made = adopt_directory(tmp_path, tokenizer)
+    assert sum(read) == sum(made.tokens.values()) > 1000
+
+
 @pytest.mark.parametrize("chunk", [3, 1 << 20])
 def test_megatron_shards_without_end_of_document_are_adopted_with_a_warning(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
@@ -238,3 +284,43 @@ def test_empty_documents_of_megatron_shards_do_not_count(tmp_path: Path, tokeniz
     (tmp_path / "a.idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 5, 6) + arrays)
     made = adopt_directory(tmp_path, tokenizer)
     assert [warning.split(" do not")[0] for warning in made.warnings] == ["1 of 5 documents"]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_documents_that_begin_with_a_token_of_their_own(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    from megastable.data import shard_format
+
+    monkeypatch.setattr(
+        shard_format, "CHUNK", 5
+    )  # tokens read at a time: some parts end where a document does
+    text = tmp_path / "a.jsonl"
+    text.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents(40)))
+    prepare_shards([text], tmp_path / "made", tokenizer, bos=True, progress=False)
+    (tmp_path / "in").mkdir()
+    found = [*read_back(tmp_path / "made"), encoded(tokenizer, 1)[0]]
+    if copied:
+        write_datatrove(tmp_path / "in" / "a.ds", found)
+    else:
+        with ShardWriter(tmp_path / "in" / "a", 600) as writer:
+            for document in found:
+                writer.add_document(np.array(document))
+    output = tmp_path / "out" if copied else None
+    made = adopt_directory(tmp_path / "in", tokenizer, bos=True, output=output)
+    assert len(made.warnings) == 1
+    assert made.warnings[0].startswith("1 of 41 documents do not begin with token 1")
+    own = CorpusConfig(path=tmp_path / "made")
+    both = [own, CorpusConfig(path=output or tmp_path / "in")]
+    assert len(open_corpora(both, 16, 0).manifests) == 2
+
+
+def test_the_first_document_of_a_file_that_was_cut_need_not_begin_with_its_token(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    (tmp_path / "in").mkdir()
+    write_llm_c(tmp_path / "in" / "a.bin", [5, 6, 2, 1, 7, 2, 8, 2])
+    made = adopt_directory(tmp_path / "in", tokenizer, bos=True, output=tmp_path / "out")
+    assert [warning.split(":")[0] for warning in made.warnings] == [
+        "1 of 3 documents do not begin with token 1, as --bos says they do"
+    ]

@@ -63,6 +63,39 @@ def test_members_are_read_in_their_order(tmp_path: Path, ending: str) -> None:
     assert os.listdir(tmp_path) == [path.name]
 
 
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_files_about_the_data_are_left_out_where_data_lies(
+    tmp_path: Path, compress: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / ("a.tar" if compress is bytes else "a.tar.gz")
+    content = [
+        ("./README.md", b"about the data"),
+        ("LICENSE", b"may be copied"),
+        ("texts/README.md", b"a text among texts"),
+        ("texts/.git/a.jsonl", b"hidden"),
+        ("texts/one.txt", b"one"),
+        ("data/train/0.jsonl", b'{"text": "two"}\n'),
+        ("data/dataset_infos.json", b"{}"),
+        ("tokens/0.ds.metadata", b"some/tokenizer|2\n5\n"),
+    ]
+    path.write_bytes(compress(tar_bytes(content)))
+    corpus = Corpus([path])
+    for _ in range(2):
+        assert list(corpus) == ["a text among texts", "one", "two"]
+        assert corpus.read_bytes == corpus.total_bytes == path.stat().st_size
+        assert corpus.left_out.files == {
+            "files about the data": [
+                f"{path}!{name}" for name in ("./README.md", "LICENSE", "data/dataset_infos.json")
+            ],
+            "hidden files and folders": [f"{path}!texts/.git/a.jsonl"],
+            "files of token ids, which tools/prepare_data.py manifest adopts": [
+                f"{path}!tokens/0.ds.metadata"
+            ],
+        }
+    path.write_bytes(compress(tar_bytes([*content[:2], content[4]])))
+    assert list(Corpus([path])) == ["about the data", "may be copied", "one"]
+
+
 def test_links_and_devices_are_named_and_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("a secret")
     (tmp_path / "in").mkdir()

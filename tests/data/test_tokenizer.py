@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
-from megastable.data.tokenizer import LONG, Tokenizer, load_tokenizer
+from megastable.data.tokenizer import LONG, OWN, Tokenizer, load_tokenizer
 from megastable.errors import DataError
 from tests.data.texts import EOD_NAME, hugging_face_file, sentencepiece_file, source_code
 
@@ -153,6 +153,13 @@ def test_the_end_of_document_is_found_or_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="none of the usual end-of-document tokens"):
         load_tokenizer(json)
     assert load_tokenizer(json, "<|mine|>").eod == 0
+
+
+def test_the_tokens_of_deepseek_are_known(tmp_path: Path) -> None:
+    bar, space = "\N{FULLWIDTH VERTICAL LINE}", "\N{LOWER ONE EIGHTH BLOCK}"
+    special = [f"<{bar}{edge}{space}of{space}sentence{bar}>" for edge in ("begin", "end")]
+    found = load_tokenizer(hugging_face_file(tmp_path, special=special), bos=OWN)
+    assert (found.bos, found.eod) == (0, 1)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from megastable.config import RunConfig
+from megastable.config import CorpusConfig, RunConfig
+from megastable.data.corpora import open_corpora
 from megastable.data.manifest import Manifest
+from megastable.data.prepare import prepare_shards
 from megastable.drills.scenario import GLOBAL_BATCH, Scenario
 from megastable.drills.scenarios import choose
 from megastable.drills.stage import RECIPE, SHORT, VOCABULARY, Stage
 from megastable.errors import DataError
 from megastable.recipe import load
 from tests.conftest import write_corpus
-from tests.data.texts import documents
+from tests.data.texts import documents, sentencepiece_file
 
 PER_STEP = GLOBAL_BATCH * RECIPE["model"]["sequence_length"]
 
@@ -52,6 +54,18 @@ def test_a_part_that_was_interrupted_is_made_again(folder: Path, monkeypatch: py
 def test_a_corpus_that_is_too_small_is_refused(folder: Path) -> None:
     with pytest.raises(DataError, match=f"{90 * PER_STEP:,} are needed"):
         Stage(folder, 1, 270)._part(3)
+
+
+def test_the_other_corpus_has_the_first_ones_tokens_at_the_edges_of_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n".join(documents(40)))
+    stage = Stage(tmp_path, 1, 30)
+    tokenizer = sentencepiece_file(tmp_path)
+    prepare_shards(
+        [tmp_path / "a.txt"], stage.corpus, tokenizer, eod=7, bos=True, validation=0, progress=False
+    )
+    stage._descriptions()
+    both = [CorpusConfig(path=stage.corpus), CorpusConfig(path=stage.other)]
+    assert len(open_corpora(both, 16, 0).manifests) == 2
 
 
 @pytest.fixture(scope="module")
