@@ -3,9 +3,9 @@
 `documents.parquet` has a row for every document of the original: `shard`, `old`, its number there, and `new`, its
 number in the shard of the same name, null where it was left out. A document of which spans were cut out has a row for
 each piece that is left: its tokens [`first`, `end`), counted in the document, null for one that is whole; `closed`: an
-end-of-document token that was put there is behind them; `opened`: a begin-of-document token that was put there is before
-them. So the map gives every token of the one corpus its place in the other. `pruned.json` holds the hashes of map and manifest and a seal over itself: a byte that is changed anywhere is
-found.
+end-of-document token that was put there is behind them; `opened`: a begin-of-document token that was put there is
+before them. So the map gives every token of the one corpus its place in the other. `pruned.json` holds the hashes of
+map and manifest and a seal over itself: a byte that is changed anywhere is found.
 """
 
 from __future__ import annotations
