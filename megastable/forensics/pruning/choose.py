@@ -81,11 +81,14 @@ def make_plan(
         found += _guilty(incident, shelf.manifest, spans)
     if scan is not None:
         found += _suspects(corpus, shelf, shelf.manifest, scan, score, kinds, duplicates, spans)
-    if not found:
-        raise DataError(f"no document of {corpus} is named: there is nothing to plan")
     removals = list(_removals(shelf, found))
+    if not removals:
+        only = ", only what begins or ends one, which stays" if found else ""
+        raise DataError(f"no document of {corpus} is named{only}: there is nothing to plan")
     loss = loss_of(removals, shelf.manifest)
-    loss.check(most, str(output))
+    # Nothing is written yet that lines could be deleted of.
+    cut = "" if spans else "cut only what is bad (plan --spans, or first:end in a list)"
+    loss.check(most, "the plan", "narrow what it is made of (the list, --score, --kind)", cut)
     durable.write_output(output, text_of(removals, shelf.directory.resolve(), shelf.manifest))
     return removals, loss
 

@@ -377,6 +377,9 @@ def test_a_limit_is_kept_before_anything_is_written(made: Path) -> None:
     listed.write_text("a 2\n")
     with pytest.raises(DataError, match=r"1 document of 6 \(16.667%\), .*plan --spans.*--most 16.7%"):
         make_plan(folder, made.parent / "other.txt", lists=[listed], most=0.05)
+    with pytest.raises(DataError, match=r"the plan would take .*; narrow what it is made of") as refused:
+        make_plan(folder, made.parent / "other.txt", lists=[listed], most=0.05)
+    assert "delete" not in str(refused.value)
     assert sorted(os.listdir(made.parent)) == sorted([*before, "at", "list.txt"])
     assert (share_of("5%"), share_of(" 0.05 "), share_of("100 %")) == (0.05, 0.05, 1.0)
     for text in ("5", "-1%", "101%", "x", "5%%", ""):
@@ -404,6 +407,16 @@ def test_spans_refused(made: Path, lines: list[str], message: str) -> None:
     with pytest.raises(DataError, match=message):
         apply(path, made.parent / "other", made.parent / "corpus")
     assert not (made.parent / "other").exists()
+
+
+@pytest.mark.parametrize("lines", ["a 1 8:9", "a 1 8:9\na 2 8:9"])
+def test_a_plan_of_nothing_is_not_written(made: Path, lines: str) -> None:
+    """A list of nothing but what ends documents, which stays."""
+    listed, output = made.parent / "list.txt", made.parent / "spans.txt"
+    listed.write_text(lines)
+    with pytest.raises(DataError, match="there is nothing to plan"):
+        make_plan(made.parent / "corpus", output, lists=[listed])
+    assert not output.exists()
 
 
 @pytest.mark.parametrize(
