@@ -356,13 +356,17 @@ def test_another_plan_is_told_from_this_one(made: Path) -> None:
 
 
 def test_what_was_pruned_before_spans_could_be_cut_is_verified(made: Path) -> None:
-    """Maps without the columns of pieces; and what has no spans says nothing of them."""
+    """Maps without the columns of pieces, or without that of BOS; and what has no spans says nothing of them."""
     output = made.parent / "whole"
     apply(cut(made.parent / "corpus", {}, [("a", 4)]), output)
     assert not {"cut", "added"} & set((output / "pruned.json").read_text().split('"'))
     pq.write_table(pq.read_table(output / MAP).select(["shard", "old", "new"]), output / MAP)
     reseal(output)
     assert verify(output).cut == 0
+    # Those with pieces, but of before BOS was put before them.
+    pq.write_table(pq.read_table(made / MAP).drop_columns("opened"), made / MAP)
+    reseal(made)
+    assert verify(made).cut == 2
 
 
 def test_a_limit_is_kept_before_anything_is_written(made: Path) -> None:
