@@ -76,9 +76,10 @@ def read(folder: Path, name: str) -> Plain:
 
 
 def corpus(
-    folder: Path, shards: list[Plain], splits: dict[str, list[tuple[str, int, int]]], dtype: str
-) -> Manifest:
-    """Write shards, tokenizer and manifest. splits: documents [first, end) of shards."""
+    folder: Path, shards: list[Plain], splits: dict[str, list[tuple[str, int, int]]], dtype: str,
+    bos: int | None = None,
+) -> Manifest:  # fmt: skip
+    """Write shards, tokenizer and manifest. splits: documents [first, end) of shards; bos: what begins documents."""
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.model").write_bytes(TOKENIZER)
     for shard in shards:
@@ -89,7 +90,7 @@ def corpus(
     }
     info = TokenizerInfo(
         file="tokenizer.model", kind="sentencepiece", xxh3=xxhash.xxh3_128_hexdigest(TOKENIZER),
-        vocab_size=VOCABULARY, eod=0,
+        vocab_size=VOCABULARY, eod=0, bos=bos,
     )  # fmt: skip
     infos = [Shard(folder / shard.name).verify() for shard in shards]
     manifest = Manifest(

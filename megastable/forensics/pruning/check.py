@@ -2,8 +2,8 @@
 
 Both are read whole, side by side, and compared along the map of documents: the map names every document of either just
 once and in order, and every piece of one that was cut; what is left has the same sequences, lengths, modes and tokens,
-but for the end-of-document tokens that the map says were put behind pieces; and hashes, splits and tokenizer are what
-the manifests say. Memory does not grow with the corpora, but for 8 bytes per document left out.
+but for the tokens that the map says were put before and behind pieces, to begin and to end them; and hashes, splits
+and tokenizer are what the manifests say. Memory does not grow with the corpora, but for 8 bytes per document left out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Int64s = npt.NDArray[np.int64]
 @dataclass(frozen=True)
 class Proof:
     """What was compared: documents and tokens that are left, and how many are gone; documents that were cut, and
-    end-of-document tokens that were put in between, which are counted among the tokens that are left."""
+    tokens that begin and end documents that were put in between, which are counted among the tokens that are left."""
 
     documents: int
     tokens: int
@@ -108,7 +108,7 @@ def _compare(
     for info in old.shards:
         shard = Shard(original / info.name, info)
         gone, spans = rows.gone(info.name, shard)
-        gaps = all_gaps[info.name] = Gaps.of(shard, gone, spans, old.tokenizer.eod)
+        gaps = all_gaps[info.name] = Gaps.of(shard, gone, spans, old.tokenizer.eod, old.tokenizer.bos)
         rows.check(info.name, shard.documents, gaps)
         if listed is not None and (gaps.documents.tolist(), gaps.cuts) != (
             listed[info.name].documents.tolist(), listed[info.name].cuts
@@ -286,10 +286,11 @@ def _different(old: Shard, new: Shard, gaps: Gaps, token: int) -> NoReturn:
     document = new.document_of(token)
     first, (was, begin) = new.document_bounds(document)[0], gaps.original(document)
     found = f"{new.bin_path}: token {token - first} of document {document} is {new.raw(token, 1)[0]}"
-    at = begin + token - first
-    cut = next((cut for cut in gaps.cut_among(was, 1)), None)
-    if cut is not None and any(piece.first == begin and at == piece.end for piece in cut.pieces):
-        raise DataError(f"{found}; an end-of-document token was to be there, where document {was} was cut")
+    piece = next((p for cut in gaps.cut_among(was, 1) for p in cut.pieces if p.first == begin), None)
+    at = begin + token - first - (piece is not None and piece.opened)
+    if piece is not None and at in (piece.first - 1, piece.end):
+        kind = "an end" if at == piece.end else "a begin"
+        raise DataError(f"{found}; {kind}-of-document token was to be there, where document {was} was cut")
     there = old.document_bounds(was)[0] + at
     raise DataError(
         f"{found}; in the original, as document {was} of {old.bin_path}, it is {old.raw(there, 1)[0]}"

@@ -81,11 +81,14 @@ def make_plan(
         found += _guilty(incident, shelf.manifest, spans)
     if scan is not None:
         found += _suspects(corpus, shelf, shelf.manifest, scan, score, kinds, duplicates, spans)
-    if not found:
-        raise DataError(f"no document of {corpus} is named: there is nothing to plan")
     removals = list(_removals(shelf, found))
+    if not removals:
+        only = ", only what begins or ends one, which stays" if found else ""
+        raise DataError(f"no document of {corpus} is named{only}: there is nothing to plan")
     loss = loss_of(removals, shelf.manifest)
-    loss.check(most, str(output))
+    # Nothing is written yet that lines could be deleted of.
+    cut = "" if spans else "cut only what is bad (plan --spans, or first:end in a list)"
+    loss.check(most, "the plan", "narrow what it is made of (the list, --score, --kind)", cut)
     durable.write_output(output, text_of(removals, shelf.directory.resolve(), shelf.manifest))
     return removals, loss
 
@@ -197,6 +200,7 @@ def _summary(events: Iterable[dict[str, Any]], number: int, run: str) -> tuple[d
 
 def _removals(shelf: Shelf, found: Iterable[Why]) -> Iterator[Removal]:
     """One for each document, or for each span of it, in the order of the corpus, with all that speaks against it."""
+    bos = None if shelf.manifest is None else shelf.manifest.tokenizer.bos
     reasons: dict[str, dict[int, list[Why]]] = {}
     for why in found:
         reasons.setdefault(why.shard, {}).setdefault(why.document, []).append(why)
@@ -204,9 +208,10 @@ def _removals(shelf: Shelf, found: Iterable[Why]) -> Iterator[Removal]:
         for document, of in sorted(reasons.get(shard.name, {}).items()):
             first, end = shard.document_bounds(document)
             texts = "; ".join(dict.fromkeys(why.text for why in of))
-            # What ends the document stays, or goes with all of it.
+            # What begins and ends the document stays, or goes with all of it.
             count = end - first
             text = count - int(count > 0 and int(shard.raw(end - 1, 1)[0]) == shelf.eod)
+            begins = int(text > 0 and bos is not None and int(shard.raw(first, 1)[0]) == bos)
             if all(why.spans for why in of):
                 spans = Skips.merged(np.array([span for why in of for span in why.spans or ()])).ranges
                 if spans[-1][1] > count:
@@ -214,10 +219,11 @@ def _removals(shelf: Shelf, found: Iterable[Why]) -> Iterator[Removal]:
                         f"document {document} of {shard.name} has {plural(count, 'token')}, a list names a span of "
                         f"it up to {spans[-1][1]}: mend that"
                     )
-                spans = [(begin, min(stop, text)) for begin, stop in spans if begin < text]
+                spans = [(max(begin, begins), min(stop, text)) for begin, stop in spans]
+                spans = [(begin, stop) for begin, stop in spans if begin < stop]
             else:
-                spans = [(0, text)]
-            if spans[:1] == [(0, text)]:
+                spans = [(begins, text)]
+            if spans[:1] == [(begins, text)]:
                 at = next((why.at for why in of if why.at is not None), first)
                 yield Removal(shard.name, document, count, texts, _excerpt(shelf, shard, first, at, end))
                 continue

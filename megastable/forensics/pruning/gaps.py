@@ -1,8 +1,10 @@
 """What of a shard is left when some of its documents, and spans of others, are gone: documents, sequences, tokens.
 
 A document that lost a span in its middle becomes several: what is before the span ends with an end-of-document token
-that is put there, if the document itself ends with one, and what is behind begins a document of its own. So no sample
-is made of tokens that never stood together in one document.
+that is put there, whether or not the document itself ends with one, and what is behind is a document of its own. It
+begins with the begin-of-document token if the document itself does. So no sample takes tokens for neighbours that a cut
+brought together. Of a document that has them these two tokens are never cut out: they frame all that is left, and go
+only with the whole document.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -78,19 +81,37 @@ class Ranges:
 @dataclass(frozen=True)
 class Piece:
     """What is left of a document between two spans: its tokens [first, end). closed: an end-of-document token that is
-    put there ends it. lengths, modes: of its sequences, that token among them."""
+    put there ends it; opened: a begin-of-document token that is put there begins it. lengths, modes: of its sequences,
+    those tokens among them."""
 
     first: int
     end: int
     closed: bool
+    opened: bool
     lengths: tuple[int, ...]
     modes: tuple[int, ...]
+
+
+class Hole(NamedTuple):
+    """Tokens [first, end) of a shard that are not left. closed, opened: in their place stands what ends the piece
+    before, what begins the piece behind."""
+
+    first: int
+    end: int
+    closed: bool
+    opened: bool
+
+    @property
+    def put(self) -> int:
+        """How many tokens are put in its place."""
+        return self.closed + self.opened
 
 
 @dataclass(frozen=True)
 class CutDocument:
     """A document of which some is left. first: its first token in the shard; pieces: at least one, ascending;
-    sequences: [first, end) of the shard; gone: tokens that are cut out, its end-of-document token never among them."""
+    sequences: [first, end) of the shard; gone: tokens that are cut out, those that end and begin the document never
+    among them."""
 
     number: int
     first: int
@@ -100,60 +121,72 @@ class CutDocument:
     gone: int
 
     @property
-    def holes(self) -> Iterator[tuple[int, int, int]]:
-        """Tokens [first, end) of the shard that are not left, and how many tokens are put in their place."""
+    def holes(self) -> Iterator[Hole]:
+        """What is not left of it."""
         edges = [0, *(edge for piece in self.pieces for edge in (piece.first, piece.end)), self.tokens]
         closed = [False, *(piece.closed for piece in self.pieces)]
-        for first, end, put in zip(edges[::2], edges[1::2], closed, strict=True):
+        opened = [*(piece.opened for piece in self.pieces), False]
+        for first, end, *put in zip(edges[::2], edges[1::2], closed, opened, strict=True):
             if first < end:
-                yield self.first + first, self.first + end, int(put)
+                yield Hole(self.first + first, self.first + end, *put)
 
     @property
     def spans(self) -> list[Span]:
         """Its tokens that are cut out, as [first, end) of the document."""
-        return [(first - self.first, end - self.first) for first, end, _ in self.holes]
+        return [(hole.first - self.first, hole.end - self.first) for hole in self.holes]
 
     @property
     def added(self) -> int:
-        """End-of-document tokens that were not there: the one of its own end goes on ending its last piece."""
-        return sum(piece.closed for piece in self.pieces) - (
-            self.pieces[-1].closed and self.pieces[-1].end < self.tokens
-        )
+        """Tokens that end and begin documents that were not there: its own go on to end its last piece and to begin
+        its first."""
+        return sum(hole.put - (hole.end - hole.first) for hole in self.holes) + self.gone
 
 
-def cut_document(shard: Shard, number: int, spans: Iterable[Span], eod: int) -> CutDocument | None:
-    """The document without `spans`, which may overlap; None where nothing of it is left.
+def cut_document(
+    shard: Shard, number: int, spans: Iterable[Span], eod: int, bos: int | None = None
+) -> CutDocument | None:
+    """The document without `spans`, which may overlap; None where nothing of it is left but what ends and begins it.
 
     Raises DataError for a span that is empty or ends behind the document.
     """
     begin, end = shard.document_bounds(number)
     count = end - begin
     closes = count > 0 and int(shard.raw(end - 1, 1)[0]) == eod
-    text = count - closes  # tokens but the one that ends it
-    kept, at, gone = list[Span](), 0, 0
+    text = count - closes  # where its tokens but the one that ends it end
+    opens = text > 0 and bos is not None and int(shard.raw(begin, 1)[0]) == bos
+    kept, at, gone = list[Span](), int(opens), 0
     for first, stop in sorted(spans):
         if not 0 <= first < stop <= count:
             raise DataError(
                 f"tokens {first}:{stop} of document {number} of {shard.name}, which has {count}: give first and end, "
                 "counted from 0, the end behind the last one"
             )
+        first, stop = max(first, at), min(stop, text)
+        if first >= stop:
+            continue
         if first > at:
             kept.append((at, first))
-        gone += max(min(stop, text) - max(first, at), 0)
-        at = max(at, stop)
+        gone += stop - first
+        at = stop
     if at < text:
         kept.append((at, count))
     if not kept:
         return None
+    if kept[0][0] == int(opens):
+        kept[0] = 0, kept[0][1]
     low, high = shard.sequence_bounds(number)
     lengths = shard.sequence_lengths(slice(low, high)).tolist()
     stored = shard.modes(slice(low, high))
     modes = [0] * len(lengths) if stored is None else stored.tolist()
-    pieces = tuple(_piece(first, stop, closes and stop < count, lengths, modes) for first, stop in kept)
+    pieces = tuple(
+        _piece(first, stop, stop < count, opens and first > 0, lengths, modes) for first, stop in kept
+    )
     return CutDocument(number, begin, count, pieces, (low, high), gone)
 
 
-def _piece(first: int, end: int, closed: bool, lengths: Sequence[int], modes: Sequence[int]) -> Piece:
+def _piece(
+    first: int, end: int, closed: bool, opened: bool, lengths: Sequence[int], modes: Sequence[int]
+) -> Piece:
     """Tokens [first, end) of a document with sequences of `lengths`; an empty sequence belongs to the piece that it
     touches."""
     found, at = list[tuple[int, int]](), 0
@@ -164,33 +197,36 @@ def _piece(first: int, end: int, closed: bool, lengths: Sequence[int], modes: Se
         at += length
     if closed:
         length, mode = found[-1]
-        if length < LONGEST_SEQUENCE:
-            found[-1] = length + 1, mode
-        else:
-            found.append((1, mode))
-    return Piece(first, end, closed, tuple(n for n, _ in found), tuple(mode for _, mode in found))
+        found[-1:] = [(length + 1, mode)] if length < LONGEST_SEQUENCE else [(length, mode), (1, mode)]
+    if opened:
+        length, mode = found[0]
+        found[:1] = [(length + 1, mode)] if length < LONGEST_SEQUENCE else [(1, mode), (length, mode)]
+    return Piece(first, end, closed, opened, tuple(n for n, _ in found), tuple(mode for _, mode in found))
 
 
 @dataclass(frozen=True)
 class Gaps:
     """What is not left of a shard: `documents`, ascending, int64 [n], whole, and spans of `cuts`, ascending too; the
-    sequences and tokens of both, with what is put in their place; closing: the bytes of the end-of-document token."""
+    sequences and tokens of both, with what is put in their place; closing, opening: the bytes of the tokens
+    that end and begin documents."""
 
     documents: Int64s
     cuts: tuple[CutDocument, ...]
     sequences: Ranges
     tokens: Ranges
     closing: bytes
+    opening: bytes
 
     @classmethod
     def of(
-        cls, shard: Shard, documents: Int64s, spans: Mapping[int, Sequence[Span]] | None = None, eod: int = 0
-    ) -> Gaps:
+        cls, shard: Shard, documents: Int64s, spans: Mapping[int, Sequence[Span]] | None = None, eod: int = 0,
+        bos: int | None = None,
+    ) -> Gaps:  # fmt: skip
         """`documents` are ascending and all there; spans: of other documents. One that is covered by its spans is gone
         as a whole. Reads the index a piece at a time; raises DataError where it is damaged, or a span not there."""
         cuts, covered = list[CutDocument](), list[int]()
         for number in sorted(spans or ()):
-            cut = cut_document(shard, number, (spans or {})[number], eod)
+            cut = cut_document(shard, number, (spans or {})[number], eod, bos)
             if cut is None:
                 covered.append(number)
             else:
@@ -209,20 +245,22 @@ class Gaps:
         empty = np.empty(0, np.int64)
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [empty] * 4
         replaced = [(*cut.sequences, sum(len(piece.lengths) for piece in cut.pieces)) for cut in cuts]
-        holes = [hole for cut in cuts for hole in cut.holes]
-        closing = np.array(eod).astype(little_endian(shard.dtype)).tobytes()
+        holes = [(hole.first, hole.end, hole.put) for cut in cuts for hole in cut.holes]
+        closing, opening = (
+            np.array(token).astype(little_endian(shard.dtype)).tobytes() for token in (eod, bos or 0)
+        )
         runs, stretches = _with(columns[0], columns[1], replaced), _with(columns[2], columns[3], holes)
-        return cls(documents, tuple(cuts), runs, stretches, closing)
+        return cls(documents, tuple(cuts), runs, stretches, closing, opening)
 
     @property
     def gone(self) -> int:
         """Tokens that are not left."""
-        whole = self.tokens.total - sum(end - first for cut in self.cuts for first, end, _ in cut.holes)
+        whole = self.tokens.total - sum(hole.end - hole.first for cut in self.cuts for hole in cut.holes)
         return whole + sum(cut.gone for cut in self.cuts)
 
     @property
     def added(self) -> int:
-        """End-of-document tokens that are put in between."""
+        """Tokens that end and begin documents that are put in between."""
         return sum(cut.added for cut in self.cuts)
 
     @property
@@ -279,9 +317,11 @@ class Gaps:
 
     def token_holes(self, itemsize: int) -> tuple[Ranges, dict[int, bytes]]:
         """Of the .bin, in bytes, for `without`."""
-        holes = self.tokens.scaled(itemsize).merged()
-        closed = [] if holes.added is None else holes.firsts[holes.added > 0].tolist()
-        return holes, dict.fromkeys(closed, self.closing)
+        put = {
+            hole.first * itemsize: self.closing * hole.closed + self.opening * hole.opened
+            for cut in self.cuts for hole in cut.holes if hole.put
+        }  # fmt: skip
+        return self.tokens.scaled(itemsize).merged(), put
 
     def length_holes(self, offset: int) -> tuple[Ranges, dict[int, bytes]]:
         """Of the lengths in the .idx, which begin at byte `offset`, for `without`."""

@@ -50,14 +50,15 @@ class Loss:
             f"{plural(self.tokens, 'token')} of {self.of_tokens:,} ({self.token_share:.3%})"
         )
 
-    def check(self, most: float, what: str) -> None:
-        """Raises DataError where more than `most`, a share, of the tokens or of the documents would be gone."""
+    def check(self, most: float, what: str, less: str, spans: str = "") -> None:
+        """Raises DataError where more than `most`, a share, of the tokens or of the documents would be gone. less: how
+        `what` comes to take less; spans: how it comes to cut documents, where it takes whole ones."""
         share = max(self.document_share, self.token_share)
         if share <= most:
             return
-        spans = ", have the plan cut only what is bad (plan --spans)" if self.documents else ""
+        cut = f", {spans}" if spans and self.documents else ""
         raise DataError(
-            f"{what} would take {self}: more than {100 * most:g} % of it; delete lines of documents to keep{spans}, or "
+            f"{what} would take {self}: more than {100 * most:g} % of it; {less}{cut}, or "
             f"allow it with --most {_above(share)}"
         )
 

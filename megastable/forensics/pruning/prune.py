@@ -1,9 +1,9 @@
 """A corpus without the documents and spans of a plan, as a new corpus: all else in it is, byte for byte, what it was.
 
-Where a span is cut out of a document, an end-of-document token stands in its place: `gaps.py`. Sequences, modes and
-documents without tokens stay as they are; shards keep their names. Files are read a block at a time, hashed before and
-after, and written on: memory does not grow with the corpus, and damage of the original is not sealed by new hashes. How
-it is proven: `check.py`.
+Where a span is cut out of a document, tokens that end and begin documents stand in its place: `gaps.py`. Sequences,
+modes and documents without tokens stay as they are; shards keep their names. Files are read a block at a time, hashed
+before and after, and written on: memory does not grow with the corpus, and damage of the original is not sealed by new
+hashes. How it is proven: `check.py`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,12 @@ def apply(
         manifest, documents=sum(gap.documents.size for gap in gaps.values()),
         cut=sum(len(gap.cuts) for gap in gaps.values()), tokens=sum(gap.gone for gap in gaps.values()),
     )  # fmt: skip
-    loss.check(most, str(plan))
+    loss.check(
+        most,
+        str(plan),
+        "delete lines of documents to keep",
+        "have the plan cut only what is bad (plan --spans)",
+    )
     _keep_apart(directory, output)
     tokenizer = tokenizer_bytes(directory, manifest)
     say(loss)
@@ -75,7 +80,9 @@ def gaps_of(directory: Path, manifest: Manifest, named: dict[str, Named]) -> dic
     for info in manifest.shards:
         of = named.get(info.name, NOTHING)
         shard = Shard(directory / info.name, info)
-        found[info.name] = Gaps.of(shard, of.documents, of.spans, manifest.tokenizer.eod)
+        found[info.name] = Gaps.of(
+            shard, of.documents, of.spans, manifest.tokenizer.eod, manifest.tokenizer.bos
+        )
     return found
 
 

@@ -3,9 +3,9 @@
 `documents.parquet` has a row for every document of the original: `shard`, `old`, its number there, and `new`, its
 number in the shard of the same name, null where it was left out. A document of which spans were cut out has a row for
 each piece that is left: its tokens [`first`, `end`), counted in the document, null for one that is whole; `closed`: an
-end-of-document token that was put there is behind them. So the map gives every token of the one corpus its place in the
-other. `pruned.json` holds the hashes of map and manifest and a seal over itself: a byte that is changed anywhere is
-found.
+end-of-document token that was put there is behind them; `opened`: a begin-of-document token that was put there is
+before them. So the map gives every token of the one corpus its place in the other. `pruned.json` holds the hashes of
+map and manifest and a seal over itself: a byte that is changed anywhere is found.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SCHEMA = pa.schema(
         ("first", pa.int64()),
         ("end", pa.int64()),
         ("closed", pa.bool_()),
+        ("opened", pa.bool_()),
     ]
 )
 
@@ -62,8 +63,8 @@ class Pruned(BaseModel):
 
     removed: SHA-256 of the lines "shard document" of all documents that were left out and "shard document first:end"
     of all spans, in order. documents: left out as a whole; tokens: gone. cut: documents that lost spans; added:
-    end-of-document tokens that were put where a document was cut in two. Both are None, and not in the file, where the
-    plan has no spans.
+    boundary tokens, which end and begin documents, that were put where a document was cut. Both are None, and not
+    in the file, where the plan has no spans.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -133,7 +134,7 @@ def gone_text(documents: int, tokens: int, cut: int | None, added: int | None) -
     gone = f"{plural(documents, 'document')} and {plural(tokens, 'token')} are gone"
     if not cut:
         return gone
-    closed = f", {plural(added or 0, 'end-of-document token')} put in between" if added else ""
+    closed = f", {plural(added or 0, 'boundary token')} put in between" if added else ""
     return f"{gone}, {plural(cut, 'document')} {'was' if cut == 1 else 'were'} cut{closed}"
 
 
@@ -166,7 +167,9 @@ class MapWriter:
         rows = Rows.of(first, count, gaps)
         names = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows.old.size, np.int32)), pa.array([shard]))
         columns = [pa.array(values, mask=values < 0) for values in (rows.new, rows.first, rows.end)]
-        table = pa.table([names, pa.array(rows.old), *columns, pa.array(rows.closed)], schema=SCHEMA)
+        table = pa.table(
+            [names, pa.array(rows.old), *columns, pa.array(rows.closed), pa.array(rows.opened)], schema=SCHEMA
+        )
         self._writer.write_table(table, row_group_size=max(rows.old.size, 1))
 
     def close(self) -> None:
@@ -175,17 +178,18 @@ class MapWriter:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of the map, of one shard: int64 [n], -1 for null; closed: bool [n]."""
+    """Some rows of the map, of one shard: int64 [n], -1 for null; closed, opened: bool [n]."""
 
     old: Int64s
     new: Int64s
     first: Int64s
     end: Int64s
     closed: npt.NDArray[np.bool_]
+    opened: npt.NDArray[np.bool_]
 
     @property
     def columns(self) -> tuple[npt.NDArray[Any], ...]:
-        return self.old, self.new, self.first, self.end, self.closed
+        return self.old, self.new, self.first, self.end, self.closed, self.opened
 
     @classmethod
     def of(cls, first: int, count: int, gaps: Gaps) -> Rows:
@@ -195,13 +199,14 @@ class Rows:
             copies[cut.number - first] = len(cut.pieces)
         old = np.repeat(np.arange(first, first + count), copies)
         new = np.repeat(gaps.renumbered(first, count), copies)
-        found = cls(old, new, np.full(old.size, -1), np.full(old.size, -1), np.zeros(old.size, bool))
+        edges, put = np.full((2, old.size), -1), np.zeros((2, old.size), bool)
+        found = cls(old, new, *edges, *put)
         for cut in cuts:
             at = int(np.searchsorted(old, cut.number))
             for place, piece in enumerate(cut.pieces):
                 found.new[at + place] += place
                 found.first[at + place], found.end[at + place] = piece.first, piece.end
-                found.closed[at + place] = piece.closed
+                found.closed[at + place], found.opened[at + place] = piece.closed, piece.opened
         return found
 
 
@@ -210,10 +215,9 @@ def read_map(directory: Path) -> Iterator[tuple[str, Rows]]:
     path = directory / MAP
     try:
         with pq.ParquetFile(path) as file:
-            # Those of before spans could be cut have no columns for them.
-            spans = "closed" in file.schema_arrow.names
+            # Those of before spans could be cut have no columns for them, those of before BOS was put none for it.
+            columns = [name for name in SCHEMA.names if name in file.schema_arrow.names]
             for group in range(file.num_row_groups):
-                columns = SCHEMA.names if spans else ["shard", "old", "new"]
                 table = file.read_row_group(group, columns=columns).combine_chunks()
                 names = table["shard"].unique().to_pylist()
                 if len(names) != 1:
@@ -223,7 +227,9 @@ def read_map(directory: Path) -> Iterator[tuple[str, Rows]]:
                     table[name].fill_null(-1).to_numpy() if name in columns else none
                     for name in ("new", "first", "end")
                 )
-                closed = table["closed"].to_numpy() if spans else none >= 0
-                yield str(names[0]), Rows(table["old"].to_numpy(), new, first, end, closed)
+                closed, opened = (
+                    table[name].to_numpy() if name in columns else none >= 0 for name in ("closed", "opened")
+                )
+                yield str(names[0]), Rows(table["old"].to_numpy(), new, first, end, closed, opened)
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise DataError(f"{path} cannot be read: {error}: prune again") from error

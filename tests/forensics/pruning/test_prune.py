@@ -122,6 +122,7 @@ def test_what_is_left_is_what_a_plain_reading_leaves(given_, choice, block: int)
                 "first": None,
                 "end": None,
                 "closed": False,
+                "opened": False,
             }
             for shard in shards
             for n in range(len(shard.documents))

@@ -29,6 +29,7 @@ from tests.forensics.pruning.test_prune import reseal, small_blocks
 from tests.forensics.shelves import Plain, Sequences, corpus, read, shelves
 
 EOD = 0  # of the corpora of shelves.py
+BOS = 1
 
 
 def cut(
@@ -41,40 +42,50 @@ def cut(
     return path
 
 
-def pieces(document: Sequences, spans: list[Span]) -> list[Sequences]:
+def pieces(document: Sequences, spans: list[Span], bos: int | None) -> list[Sequences]:
     """The documents that one becomes, token by token: each keeps the bounds of its sequences."""
     flat = [(token, number) for number, (tokens, _) in enumerate(document) for token in tokens]
     closes = bool(flat) and flat[-1][0] == EOD
-    bad = {at for first, end in spans for at in range(first, end)} - ({len(flat) - 1} if closes else set())
-    if len(bad) == len(flat) - closes:
-        return []
-    found, run = list[list[int]](), list[int]()
-    for at in range(len(flat)):
-        if at in bad:
-            if run:
-                found.append(run)
-            run = []
-        elif not (closes and at == len(flat) - 1 and not run):
-            run.append(at)
+    opens = bos is not None and len(flat) > closes and flat[0][0] == bos
+    text = range(int(opens), len(flat) - closes)
+    bad = {at for first, end in spans for at in range(first, end)} & set(text)
+    runs = [[at] for at in text if at not in bad]
+    for before, run in reversed(list(pairwise(runs))):
+        if before[-1] + 1 == run[0]:
+            before += run
+            runs.remove(run)
     made = []
-    for part in [*found, run] if run else found:
-        tokens: dict[int, list[int]] = {flat[at][1]: [] for at in part}
-        for at in part:
-            tokens[flat[at][1]].append(flat[at][0])
-        if closes and part[-1] != len(flat) - 1:
-            tokens[flat[part[-1]][1]].append(EOD)
-        made.append([(ids, document[number][1]) for number, ids in tokens.items()])
+    for run in runs:
+        tokens = [flat[at] for at in run]
+        if opens:
+            tokens.insert(0, flat[0] if run[0] == 1 else (flat[0][0], tokens[0][1]))
+        if run[-1] == len(flat) - 1 - closes:
+            tokens += flat[-1:] * closes
+        else:
+            tokens.append((EOD, tokens[-1][1]))
+        of: dict[int, list[int]] = {number: [] for _, number in tokens}
+        for token, number in tokens:
+            of[number].append(token)
+        made.append([(ids, document[number][1]) for number, ids in of.items()])
     return made
 
 
 @settings(max_examples=40)
-@given(given_=shelves(), data=st.data(), block=st.sampled_from([4, 8, 12, 64, 1 << 20]))
-def test_what_is_left_is_what_a_plain_reading_leaves(given_: Any, data: st.DataObject, block: int) -> None:
+@given(
+    given_=shelves(), data=st.data(), block=st.sampled_from([4, 8, 12, 64, 1 << 20]),
+    bos=st.sampled_from([None, BOS]),
+)  # fmt: skip
+def test_what_is_left_is_what_a_plain_reading_leaves(
+    given_: Any, data: st.DataObject, block: int, bos: int | None
+) -> None:
     shards, splits, dtype = given_
     # Empty sequences are tested apart: here a document is told by its tokens alone.
     for shard in shards:
         shard.documents = [[part for part in document if part[0]] for document in shard.documents]
         shard.modes = shard.modes and bool(shard.sequences)
+        for document in shard.documents:
+            if bos is not None and document and data.draw(st.booleans()):
+                document[0] = [bos, *document[0][0]], document[0][1]
     sizes = {(s.name, n): sum(len(ids) for ids, _ in d) for s in shards for n, d in enumerate(s.documents)}
     named = data.draw(
         st.lists(st.sampled_from([key for key, size in sizes.items() if size]), min_size=1, unique=True)
@@ -92,7 +103,7 @@ def test_what_is_left_is_what_a_plain_reading_leaves(given_: Any, data: st.DataO
         return (
             []
             if (name, number) in whole
-            else pieces(document, spans[name, number])
+            else pieces(document, spans[name, number], bos)
             if (name, number) in spans
             else [document]
         )
@@ -100,7 +111,7 @@ def test_what_is_left_is_what_a_plain_reading_leaves(given_: Any, data: st.DataO
     wanted = {s.name: [left(s.name, n, d) for n, d in enumerate(s.documents)] for s in shards}
     with tempfile.TemporaryDirectory() as place, small_blocks(block):
         folder, output = Path(place) / "corpus", Path(place) / "pruned"
-        manifest = corpus(folder, shards, splits, dtype)
+        manifest = corpus(folder, shards, splits, dtype, bos)
         plan = cut(folder, spans, whole)
         tokens = {
             split: [
@@ -157,21 +168,80 @@ def test_a_cut_is_an_end_of_a_document_and_the_map_says_so(tmp_path: Path) -> No
         [token for ids, _ in document for token in ids]
         for document in read(tmp_path / "pruned", "a").documents
     ]
-    # The second keeps its own end; the third had none, and its pieces have none.
-    assert found == [[1, 2, EOD], [5, 6, EOD], [7, EOD], [9], [11], [12]]
+    # The second keeps its own end; the third had none: what ends at a cut has one, what ends with the third has not.
+    assert found == [[1, 2, EOD], [5, 6, EOD], [7, EOD], [9, EOD], [11], [12]]
     rows = (
         pq.read_table(tmp_path / "pruned" / MAP).select(["old", "new", "first", "end", "closed"]).to_pylist()
     )
     assert [tuple(row.values()) for row in rows] == [
-        (0, 0, 0, 2, True), (0, 1, 4, 7, False), (1, 2, 0, 1, True), (2, 3, 0, 1, False), (2, 4, 2, 3, False),
+        (0, 0, 0, 2, True), (0, 1, 4, 7, False), (1, 2, 0, 1, True), (2, 3, 0, 1, True), (2, 4, 2, 3, False),
         (3, 5, None, None, False),
     ]  # fmt: skip
     pruned = Pruned.load(tmp_path / "pruned")
-    assert (pruned.documents, pruned.cut, pruned.tokens, pruned.added) == (0, 3, 4, 1)
+    assert (pruned.documents, pruned.cut, pruned.tokens, pruned.added) == (0, 3, 4, 2)
     assert [(loss.documents, loss.cut, loss.tokens) for loss in said] == [(0, 3, 4)]
     assert str(verify(tmp_path / "pruned")).endswith(
-        "; 0 documents and 4 tokens are gone, 3 documents were cut, 1 end-of-document token put in between"
+        "; 0 documents and 4 tokens are gone, 3 documents were cut, 2 boundary tokens put in between"
     )
+
+
+def test_what_is_left_begins_as_the_document_did(tmp_path: Path) -> None:
+    """Every piece of a document that begins with BOS begins with it, and none is nothing but BOS and EOD."""
+    documents: list[Sequences] = [[([BOS, *range(10 * n + 2, 10 * n + 6), EOD], 0)] for n in range(1, 6)]
+    documents += [[([72, 73, 74, EOD], 0)], [([BOS, EOD], 0)]]
+    corpus(tmp_path / "corpus", [Plain("a", documents)], {"train": [("a", 0, 7)]}, "uint16", BOS)
+    spans = {0: (2, 3), 1: (0, 3), 2: (1, 6), 3: (0, 1), 4: (3, 6), 5: (1, 2)}
+    listed = tmp_path / "list.txt"
+    listed.write_text("".join(f"a {n} {first}:{end}\n" for n, (first, end) in spans.items()))
+    _, planned = make_plan(tmp_path / "corpus", tmp_path / "planned.txt", lists=[listed])
+    assert (planned.documents, planned.cut, planned.tokens) == (1, 4, 1 + 2 + 6 + 2 + 1)
+    by_hand = cut(tmp_path / "corpus", {("a", n): [span] for n, span in spans.items()})
+    for number, plan in enumerate([tmp_path / "planned.txt", by_hand]):
+        output = tmp_path / f"pruned-{number}"
+        apply(plan, output)
+        found = [[token for ids, _ in of for token in ids] for of in read(output, "a").documents]
+        assert found == [
+            [BOS, 12, EOD], [BOS, 14, 15, EOD], [BOS, 24, 25, EOD], [BOS, 42, 43, 44, 45, EOD], [BOS, 52, 53, EOD],
+            [72, EOD], [74, EOD], [BOS, EOD],
+        ]  # fmt: skip
+        rows = pq.read_table(output / MAP).select(["old", "first", "end", "closed", "opened"]).to_pylist()
+        pieces = [tuple(row.values()) for row in rows if row["end"] is not None and row["old"] != 3]
+        assert pieces == [
+            (0, 0, 2, True, False), (0, 3, 6, False, True), (1, 3, 6, False, True), (4, 0, 3, True, False),
+            (5, 0, 1, True, False), (5, 2, 4, False, False),
+        ]  # fmt: skip
+        proof = verify(output, plan=plan)
+        # EOD and BOS in the first, EOD in the sixth; those of the others are their own.
+        assert (proof.gone, proof.gone_tokens, proof.added) == (1, 12, 3)
+        table = pq.read_table(output / MAP)
+        opened = [not value if row == 1 else value for row, value in enumerate(table["opened"].to_pylist())]
+        pq.write_table(table.set_column(6, table.schema.field("opened"), [opened]), output / MAP)
+        reseal(output)
+        with pytest.raises(DataError, match="prune again"):
+            verify(output)
+
+
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        (2, "token 2 of document 0 is 1; an end-of-document token was to be there, where document 0 was cut"),
+        (
+            3,
+            "token 0 of document 1 is 0; a begin-of-document token was to be there, where document 0 was cut",
+        ),
+        (5, r"token 2 of document 1 is 14; in the original, as document 0 of .*, it is 15"),
+    ],
+)
+def test_a_forgery_behind_a_cut_that_begins_with_bos_is_named(tmp_path: Path, at: int, message: str) -> None:
+    document: Sequences = [([BOS, *range(12, 16), EOD], 0)]
+    corpus(tmp_path / "corpus", [Plain("a", [document])], {"train": [("a", 0, 1)]}, "uint16", BOS)
+    apply(cut(tmp_path / "corpus", {("a", 0): [(2, 3)]}), tmp_path / "pruned")
+    content = np.fromfile(tmp_path / "pruned" / "a.bin", "<u2")
+    content[at] ^= 1
+    content.tofile(tmp_path / "pruned" / "a.bin")
+    reseal(tmp_path / "pruned")
+    with pytest.raises(DataError, match=message):
+        verify(tmp_path / "pruned")
 
 
 def test_empty_sequences_stay_with_what_they_touch(tmp_path: Path) -> None:
@@ -286,13 +356,17 @@ def test_another_plan_is_told_from_this_one(made: Path) -> None:
 
 
 def test_what_was_pruned_before_spans_could_be_cut_is_verified(made: Path) -> None:
-    """Maps without the columns of pieces; and what has no spans says nothing of them."""
+    """Maps without the columns of pieces, or without that of BOS; and what has no spans says nothing of them."""
     output = made.parent / "whole"
     apply(cut(made.parent / "corpus", {}, [("a", 4)]), output)
     assert not {"cut", "added"} & set((output / "pruned.json").read_text().split('"'))
     pq.write_table(pq.read_table(output / MAP).select(["shard", "old", "new"]), output / MAP)
     reseal(output)
     assert verify(output).cut == 0
+    # Those with pieces, but of before BOS was put before them.
+    pq.write_table(pq.read_table(made / MAP).drop_columns("opened"), made / MAP)
+    reseal(made)
+    assert verify(made).cut == 2
 
 
 def test_a_limit_is_kept_before_anything_is_written(made: Path) -> None:
@@ -307,6 +381,9 @@ def test_a_limit_is_kept_before_anything_is_written(made: Path) -> None:
     listed.write_text("a 2\n")
     with pytest.raises(DataError, match=r"1 document of 6 \(16.667%\), .*plan --spans.*--most 16.7%"):
         make_plan(folder, made.parent / "other.txt", lists=[listed], most=0.05)
+    with pytest.raises(DataError, match=r"the plan would take .*; narrow what it is made of") as refused:
+        make_plan(folder, made.parent / "other.txt", lists=[listed], most=0.05)
+    assert "delete" not in str(refused.value)
     assert sorted(os.listdir(made.parent)) == sorted([*before, "at", "list.txt"])
     assert (share_of("5%"), share_of(" 0.05 "), share_of("100 %")) == (0.05, 0.05, 1.0)
     for text in ("5", "-1%", "101%", "x", "5%%", ""):
@@ -334,6 +411,16 @@ def test_spans_refused(made: Path, lines: list[str], message: str) -> None:
     with pytest.raises(DataError, match=message):
         apply(path, made.parent / "other", made.parent / "corpus")
     assert not (made.parent / "other").exists()
+
+
+@pytest.mark.parametrize("lines", ["a 1 8:9", "a 1 8:9\na 2 8:9"])
+def test_a_plan_of_nothing_is_not_written(made: Path, lines: str) -> None:
+    """A list of nothing but what ends documents, which stays."""
+    listed, output = made.parent / "list.txt", made.parent / "spans.txt"
+    listed.write_text(lines)
+    with pytest.raises(DataError, match="there is nothing to plan"):
+        make_plan(made.parent / "corpus", output, lists=[listed])
+    assert not output.exists()
 
 
 @pytest.mark.parametrize(
