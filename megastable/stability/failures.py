@@ -41,9 +41,8 @@ def after_failure(failures: Sequence[Failure], hosts: int, config: PolicyConfig)
         reason = f"{there} failures of {last.host} within {c.budget_window} steps: it is that host"
         return Remedy(Action.STOP, Cause.HARDWARE, reason)
     here = _trailing(recent, lambda f: (f.what, f.step) == (last.what, last.step) and f.step is not None)
-    if (
-        len(here) >= c.same_place and not full
-    ):  # a disk is full wherever a checkpoint is due: no sample is guilty
+    # A disk is full wherever a checkpoint is due: no sample is guilty.
+    if len(here) >= c.same_place and not full:
         often = f"{last.what} at step {last.step}, {len(here)} times in a row"
         if any(f.skipped for f in here):
             return Remedy(Action.STOP, Cause.CODE, f"{often}, with other data, too: code or settings")

@@ -44,8 +44,8 @@ class Found(NamedTuple):
 
 
 class Pool:
-    """The latest hard samples of one corpus, kept from look to look: most stay the same, and those that are not were
-    compared with the others then. So a look costs as much as is new in it."""
+    """The latest hard samples of one corpus, kept from look to look. Most stay the same, and each was compared with the
+    others when it came: a look costs as much as is new in it."""
 
     def __init__(self) -> None:
         self._at: dict[int, int] = {}  # row of a position
@@ -69,7 +69,8 @@ class Pool:
             return best
         nearest = self._nearest(positions, seeds)
         for late in (int(share * count) for share in SHARES):
-            of, most = nearest[seeds >= count - late], min(nearest.shape[1], late - 1)
+            among = seeds >= count - late
+            of, most = nearest[among], min(nearest.shape[1], late - 1)
             if not of.size:
                 continue
             hits = np.cumsum(of[:, :most] >= count - late, axis=1)
@@ -78,7 +79,7 @@ class Pool:
             seed, last = np.unravel_index(np.argmin(p), p.shape)
             if p[seed, last] < best.p:
                 chosen = of[seed, : last + 1]
-                kind = np.append(chosen[chosen >= count - late], seeds[seeds >= count - late][seed])
+                kind = np.append(chosen[chosen >= count - late], seeds[among][seed])
                 best = Found(float(p[seed, last]), np.sort(kind))
         return best
 
