@@ -209,7 +209,7 @@ class ParallelConfig(Part):
 
 
 class KernelsConfig(Part):
-    """What computes: the same numbers, but for rounding. `kernels.choose` says what "auto" is on a device."""
+    """What computes: the same numbers, but for rounding. `kernel_choice.choose` says what "auto" is on a device."""
 
     attention: Literal["auto", "reference", "sdpa", "blocked", "te"] = "auto"
     loss: Literal["auto", "reference", "chunked"] = "auto"  # chunked: the logits never exist as a whole
@@ -411,6 +411,6 @@ def _impossible_fp8(c: RunConfig, fp8: Fp8Config) -> list[str]:
 
 
 if __name__ == "__main__":
-    from megastable.recipe import main
+    from megastable.show_config import main
 
     main()

@@ -56,9 +56,10 @@ from megastable.flatstate import FlatState, Fragment
 from megastable.fp8.apply import apply
 from megastable.fp8.switch import History
 from megastable.hostcopy import Filled
+from megastable.kernel_choice import choose
 from megastable.model import gpt
 from megastable.model.init import initialise
-from megastable.model.kernels import DTYPES, Kernels, choose
+from megastable.model.kernels import DTYPES, Kernels
 from megastable.model.loss import LossFunction
 from megastable.optim.adamw import AdamW, decay_groups
 from megastable.optim.fused import FusedAdamW

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from megastable.checkpoint.vitals import Size
 from megastable.parallel.sharding import Placement
 from megastable.ranks import gathered
+from megastable.tensor_size import Size
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # fp32 master weights, Adam's first and second moment
 CHUNK = 1 << 22  # elements worked on at a time: 16 MiB, where a whole embedding would be gigabytes

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megastable import room
+from megastable import free_memory, room
 from megastable.checkpoint.store import RunState
 from megastable.data.loader import Loader
 from megastable.data.skips import Selection
@@ -73,7 +73,9 @@ class Points:
         if not c.interval:
             return 0
         state, pinned = self.engine.optimizer_state().values(), torch.cuda.is_initialized()
-        everyone = gathered(room.demand(state, self.engine.masters, self.engine.flat_state().moments, pinned))
+        everyone = gathered(
+            free_memory.demand(state, self.engine.masters, self.engine.flat_state().moments, pinned)
+        )
         found = agree(lambda: room.plan(everyone, c))
         if not found.points:
             self.note("no_snapshots", bytes=found.snapshot, budget=found.budget)

@@ -16,7 +16,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable import deepspeed_config
+from megastable import deepspeed_config, show_config
 from megastable.config import RunConfig
 from megastable.errors import ConfigError
 from megastable.model.flops import parameters
@@ -280,11 +280,10 @@ def test_the_command_ends_with_2_and_no_traceback_on_bad_input() -> None:
 
 def main(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     """The same in this process: (exit code, stdout, stderr)."""
-    from megastable import recipe
 
     code = 0
     try:
-        recipe.main(arguments)
+        show_config.main(arguments)
     except SystemExit as end:
         code = int(end.code or 0)
     out = capsys.readouterr()

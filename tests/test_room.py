@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.errors import ConfigError
-from megastable.room import GIB, Demand, demand, free, group_limits, plan, taken
+from megastable.free_memory import GIB, Demand, demand, free, group_limits
+from megastable.hostmemory import taken
+from megastable.room import plan
 from megastable.stability.settings import SnapshotConfig
 
 DEMANDS = st.lists(

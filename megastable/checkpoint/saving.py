@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastable import room
+from megastable import free_memory
 from megastable.checkpoint import retention, store
 from megastable.checkpoint.files import hash_file
 from megastable.checkpoint.parts import Files, put_in_place, write_head, write_part
@@ -223,15 +223,17 @@ class Saver:
     def _has_room(self, source: dict[str, Tensor]) -> bool:
         """Whether every rank has host memory for a copy of its state."""
         pinned = torch.cuda.is_initialized()
-        demand = room.demand(source.values(), self._engine.masters, self._engine.flat_state().moments, pinned)
+        demand = free_memory.demand(
+            source.values(), self._engine.masters, self._engine.flat_state().moments, pinned
+        )
         everyone = gathered(demand)
         for mine in everyone:
             together = [other for other in everyone if other.host == mine.host]
             needed, free = sum(d.snapshot for d in together), min(d.free for d in together)
             if free < SPARE * needed:
                 self._note = (
-                    f"WARNING: the steps wait for every checkpoint: copies take {needed / room.GIB:.2f} GiB on "
-                    f"{mine.host}, and {free / room.GIB:.2f} are free"
+                    f"WARNING: the steps wait for every checkpoint: copies take {needed / free_memory.GIB:.2f} GiB on "
+                    f"{mine.host}, and {free / free_memory.GIB:.2f} are free"
                 )
                 return False
         return True

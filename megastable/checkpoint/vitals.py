@@ -19,6 +19,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from megastable.checkpoint.settings import VitalsConfig
+from megastable.tensor_size import Size
 
 Floats = npt.NDArray[np.float64]
 
@@ -38,15 +39,6 @@ FAINT = 1e-18
 # with a machine shows less the less a state has learnt, so it can stay below the bound itself: measured, an older
 # state moved by a sixth of the newer one.
 CLEAR = 10.0
-
-
-class Size(BaseModel):
-    """Of a tensor: L2 norm and largest magnitude."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
-
-    norm: float
-    largest: float
 
 
 Sizes = Mapping[str, Mapping[str, Size]]

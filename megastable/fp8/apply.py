@@ -29,8 +29,8 @@ Linear = ColumnParallelLinear | RowParallelLinear
 def apply(module: nn.Module, config: RunConfig, backend: str, group: Any, device: torch.device) -> Fp8 | None:
     """Make `module`, a built model or a stage of one, compute as `precision.fp8` says; None where it says nothing.
 
-    backend: "emulated" or "te", see `kernels.choose`. group: the ranks that share delayed scales, all those that hold
-    parts of the same layers; None: the world. device: where the module will be.
+    backend: "emulated" or "te", see `kernel_choice`. group: the ranks that share delayed scales: all with parts
+    of the same layers; None: the world. device: where the module will be.
     """
     if config.precision.fp8 is None:
         return None

@@ -100,7 +100,7 @@ def _flex() -> Callable[..., Any]:
 @torch.compiler.disable
 def te_attention(q: Tensor, k: Tensor, v: Tensor, documents: None) -> Tensor:
     """By Transformer Engine's kernels, which know no segments."""
-    assert documents is None, "kernels.choose takes another core where documents are kept apart"
+    assert documents is None, "kernel_choice.choose takes another core where documents are kept apart"
     core = _te_core(q.shape[1], k.shape[1], q.shape[-1])
     # It wants the sequence first, which is how q, k and v lie in memory.
     y = core(*(x.permute(2, 0, 1, 3) for x in (q, k, v)))

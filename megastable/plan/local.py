@@ -26,8 +26,9 @@ from torch import Tensor
 from megastable import recipe
 from megastable.config import RunConfig
 from megastable.errors import user_errors
+from megastable.kernel_choice import choose
 from megastable.model.cores import CORES
-from megastable.model.kernels import DTYPES, choose
+from megastable.model.kernels import DTYPES
 from megastable.model.mlp import swiglu
 from megastable.parallel.layout import Layout
 from megastable.plan import work

@@ -111,7 +111,7 @@ def _footprint(
 
 
 def kernels_on(config: RunConfig, device: Device) -> Kernels:
-    """What `kernels.choose` takes on such a device, if everything is installed there."""
+    """What `kernel_choice.choose` takes on such a device, if everything is installed there."""
     wanted, gpu = config.kernels, device == "cuda"
     best = "sdpa" if gpu or config.precision.kind == "fp16" else "blocked"
     attention: str = wanted.attention

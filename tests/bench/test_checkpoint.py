@@ -27,10 +27,10 @@ def measured(config: RunConfig, folder: Path, rounds: int) -> Measurement:
 
 
 def refused(config: RunConfig, folder: Path) -> str:
-    from megastable import room
+    from megastable import free_memory
     from megastable.bench.checkpoint import measure
 
-    room.free = lambda: 0
+    free_memory.free = lambda: 0
     try:
         measure(config, folder, 1)
     except CheckpointError as error:

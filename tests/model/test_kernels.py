@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megastable.config import RunConfig
-from megastable.model.kernels import choose
+from megastable.kernel_choice import choose
 
 CPU = torch.device("cpu")
 

@@ -245,7 +245,7 @@ def test_batches_that_cannot_be_shared_out_are_refused() -> None:
 
 
 def test_what_is_restated_is_as_there() -> None:
-    from megastable import engine, flatstate, probe, room
+    from megastable import engine, flatstate, hostmemory, probe
     from megastable.fp8 import scaling
     from megastable.model import blocked, chunked
     from megastable.optim import adamw
@@ -256,7 +256,7 @@ def test_what_is_restated_is_as_there() -> None:
     assert (memory.CHUNK, memory.FP8_CHUNK) == (flatstate.CHUNK, scaling.AT_ONCE)
     assert activations.SCORES == probe.SCORES
     assert (memory.SUM_CHUNK, memory.UPDATE_CHUNK) == (engine.CHUNK, adamw.CHUNKS)
-    assert all(taken(n, pinned) == room.taken(n, pinned) for n in range(40) for pinned in (True, False))
+    assert all(taken(n, pinned) == hostmemory.taken(n, pinned) for n in range(40) for pinned in (True, False))
     for length in (128, 256, 300, 1024, 8192):
         config = RunConfig.model_validate({"model": MODEL | {"sequence_length": length}})
         z = activations.sizes(config)

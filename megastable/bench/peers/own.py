@@ -11,8 +11,8 @@ from megastable import deepspeed_config
 from megastable.bench.peers import RATE, Contestant, Task, Unavailable, adamw_of, trained
 from megastable.config import RunConfig
 from megastable.engine import Engine, Measured
+from megastable.kernel_choice import choose
 from megastable.model import gpt
-from megastable.model.kernels import choose
 from megastable.model.loss import LossFunction
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import TensorParallel, Topology

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megastable import room
+from megastable import free_memory
 from megastable.checkpoint.huggingface import logits
 from megastable.checkpoint.huggingface.folder import Folder
 from megastable.checkpoint.huggingface.names import merge, split, table
@@ -121,7 +121,7 @@ def compare(
     weights = _Rounded(WholeState(checkpoint), theirs)
     samples = _samples(run, theirs, seed, found.notes)
     whole, largest = _memory(theirs, samples)
-    free = room.free()
+    free = free_memory.free()
     if importlib.util.find_spec("transformers") is None:
         found.why = f"transformers is not installed, and nothing else can tell: {INSTALL}, then run `check`"
     elif largest > free:

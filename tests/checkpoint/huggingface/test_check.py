@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megastable import room
+from megastable import free_memory
 from megastable.checkpoint.huggingface import check
 from megastable.checkpoint.huggingface.check import Checked, Row, compare, sheet
 from megastable.checkpoint.huggingface.export import to_hf
@@ -84,12 +84,12 @@ def test_a_model_too_large_for_the_memory_is_compared_layer_by_layer(
     need: list[tuple[int, int]] = []
     memory = check._memory
     monkeypatch.setattr(check, "_memory", lambda *a: need.append(memory(*a)) or need[-1])
-    monkeypatch.setattr(room, "free", lambda: need[-1][0] - 1 if need else 0)
+    monkeypatch.setattr(free_memory, "free", lambda: need[-1][0] - 1 if need else 0)
     streamed = compare(checkpoint, out)
     assert (whole.how, streamed.how) == ("loaded whole", "loaded layer by layer, for want of memory")
     assert streamed.rows == whole.rows and not streamed.failed
     assert need[-1][1] < need[-1][0]
-    monkeypatch.setattr(room, "free", lambda: need[-1][1] - 1)
+    monkeypatch.setattr(free_memory, "free", lambda: need[-1][1] - 1)
     skipped = compare(checkpoint, out)
     assert not skipped.rows and not skipped.failed
     assert skipped.verdict.startswith("NOT CHECKED: it would take ")
