@@ -139,8 +139,9 @@ def start_distributed(timeout: float, deterministic: bool = False) -> None:
     else:
         # DeepSpeed refuses fp16 on CPUs without its instructions; torch computes it on all of them, slowly.
         get_accelerator().is_fp16_supported = lambda: True
-        # Its shared-memory collectives need a compiler and leave 66 MiB a rank in /dev/shm after every run.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # Of its own operations it would use the shared-memory collectives alone, which leave 66 MiB a rank in /dev/shm
+        # after every run. To look which others there are, it would run a compiler on every rank.
+        deepspeed.ops.__compatible_ops__ = {}
         if "OMP_NUM_THREADS" not in os.environ:
             # Every rank would start a thread per core: ranks of one host share them.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_host()))
