@@ -22,11 +22,11 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 looks='import sys, torch; sys.exit(not torch.cuda.is_available())'
 for python in .venv/bin/python python3; do
   if "$python" -c "$looks" 2>/dev/null; then
-    "$python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("deepspeed"))' && exec "$python" -m megastable.bench.suite "$@"
+    "$python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("deepspeed"))' && exec "$python" -m benchmarks.suite "$@"
     echo "error: $python sees a GPU but has no deepspeed: bash launch/install.sh, or put it on PYTHONPATH" >&2
     exit 2
   fi
 done
-case " $* " in *" --list "*) exec .venv/bin/python -m megastable.bench.suite --list ;; esac
+case " $* " in *" --list "*) exec .venv/bin/python -m benchmarks.suite --list ;; esac
 echo 'error: no GPU: neither .venv/bin/python nor python3 has a torch that sees one (nvidia-smi tells if it is there)' >&2
 exit 2

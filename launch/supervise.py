@@ -15,11 +15,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megastable import recipe, rundir
-from megastable.errors import user_errors
-from megastable.membership import check_alone
+from megastable.base.errors import user_errors
+from megastable.config import recipe
+from megastable.run import directory
+from megastable.run.membership import check_alone
 from megastable.supervise import hooks
-from megastable.supervise.audience import Audience
+from megastable.supervise.notifiers import Audience
 from megastable.supervise.status import Watch, as_json, exit_code, read_status
 from megastable.supervise.supervisor import Supervisor
 from megastable.supervise.view import live, panel
@@ -50,7 +51,7 @@ def supervise(arguments: Sequence[str], given: Sequence[str]) -> int:
     check_alone(os.environ)
     config = recipe.load(args.recipe, args.overrides)
     hooks.check(config.supervise)  # before anything is made
-    run = rundir.make(config, recipe.find(args.recipe))
+    run = directory.make(config, recipe.find(args.recipe))
     run.compare(config)
     audience = Audience(config, run, run.note)
     for text in config.supervise.exposed:

@@ -26,12 +26,17 @@ import torch
 import torch.distributed as dist
 
 import megastable
-from megastable import deepspeed_config, durable, errors, recipe, rundir
+from megastable.base import durable, errors
+from megastable.base.collectives import agree, first, shared
+from megastable.base.deterministic import exact
+from megastable.base.errors import CheckpointError, DataError, SpaceError, UnstableError
+from megastable.base.hardware import peak_tflops
+from megastable.base.text import plural
 from megastable.checkpoint import store
 from megastable.checkpoint.measuring import NONE, Probes, measure, read_probes
 from megastable.checkpoint.vitals import Vitals
-from megastable.checkpointing import Checkpoints
-from megastable.config import LINEARS, RunConfig
+from megastable.config import deepspeed_json, recipe
+from megastable.config.tree import LINEARS, RunConfig
 from megastable.data.blends import BlendEntry, ExchangeEntry, Line, moved_skips, named_skips
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.loader import Loader, Step
@@ -40,28 +45,25 @@ from megastable.data.skip_ledger import Ledger, append, append_all
 from megastable.data.skips import Selection, Skips
 from megastable.data.source import Source
 from megastable.data.statistics import token_counts, unigram_entropy
-from megastable.deterministic import exact
-from megastable.engine import Engine, Judge, Measured, start_distributed, stop_distributed
-from megastable.errors import CheckpointError, DataError, SpaceError, UnstableError
-from megastable.hardware import peak_tflops
-from megastable.heartbeat import Heartbeat, parting
-from megastable.lint import lint
-from megastable.membership import membership, tasks
-from megastable.messages import attempt_of
+from megastable.engine.engine import Engine, Judge, Measured, start_distributed, stop_distributed
 from megastable.model.flops import parameters
 from megastable.model.kernels import DTYPES
 from megastable.model.sizes import in_fp8
 from megastable.optim.schedule import rate
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
-from megastable.ranks import agree, first, shared
-from megastable.recovery import Recovery
-from megastable.report.observer import Observer
-from megastable.report.summary import incidents, summarise
-from megastable.report.told import plural
-from megastable.rundir import RunDirectory
-from megastable.skipping import Skipping
-from megastable.startup import StopRequest, open_data, open_run
+from megastable.recovery.recovery import Recovery
+from megastable.recovery.skipping import Skipping
+from megastable.run import directory
+from megastable.run.directory import RunDirectory
+from megastable.run.membership import membership, tasks
+from megastable.run.rank_ipc import attempt_of
+from megastable.training.checkpoints import Checkpoints
+from megastable.training.heartbeat import Heartbeat, parting
+from megastable.training.lint import lint
+from megastable.training.observer import Observer
+from megastable.training.startup import StopRequest, open_data, open_run
+from megastable.training.summary import incidents, summarise
 
 COLLECT = 100  # steps between two collections of garbage, by all ranks at once: one alone makes all wait
 ENTROPY_TOKENS = 50_000_000  # of the validation text: more would not change its unigram entropy
@@ -85,10 +87,10 @@ class Trainer:
         self._told_foreign: set[str] | None = None  # fingerprints, once the journal was read for them
         self.first = rank == 0
         p = config.parallel
-        data = deepspeed_config.data_parallel(config, world)
+        data = deepspeed_json.data_parallel(config, world)
         self.layout = Layout(p.tensor, p.pipeline, data, p.context)
         self.topology = Topology(self.layout, rank, config.run.timeout)
-        self.ds_config = deepspeed_config.build(config, world)
+        self.ds_config = deepspeed_json.build(config, world)
         random.seed(config.run.seed + rank)
         np.random.seed(config.run.seed + rank)
         torch.manual_seed(config.run.seed + rank)
@@ -540,7 +542,7 @@ class Trainer:
             entropy = unigram_entropy(np.asarray(counts))
         summary = summarise(c, s, validation, entropy, incidents(self.run, c))
         try:
-            durable.write_file(self.run.summary, (rundir.as_json(summary, indent=1) + "\n").encode())
+            durable.write_file(self.run.summary, (directory.as_json(summary, indent=1) + "\n").encode())
         except OSError as error:
             raise SpaceError(
                 f"{self.run.summary} could not be written: {error}: make room, start again"
@@ -602,7 +604,7 @@ class Trainer:
 
     def frozen(self) -> bytes:
         """The recipe as it is kept."""
-        return rundir.frozen(self.config, self.corpora.fingerprints, self.ds_config)
+        return directory.frozen(self.config, self.corpora.fingerprints, self.ds_config)
 
     def note(self, event: str, **fields: Any) -> None:
         """Journal, on rank 0."""
@@ -682,7 +684,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rank = int(os.environ["RANK"])
     try:
         config = recipe.load(args.recipe, args.overrides)
-        deepspeed_config.build(config, int(os.environ.get("WORLD_SIZE", "1")))
+        deepspeed_json.build(config, int(os.environ.get("WORLD_SIZE", "1")))
     except errors.MegastableError as error:
         # The same on every rank: one message is enough. The launcher ends all when the first one ends: not before it.
         if rank:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megastable.config import RunConfig
+from megastable.config.tree import RunConfig
 from megastable.data.manifest import Manifest, TokenizerInfo, adopt
 from megastable.data.shards import ShardWriter
 

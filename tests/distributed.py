@@ -44,7 +44,7 @@ def _rank(
     gc.freeze()
     import torch
 
-    from megastable import engine
+    from megastable.engine import engine
 
     torch.set_num_threads(1)
     try:

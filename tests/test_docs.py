@@ -47,7 +47,7 @@ def test_runnable_commands_run(page: Path, tmp_path: Path) -> None:
 
 
 def test_exit_codes_are_documented() -> None:
-    from megastable import errors
+    from megastable.base import errors
 
     text = (ROOT / "docs/clusters.md").read_text(encoding="utf-8")
     codes = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}

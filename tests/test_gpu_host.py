@@ -41,7 +41,7 @@ for found in pkgutil.walk_packages(megastable.__path__, "megastable."):
             importlib.import_module(found.name)
         except ModuleNotFoundError as error:  # an extra that is not installed
             assert error.name and not error.name.startswith("megastable"), error
-assert "megastable.engine" in sys.modules and "megastable.bench.counting" in sys.modules
+assert "megastable.engine.engine" in sys.modules and "benchmarks.counting" in sys.modules
 print(started or "none")
 """
 RANK = """
@@ -57,7 +57,7 @@ engine.stop_distributed()
 """
 UNUSABLE = """
 from megastable import engine
-from megastable.errors import MegastableError
+from megastable.base.errors import MegastableError
 def old(_):
     raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\\nPlease update")
 torch._C._cuda_setDevice = old

@@ -10,13 +10,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megastable import durable, recipe, records
-from megastable.errors import ConfigError, DataError, user_errors
+from megastable.base import durable
+from megastable.base.errors import ConfigError, DataError, user_errors
+from megastable.config import recipe
+from megastable.config.stability import StabilityConfig
 from megastable.report.plot import backtest_plot
-from megastable.rundir import as_json
+from megastable.run import records
+from megastable.run.directory import as_json
 from megastable.stability.actions import Action
 from megastable.stability.backtest import Judged, Recorded, episodes, read_trace, simulate
-from megastable.stability.settings import StabilityConfig
 
 EXAMPLES = """Examples:
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+# benchmarks/ is no part of the installed package: it lies beside this folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from megastable import deepspeed_config, durable, recipe
-from megastable.errors import ConfigError, user_errors
-from megastable.rundir import as_json
+from megastable.base import durable
+from megastable.base.errors import ConfigError, user_errors
+from megastable.config import deepspeed_json, recipe
+from megastable.run.directory import as_json
 
 EXAMPLES = """Examples:
 
@@ -80,9 +85,9 @@ def stability(
     config = recipe.load(recipe_path, overrides or [])
     _alone()
     # Not above: --help and mistakes in a recipe need no DeepSpeed, which takes seconds to import.
-    from megastable import engine
-    from megastable.bench.costs import table
-    from megastable.bench.stability import measure, steps_needed
+    from benchmarks.costs import table
+    from benchmarks.stability_cost import measure, steps_needed
+    from megastable.engine import engine
 
     columns = TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     engine.start_distributed(config.run.timeout, config.run.deterministic)
@@ -115,7 +120,7 @@ def noise(
 ) -> None:
     """False alarms of detector and policy in healthy runs whose noise is not white, and how soon planted faults are
     acted on. About 10 s a kind; no GPU."""
-    from megastable.bench.noise import FAULTS, KINDS, Delays, count, delays
+    from benchmarks.noise import FAULTS, KINDS, Delays, count, delays
 
     if foreign := [item for item in overrides or [] if not item.startswith("stability.")]:
         raise ConfigError(f"{foreign[0]}: only stability.KEY=VALUE has an influence here")
@@ -166,7 +171,7 @@ def samples(
     json: Annotated[Path | None, typer.Option(help="All numbers")] = None,
 ) -> None:
     """False alarms of the running test of single samples, and how soon it notices bad ones. About 1 min a mixture."""
-    from megastable.bench.mixtures import BAD, HEALTHY, TAILS, delay, false_alarms
+    from benchmarks.mixtures import BAD, HEALTHY, TAILS, delay, false_alarms
 
     if foreign := [item for item in overrides or [] if not item.startswith("stability.samples.")]:
         raise ConfigError(f"{foreign[0]}: only stability.samples.KEY=VALUE has an influence here")
@@ -227,8 +232,8 @@ def attribution(
     settings = recipe.validate(tree, "the overrides").stability.attribution
     _alone()
     # Not above, as in `stability`.
-    from megastable import engine
-    from megastable.bench.attribution import PLANTS, STATES, Found, measure, pooled
+    from benchmarks.attribution_errors import PLANTS, STATES, Found, measure, pooled
+    from megastable.engine import engine
 
     found = list[Found]()
     columns = TextColumn("examining"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -299,9 +304,9 @@ def train(
     A step is of at most 4 micro-batches, and compiled where the recipe leaves it open; both are said in the output.
     """
     config = recipe.load(recipe_path, overrides or [])
-    deepspeed_config.build(config, 1)
+    deepspeed_json.build(config, 1)
     device = _on(device)
-    from megastable.bench.peers import PEERS, chosen_peers
+    from benchmarks.peers import PEERS, chosen_peers
 
     if names:
         for name, peer in PEERS.items():
@@ -315,9 +320,9 @@ def train(
     _alone()
     begun = time.monotonic()
     # Not above, as in `stability`.
-    from megastable import engine
-    from megastable.bench import profiling, speed
-    from megastable.bench.train import measure, steps_needed
+    from benchmarks import profiling, speed
+    from benchmarks.train_speed import measure, steps_needed
+    from megastable.engine import engine
 
     console = Console()
     tables = []
@@ -383,7 +388,7 @@ def scaling(
 
     Exits with 1 where they differ.
     """
-    from megastable.bench import scaling
+    from benchmarks import scaling
 
     if recipe_path is not None:
         forecast = scaling.predict(recipe.load(recipe_path, overrides or []), ranks)
@@ -426,8 +431,8 @@ def checkpoint(
     named = recipes or [Path("launch/recipes/quickstart.yaml"), Path("launch/recipes/125m.yaml")]
     configs = {str(path): recipe.load(path, [*SHORT, *(overrides or [])]) for path in named}
     _alone()
-    from megastable.bench.checkpoint import measure_all
-    from megastable.bench.saves import table
+    from benchmarks.checkpoint_speed import measure_all
+    from benchmarks.saves import table
 
     stderr = Console(stderr=True)
     found = measure_all(configs, folder, rounds, lambda text: stderr.print(f"measuring: {text}"))
@@ -451,8 +456,8 @@ def data(
     """What it costs to inspect, scan and prune, and how much of planted corruption a scan finds; takes minutes."""
     import torch
 
-    from megastable.bench.common import machine
-    from megastable.bench.hunting import PARTS, hunt, tables
+    from benchmarks.common import machine
+    from benchmarks.hunting import PARTS, hunt, tables
 
     if unknown := set(only or ()) - set(PARTS):
         raise ConfigError(f"--only {sorted(unknown)[0]}: choose among {', '.join(PARTS)}")

@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
-from megastable.checkpoint.tool.makers import MAKERS, Checkpoint
-from megastable.errors import DataError, user_errors
+from megastable.base.errors import DataError, user_errors
+from megastable.convert.tool.makers import MAKERS, Checkpoint
 from megastable.report.sheet.options import Csv, Html, Json, Rows
 from megastable.report.sheet.output import Output
 
@@ -57,7 +57,7 @@ One = Annotated[Path, typer.Argument(help="RUN/checkpoints/step-N, or RUN/checkp
 def verify(paths: Annotated[list[Path], typer.Argument(help="Checkpoints, or runs: all of theirs")],
            as_json: Json = False, csv: Csv = None, html: Html = None, rows: Rows = 100) -> None:  # fmt: skip
     """Check every file against the manifests: torn, cut off, flipped bits, swapped, missing, of another checkpoint."""
-    from megastable.checkpoint.tool import verifying
+    from megastable.convert.tool import verifying
 
     found = verifying.verify(paths, as_json)
     Output(as_json, csv, html, rows).put(verifying.verified_sheet(found))
@@ -69,7 +69,7 @@ def verify(paths: Annotated[list[Path], typer.Argument(help="Checkpoints, or run
 def list_(run: Annotated[Path, typer.Argument(help="Directory of a run, such as runs/quickstart")],
           as_json: Json = False, csv: Csv = None, html: Html = None, rows: Rows = 100) -> None:  # fmt: skip
     """The checkpoints of a run: step, size, layout, fresh, healthy or suspect, pinned, loss, age. Nothing is hashed."""
-    from megastable.checkpoint import catalogue
+    from megastable.convert import catalogue
 
     Output(as_json, csv, html, rows).put(catalogue.sheet(run, catalogue.entries(run)))
 
@@ -80,8 +80,8 @@ def show(checkpoint: Checkpoint,
          tensor: Annotated[str | None, typer.Option(help="Only tensors named so, e.g. 'blocks.0.*'")] = None,
          as_json: Json = False, csv: Csv = None, html: Html = None, rows: Rows = 30) -> None:  # fmt: skip
     """What one is: model, step, tokens, layout, versions, fingerprints, and every tensor's norm, largest and mean."""
-    from megastable.checkpoint.tool.showing import show as look
-    from megastable.rundir import as_json as to_json
+    from megastable.convert.tool.showing import show as look
+    from megastable.run.directory import as_json as to_json
 
     if as_json and (csv or html):
         raise DataError("--json of show is more than a table: leave out --csv and --html")
@@ -98,7 +98,7 @@ def pin(
     checkpoint: One, reason: Annotated[str, typer.Option(help="Why, for whoever wonders later")] = ""
 ) -> None:
     """Keep a checkpoint, whatever checkpoint.keep says."""
-    from megastable.checkpoint.tool.pinning import pin as keep
+    from megastable.convert.tool.pinning import pin as keep
 
     print(keep(checkpoint, reason))
 
@@ -107,7 +107,7 @@ def pin(
 @user_errors()
 def unpin(checkpoint: One) -> None:
     """Let a checkpoint go again as any other."""
-    from megastable.checkpoint.tool.pinning import unpin as let_go
+    from megastable.convert.tool.pinning import unpin as let_go
 
     print(let_go(checkpoint))
 
@@ -118,7 +118,7 @@ def accept(
     checkpoint: One, reason: Annotated[str, typer.Option(help="Why, for whoever wonders later")] = ""
 ) -> None:
     """Let runs go on from a checkpoint that was convicted or put aside (rejected-step-N, suspect-step-N)."""
-    from megastable.checkpoint.tool.accepting import accept as take
+    from megastable.convert.tool.accepting import accept as take
 
     print(take(checkpoint, reason))
 
@@ -130,7 +130,7 @@ def diff(a: Checkpoint, b: Checkpoint,
          as_json: Json = False, csv: Csv = None, html: Html = None,
          top: Annotated[int, typer.Option(min=0, help="Tensors that the terminal shows")] = 20) -> None:  # fmt: skip
     """Which tensors differ, the most different first, and by how much; layouts may differ. Ends with 1 if any does."""
-    from megastable.checkpoint.tool.comparing import compare
+    from megastable.convert.tool.comparing import compare
 
     out = Output(as_json, csv, html, top)
     sheet, same = compare(a, b, weights_only, everything=as_json or bool(csv or html), silent=as_json)

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from megastable.errors import user_errors
+from megastable.base.errors import user_errors
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -52,7 +52,7 @@ def to_hf(
     no_check: NoCheck = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Write OUT: weights, config.json, tokenizer and a README, and compare its logits with the checkpoint's."""
-    from megastable.checkpoint.huggingface import command
+    from megastable.convert.huggingface import command
 
     command.export(
         checkpoint, out, dtype, shard_size, tokenizer, no_tokenizer, inexact_tokenizer, not no_check, as_json
@@ -63,7 +63,7 @@ def to_hf(
 @user_errors()
 def to_gguf(folder: Folder, out: Out, as_json: Json = False) -> None:
     """Write OUT, a file for llama.cpp, from a folder that to-hf made: the same weights, and the tokenizer's own ids."""
-    from megastable.checkpoint.huggingface import command
+    from megastable.convert.huggingface import command
 
     command.gguf(folder, out, as_json)
 
@@ -81,7 +81,7 @@ def from_hf(
     no_check: NoCheck = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Make OUT, a run directory whose training begins with the folder's weights, and compare logits."""
-    from megastable.checkpoint.huggingface import command
+    from megastable.convert.huggingface import command
 
     command.make_run(folder, out, recipe, overrides or [], accept or [], any_tokenizer, not no_check, as_json)
 
@@ -90,7 +90,7 @@ def from_hf(
 @user_errors()
 def check(checkpoint: Checkpoint, folder: Folder, accept: Accept = None, as_json: Json = False) -> None:
     """Compare logits on random tokens and on text, and all tensors; ends with 1 unless they are the same."""
-    from megastable.checkpoint.huggingface import command
+    from megastable.convert.huggingface import command
 
     command.check(checkpoint, folder, accept or [], as_json)
 

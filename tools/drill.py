@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import signal
+import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
+# drills/ is no part of the installed package: it lies beside this folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from megastable import durable
-from megastable.drills import batch, scenarios
-from megastable.drills.batch import Task
-from megastable.drills.plan import Policy
-from megastable.drills.scenario import GLOBAL_BATCH, STEPS
-from megastable.drills.score import Score, met
-from megastable.drills.stage import LAYERS, RANKS, Stage
-from megastable.drills.table import console, outcome, table, verdict
-from megastable.errors import FAILED, ConfigError, user_errors
-from megastable.rundir import as_json
+from drills import batch, scenarios
+from drills.batch import Task
+from drills.plan import Policy
+from drills.scenario import GLOBAL_BATCH, STEPS
+from drills.score import Score, met
+from drills.stage import LAYERS, RANKS, Stage
+from drills.table import console, outcome, table, verdict
+from megastable.base import durable
+from megastable.base.errors import FAILED, ConfigError, user_errors
+from megastable.run.directory import as_json
 
 LIST = "\n\n".join(f"{scenario.name}: {scenario.title}" for scenario in scenarios.SCENARIOS)
 EXAMPLES = f"""Examples:

@@ -16,12 +16,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megastable import durable
-from megastable.errors import ConfigError, user_errors
-from megastable.fp8 import show
-from megastable.fp8.advice import USUAL
-from megastable.report.told import visible
-from megastable.rundir import as_json
+from megastable.base import durable
+from megastable.base.errors import ConfigError, user_errors
+from megastable.base.text import visible
+from megastable.fp8_check import display
+from megastable.fp8_check.advice import USUAL
+from megastable.run.directory import as_json
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -87,9 +87,9 @@ def check(
     if plot is not None and plot.suffix not in PICTURES:
         raise ConfigError(f"--plot {plot}: a name ending in {', '.join(PICTURES)}")
     # Not above: --help needs no torch.
-    from megastable.fp8.check import check as measure
-    from megastable.fp8.check import passes
-    from megastable.fp8.material import configs_of, gather, in_words, open_model
+    from megastable.fp8_check.effect import check as measure
+    from megastable.fp8_check.effect import passes
+    from megastable.fp8_check.material import configs_of, gather, in_words, open_model
 
     wanted = [recipe.value for recipe in dict.fromkeys(recipes or Recipe)]
     model = open_model(checkpoint, dtype, device)
@@ -111,13 +111,13 @@ def check(
     console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console = Console(markup=False, emoji=False, highlight=False, width=120)
-    _say("", show.LEGEND, "")
+    _say("", display.LEGEND, "")
     for outcome in found.outcomes:
-        console.print(show.layers(outcome, len(outcome.layers) if everything else rows))
+        console.print(display.layers(outcome, len(outcome.layers) if everything else rows))
         if everything:
-            console.print(show.tensors(outcome))
-    console.print(show.models(found.loss, found.outcomes))
-    _say(*show.advice(found.outcomes, said))
+            console.print(display.tensors(outcome))
+    console.print(display.models(found.loss, found.outcomes))
+    _say(*display.advice(found.outcomes, said))
     if json is not None:
         about: dict[str, Any] = {
             "checkpoint": str(model.checkpoint), "step": model.step, "dtype": str(next(model.parameters()).dtype),
@@ -125,10 +125,10 @@ def check(
             "notes": list(material.notes),
         }  # fmt: skip
         durable.write_output(
-            json, as_json(about | show.tree(found.loss, found.outcomes, said, USUAL), indent=1) + "\n"
+            json, as_json(about | display.tree(found.loss, found.outcomes, said, USUAL), indent=1) + "\n"
         )
     if plot is not None:
-        show.picture(found.outcomes, f"FP8: {model.checkpoint}", plot)
+        display.picture(found.outcomes, f"FP8: {model.checkpoint}", plot)
     raise typer.Exit(0 if any(outcome.stable for outcome in found.outcomes) else 1)
 
 

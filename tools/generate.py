@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from megastable.errors import DataError, user_errors
-from megastable.generate.asking import ask, read_prompt
+from megastable.base.errors import DataError, user_errors
+from megastable.generate.prompts import ask, read_prompt
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -63,7 +63,7 @@ def generate(
     if text is None and as_json:
         raise DataError("--json: give --prompt, --prompt-file or a pipe")
 
-    from megastable.generate.opening import open_speaker
+    from megastable.generate.load import open_speaker
     from megastable.generate.sampling import Sampling
     from megastable.generate.talk import Talk, Wishes
 

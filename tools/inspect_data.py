@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from megastable.errors import user_errors
+from megastable.base.errors import user_errors
 from megastable.report.sheet.options import Csv, Html, Json, Rows, Texts
 from megastable.report.sheet.output import Output
 
@@ -74,7 +74,7 @@ def document(shard: Annotated[Path, typer.Argument(help="PREFIX, .idx or .bin of
              tokenizer: Tokenizer = None, as_json: Json = False, csv: Csv = None, html: Html = None,
              rows: Rows = 20, texts: Texts = 1) -> None:  # fmt: skip
     """A document, and every step of the runs given that ever trained on it."""
-    from megastable.forensics.shelf import open_shelf, prefix_of
+    from megastable.forensics.shard_set import open_shelf, prefix_of
     from megastable.forensics.whereabouts import document_sheet
 
     shelf, runs = open_shelf([shard], tokenizer), [history(one) for one in run or ()]
@@ -103,9 +103,9 @@ def scan(shards: Shards,
          rows: Rows = 20, texts: Texts = 1) -> None:  # fmt: skip
     """Measure every document of a corpus, and rank the odd ones, with reasons; interrupted, it goes on where it was."""
     from megastable.forensics.scanning.scan import default_folder, scan_shards
-    from megastable.forensics.scanning.sheet import sheet_of
+    from megastable.forensics.scanning.scan_sheet import sheet_of
     from megastable.forensics.scanning.units import workers_for
-    from megastable.forensics.shelf import open_shelf
+    from megastable.forensics.shard_set import open_shelf
 
     show = Output(as_json, csv, html, rows, texts)
     shelf, reference = open_shelf(shards, tokenizer), open_shelf([against]) if against else None
@@ -128,12 +128,12 @@ def score(shards: Shards, checkpoint: Annotated[Path, typer.Option(help="A check
           tokenizer: Tokenizer = None, again: Again = False, as_json: Json = False, csv: Csv = None, html: Html = None,
           rows: Rows = 20, texts: Texts = 1) -> None:  # fmt: skip
     """Loss and gradient norm of every document under a checkpoint, and where in it the worst is."""
+    from megastable.forensics.scoring.document_scores import Scorer, score_shelf
     from megastable.forensics.scoring.losses import load
     from megastable.forensics.scoring.pick import listed
-    from megastable.forensics.scoring.score import Scorer, score_shelf
+    from megastable.forensics.scoring.score_sheet import score_sheet
     from megastable.forensics.scoring.scored import check_order
-    from megastable.forensics.scoring.sheet import score_sheet
-    from megastable.forensics.shelf import open_shelf
+    from megastable.forensics.shard_set import open_shelf
 
     check_order(by)
     shelf, show = open_shelf(shards, tokenizer), Output(as_json, csv, html, rows, texts, on_page=50)

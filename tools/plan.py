@@ -9,15 +9,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megastable import deepspeed_config, durable, recipe
-from megastable.config import Fp8Config, RunConfig
-from megastable.errors import ConfigError, user_errors
+from megastable.base import durable
+from megastable.base.errors import ConfigError, user_errors
+from megastable.base.text import plural, visible
+from megastable.config import deepspeed_json, recipe
+from megastable.config.tree import Fp8Config, RunConfig
 from megastable.model.flops import parameters
 from megastable.plan import cluster as clusters
 from megastable.plan import search, show
 from megastable.plan.cluster import ClusterConfig
-from megastable.report.told import plural, visible
-from megastable.rundir import as_json
+from megastable.run.directory import as_json
 
 EXAMPLES = """Examples:
 
@@ -142,7 +143,7 @@ def _say(*lines: str) -> None:
 def _own(config: RunConfig, gpus: int, cluster: ClusterConfig, fixed: bool) -> search.Plan | None:
     """The recipe's layout as it stands; None where it cannot be laid out on these GPUs, which is said."""
     try:
-        deepspeed_config.data_parallel(config, gpus)
+        deepspeed_json.data_parallel(config, gpus)
     except ConfigError as error:
         if fixed:
             raise

@@ -9,16 +9,16 @@ from typing import Annotated
 
 import typer
 
+from megastable.base.errors import DataError, user_errors
 from megastable.data.adopt import adopt_directory
+from megastable.data.command_summary import Summary
 from megastable.data.left_out import told
 from megastable.data.prepare import SHARD_TOKENS, prepare_shards
 from megastable.data.stdlib import prepare_stdlib
-from megastable.data.summary import Summary
-from megastable.data.text import Corpus
+from megastable.data.text_files import Corpus
 from megastable.data.token_files import IdType
 from megastable.data.train_tokenizer import ModelType, train_sentencepiece
 from megastable.data.verify import verify_corpus
-from megastable.errors import DataError, user_errors
 
 EXAMPLES = """Examples:
 
@@ -155,8 +155,8 @@ def plant_noise(corpus: Path, output: Path, recipe: Annotated[Path, typer.Option
 
     A text is encoded with the corpus's tokenizer, goes on from sample to sample, and begins again where it ends.
     """
+    from megastable.config.recipe import load
     from megastable.data.plant import plant  # imports torch, which the other commands start faster without
-    from megastable.recipe import load
 
     planted, reused = plant(corpus, output, load(recipe, overrides or ()), step=step, samples=samples, seed=seed,
                             kind="random" if text is None else "text", text=None if text is None else read_text(text),

@@ -14,12 +14,12 @@ from typing import Annotated
 
 import typer
 
-from megastable.errors import DataError, user_errors
-from megastable.forensics.pruning import check as prune_check
+from megastable.base.errors import DataError, user_errors
+from megastable.base.progress_bar import bar
 from megastable.forensics.pruning import choose, prune
-from megastable.forensics.pruning.loss import MOST, Loss, share_of
+from megastable.forensics.pruning import proof as prune_check
 from megastable.forensics.pruning.prune import corpus_bytes
-from megastable.report.bars import bar
+from megastable.forensics.pruning.token_loss import MOST, Loss, share_of
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
+from megastable.base.errors import CheckpointError
 from megastable.checkpoint import store
 from megastable.checkpoint.store import RunState
 from megastable.checkpoint.whole import WholeState, run_of
-from megastable.config import ModelConfig
-from megastable.errors import CheckpointError
-from megastable.flatstate import Fragment
+from megastable.config.tree import ModelConfig
+from megastable.engine.flatstate import Fragment
 
 
 def load(checkpoint: Path, state: RunState, engine: Any) -> None:

@@ -14,11 +14,11 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megastable import durable
+from megastable.base import durable
+from megastable.base.errors import CheckpointError
 from megastable.checkpoint import store
 from megastable.checkpoint.files import hash_file
 from megastable.checkpoint.store import ACCEPTED, CONVICTED, HEALTH, PINNED
-from megastable.errors import CheckpointError
 
 UNREADABLE = "not known: its marker cannot be read"  # the reason of a pin that stands all the same
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from megastable.base.collectives import agree, first
 from megastable.checkpoint.vitals import Vitals
 from megastable.data.loader import Loader, MicroBatch
-from megastable.ranks import agree, first
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megastable import durable
+from megastable.base import durable
 from megastable.checkpoint import store
 from megastable.checkpoint.files import FileRecord, TensorFile, write_file
 from megastable.checkpoint.pieces import Piece, Pieces, Statistics, entry_name, part_name, statistics_of
 from megastable.checkpoint.store import SAVING, Contents, RunState
-from megastable.config import ModelConfig
-from megastable.flatstate import Fragment
+from megastable.config.tree import ModelConfig
+from megastable.engine.flatstate import Fragment
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError, model_validator
 from torch import Tensor
 
-from megastable.errors import CheckpointError
+from megastable.base.errors import CheckpointError
 from megastable.parallel.sharding import Placement
 
 FORMAT: Final = 2  # of checkpoints

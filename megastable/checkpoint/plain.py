@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megastable import recipe
+from megastable.base.errors import CheckpointError
+from megastable.base.text import visible
 from megastable.checkpoint import store
 from megastable.checkpoint.files import hash_file
 from megastable.checkpoint.whole import WholeState, run_of
-from megastable.config import ModelConfig, RunConfig
-from megastable.errors import CheckpointError
+from megastable.config import recipe
+from megastable.config.tree import ModelConfig, RunConfig
 from megastable.model.gpt import GPT, Head, tied_head
 from megastable.parallel.layers import VocabParallelEmbedding
 from megastable.parallel.sharding import place, placement_of
 from megastable.parallel.topology import TensorParallel
-from megastable.report.told import visible
 
 log = logging.getLogger(__name__)
 

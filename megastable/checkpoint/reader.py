@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megastable.base.errors import CheckpointError
+from megastable.base.text import visible
 from megastable.checkpoint.files import NAMES
-from megastable.errors import CheckpointError
-from megastable.report.told import visible
 
 LONGEST = 100_000_000  # bytes of a header, as in the library
 DTYPES = {name: dtype for dtype, name in NAMES.items()}

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megastable import durable
+from megastable.base import durable
+from megastable.base.errors import CheckpointError
 from megastable.checkpoint import markers, store
-from megastable.checkpoint.glance import DELETING, found, glance, latest
-from megastable.errors import CheckpointError
+from megastable.checkpoint.quick_check import DELETING, found, glance, latest
 
 log = logging.getLogger(__name__)
 

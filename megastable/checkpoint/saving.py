@@ -25,18 +25,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastable import free_memory
+from megastable.base import free_memory
+from megastable.base.collectives import first, gathered
+from megastable.base.rng import rng_state
 from megastable.checkpoint import retention, store
 from megastable.checkpoint.files import hash_file
 from megastable.checkpoint.parts import Files, put_in_place, write_head, write_part
 from megastable.checkpoint.staging import Sealed, Staging, upload
 from megastable.checkpoint.store import SAVING, RunState
-from megastable.config import CheckpointConfig, ModelConfig
-from megastable.flatstate import KINDS, FlatState, Fragment
-from megastable.hostcopy import Copied, HostCopy
+from megastable.config.tree import CheckpointConfig, ModelConfig
+from megastable.engine.flatstate import KINDS, FlatState, Fragment
+from megastable.engine.hostcopy import Copied, HostCopy
 from megastable.parallel.topology import Topology
-from megastable.ranks import first, gathered
-from megastable.rng import rng_state
 
 log = logging.getLogger(__name__)
 

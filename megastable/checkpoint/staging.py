@@ -18,14 +18,14 @@ import torch.distributed as dist
 import xxhash
 from pydantic import BaseModel, ConfigDict
 
-from megastable import durable
+from megastable.base import durable
+from megastable.base.collectives import first, gathered
+from megastable.base.errors import CheckpointError
 from megastable.checkpoint import store
 from megastable.checkpoint.files import FileRecord, hash_file
 from megastable.checkpoint.parts import Files, put_in_place
 from megastable.checkpoint.store import RECIPE, STATE
-from megastable.config import ModelConfig
-from megastable.errors import CheckpointError
-from megastable.ranks import first, gathered
+from megastable.config.tree import ModelConfig
 
 CHUNK = 1 << 22  # bytes
 

@@ -23,15 +23,17 @@ import torch.distributed as dist
 import xxhash
 from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt
 
-from megastable import __version__, durable, rundir
+from megastable import __version__
+from megastable.base import durable
+from megastable.base.collectives import first, gathered
+from megastable.base.errors import CheckpointError
+from megastable.base.rng import set_rng_state
+from megastable.base.text import visible
 from megastable.checkpoint.files import FileRecord, hash_file
 from megastable.checkpoint.pieces import FORMAT
 from megastable.checkpoint.vitals import Vitals
-from megastable.config import ModelConfig
-from megastable.errors import CheckpointError
-from megastable.ranks import first, gathered
-from megastable.report.told import visible
-from megastable.rng import set_rng_state
+from megastable.config.tree import ModelConfig
+from megastable.run import directory
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=BaseModel)
@@ -42,7 +44,7 @@ CONVICTED, ACCEPTED = "convicted.json", "accepted.json"
 SEAL = b'"xxh3": "%s"'  # of a manifest: its last field
 SAVING = ".saving-"  # prefix of a checkpoint that is being written
 FREE = {
-    key.removeprefix("model.") for key in rundir.FREE
+    key.removeprefix("model.") for key in directory.FREE
 }  # of a model's options: those that its weights do not depend on
 PARTS = re.compile(r"(rank-\d+\.(json|safetensors)|rng-\d+\.pt)")  # what ranks write
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megastable.base.errors import CheckpointError
 from megastable.checkpoint import store
-from megastable.errors import CheckpointError
 
 
 def refuse_existing(out: Path, what: str = "directory") -> None:

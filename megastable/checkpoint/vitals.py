@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-from megastable.checkpoint.settings import VitalsConfig
-from megastable.tensor_size import Size
+from megastable.base.tensor_size import Size
+from megastable.config.checkpoint import VitalsConfig
 
 Floats = npt.NDArray[np.float64]
 

@@ -14,17 +14,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megastable import recipe
+from megastable.base.errors import CheckpointError
+from megastable.base.text import visible
 from megastable.checkpoint import store
 from megastable.checkpoint.pieces import Piece, entry_name, read_pieces
 from megastable.checkpoint.reader import Reader
-from megastable.config import ModelConfig, RunConfig
-from megastable.errors import CheckpointError
-from megastable.flatstate import KINDS
+from megastable.config import recipe
+from megastable.config.tree import ModelConfig, RunConfig
+from megastable.engine.flatstate import KINDS
 from megastable.model.gpt import GPT
 from megastable.parallel.sharding import Placement, placement_of, shard, unshard
 from megastable.parallel.topology import TensorParallel
-from megastable.report.told import visible
 
 
 @dataclass(frozen=True)

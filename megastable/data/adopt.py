@@ -9,17 +9,17 @@ from pathlib import Path
 
 import numpy as np
 
+from megastable.base.errors import DataError
+from megastable.data.command_summary import Summary
 from megastable.data.left_out import LeftOut
+from megastable.data.local_copy import staged_directory
 from megastable.data.manifest import FILE, Manifest, adopt, split_at_document
 from megastable.data.prepare import check_free, corpus_name
 from megastable.data.progress import Meter
 from megastable.data.shard_format import ShardInfo, Tokens, dtype_for, with_suffix
 from megastable.data.shards import Shard, ShardWriter
-from megastable.data.staging import staged_directory
-from megastable.data.summary import Summary
 from megastable.data.token_files import Ids, IdType, TokenFile, bin_file, datatrove_file
 from megastable.data.tokenizer import OWN, Tokenizer, load_tokenizer
-from megastable.errors import DataError
 
 TOLD_EVERY = 1000  # documents
 

@@ -12,8 +12,8 @@ from itertools import groupby, islice
 from pathlib import PurePosixPath
 from typing import NamedTuple, NoReturn
 
+from megastable.base.errors import DataError
 from megastable.data.forward import ForwardFile
-from megastable.errors import DataError
 
 PIECE = 1 << 20  # bytes of a member, at a time
 LOOKED_AT = 64  # members, to tell a WebDataset from other archives

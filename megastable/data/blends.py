@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
 
+from megastable.base.errors import DataError
 from megastable.data import ledger
 from megastable.data.exchange import Exchange, Swap
 from megastable.data.ledger import Entry
@@ -27,7 +28,6 @@ from megastable.data.order import BLOCK, LAST_POSITION, Order, Phase
 from megastable.data.shards import Shard
 from megastable.data.skip_ledger import AnyEntry, Ledger, SampleEntry, SkipEntry, sample_entries
 from megastable.data.skips import Skips
-from megastable.errors import DataError
 
 CONVICTED = "data: "  # begins the reason of what an incident convicted (casebook.py)
 Slot = Annotated[StrictInt, Field(ge=0, le=LAST_POSITION)]

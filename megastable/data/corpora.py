@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megastable.config import CorpusConfig
+from megastable.base.errors import ConfigError, DataError
+from megastable.config.recipe import find
+from megastable.config.tree import CorpusConfig
 from megastable.data.blends import (
     BlendEntry,
     ExchangeEntry,
@@ -20,8 +22,6 @@ from megastable.data.blends import (
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import BLOCK, Corpus, Order, blend
 from megastable.data.source import Source
-from megastable.errors import ConfigError, DataError
-from megastable.recipe import find
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import zstandard
 
-from megastable.errors import DataError
+from megastable.base.errors import DataError
 
 PIECE = 1 << 20  # bytes that one step gives at most
 _ZSTD_INPUT = 2048  # bytes: zstandard has no such limit, and a block of a few bytes may stand for 128 KiB

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple, NoReturn
 
+from megastable.base.errors import DataError
 from megastable.data.decompress import DECODERS
 from megastable.data.token_files import LLM_C
-from megastable.errors import DataError
 
 Kind = Literal["text", "json lines", "parquet", "arrow", "csv", "tsv", "tar", "unread"]
 KINDS: dict[str, Kind] = {

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megastable import jsonl
-from megastable.errors import DataError
+from megastable.base import jsonl
+from megastable.base.errors import DataError
 
 log = logging.getLogger(__name__)
 

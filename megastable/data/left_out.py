@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from megastable.report.told import visible
+from megastable.base.text import visible
 
 SHOWN = 3  # names of files per reason, for people
 

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megastable.base.errors import ConfigError
 from megastable.data.skips import Selection, Skips
 from megastable.data.source import Source
-from megastable.errors import ConfigError
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]

@@ -28,10 +28,10 @@ from pydantic import (
     model_validator,
 )
 
-from megastable import durable
+from megastable.base import durable
+from megastable.base.errors import DataError
 from megastable.data.shard_format import DType, ShardInfo, Tokens, file_sizes
 from megastable.data.shards import Shard
-from megastable.errors import DataError
 
 FILE = "manifest.json"
 OPEN_SHARDS = 64  # per stream, two descriptors each at most; opening again costs less than reading a sample

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megastable.config import RunConfig
+from megastable.base.errors import DataError
+from megastable.config.recipe import find
+from megastable.config.tree import RunConfig
 from megastable.data.manifest import Manifest, TokenizerInfo
 from megastable.data.tokenizer import BEGIN_OF_DOCUMENT, END_OF_DOCUMENT, Tokenizer, load_tokenizer
-from megastable.errors import DataError
-from megastable.recipe import find
 
 GUESSED = "what begins and ends a document is guessed from the tokenizer"
 

@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megastable.base.errors import ConfigError, DataError
 from megastable.data.exchange import Exchange, Exchanged
-from megastable.errors import ConfigError, DataError
 
 Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]

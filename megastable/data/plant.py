@@ -19,17 +19,17 @@ import numpy.typing as npt
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from megastable.config import CorpusConfig, RunConfig
+from megastable.base.errors import ConfigError, DataError
+from megastable.config.recipe import find
+from megastable.config.tree import CorpusConfig, RunConfig
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.documents import Document, documents_at
+from megastable.data.local_copy import staged_directory, write_file
 from megastable.data.manifest import FILE, Manifest, Stream
 from megastable.data.shard_format import little_endian, with_suffix
 from megastable.data.shards import Shard
 from megastable.data.skips import Range, Skips
-from megastable.data.staging import staged_directory, write_file
 from megastable.data.tokenizer import load_tokenizer
-from megastable.errors import ConfigError, DataError
-from megastable.recipe import find
 
 PLANTED = "planted.json"
 Kind = Literal["random", "repeated", "shuffled", "text"]

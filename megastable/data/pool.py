@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 from typing import TypeVar
 
-from megastable.errors import MegastableError
+from megastable.base.errors import MegastableError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

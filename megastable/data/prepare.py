@@ -20,18 +20,18 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from megastable.base.errors import DataError
+from megastable.base.text import visible
+from megastable.data.command_summary import Summary
 from megastable.data.left_out import told
+from megastable.data.local_copy import staged_directory
 from megastable.data.manifest import FILE, Manifest, Segment, TokenizerInfo
 from megastable.data.pool import ordered_map
 from megastable.data.progress import Meter
 from megastable.data.shard_format import ShardInfo, dtype_for
 from megastable.data.shards import ShardWriter
-from megastable.data.staging import staged_directory
-from megastable.data.summary import Summary
-from megastable.data.text import Corpus
+from megastable.data.text_files import Corpus
 from megastable.data.tokenizer import OWN, Tokenizer, load_tokenizer
-from megastable.errors import DataError
-from megastable.report.told import visible
 
 SHARD_TOKENS = 1 << 30
 BATCH = 1 << 20  # characters of text that a worker gets at a time

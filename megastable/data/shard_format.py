@@ -21,7 +21,7 @@ import numpy.typing as npt
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from megastable.errors import DataError
+from megastable.base.errors import DataError
 
 Tokens = npt.NDArray[np.int64]
 DType = Literal["uint16", "int32"]

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from megastable.base.durable import sync_directory
+from megastable.base.errors import DataError
 from megastable.data.shard_format import (
     CODES,
     HEADER,
@@ -27,8 +29,6 @@ from megastable.data.shard_format import (
     little_endian,
     with_suffix,
 )
-from megastable.durable import sync_directory
-from megastable.errors import DataError
 
 
 class HashedFile:

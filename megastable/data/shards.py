@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from megastable.base.errors import DataError
 from megastable.data.shard_format import (
     CHUNK,
     HEADER,
@@ -39,7 +40,6 @@ from megastable.data.shard_format import (
     with_suffix,
 )
 from megastable.data.shard_writer import ShardWriter
-from megastable.errors import DataError
 
 __all__ = ["DType", "Shard", "ShardInfo", "ShardWriter", "Tokens", "hash_file"]
 

@@ -24,7 +24,8 @@ import pyarrow.compute as pc
 import pyarrow.json
 import xxhash
 
-from megastable import jsonl
+from megastable.base import jsonl
+from megastable.base.errors import DataError
 from megastable.data.ledger import append, append_all, parse, remedy
 from megastable.data.order import LAST_POSITION, Order
 from megastable.data.skip_entries import (
@@ -37,7 +38,6 @@ from megastable.data.skip_entries import (
     sample_entries,
 )
 from megastable.data.skips import NONE, NOTHING, Exclusions, Identity, Range, Selection, Skips
-from megastable.errors import DataError
 
 __all__ = [
     "RANGES",

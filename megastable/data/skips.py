@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megastable.base.errors import DataError
 from megastable.data.bitmap import Bitmap
 from megastable.data.order import LAST_POSITION, Order
-from megastable.errors import DataError
 
 Range = tuple[int, int]
 Int64s = npt.NDArray[np.int64]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from megastable.base.errors import DataError
 from megastable.data.manifest import Stream
 from megastable.data.order import Order
-from megastable.errors import DataError
 
 Int64s = npt.NDArray[np.int64]
 

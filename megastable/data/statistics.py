@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from megastable.base.errors import DataError
 from megastable.data.manifest import Stream
 from megastable.data.source import Source
-from megastable.errors import DataError
 
 CHUNK = 1 << 20  # tokens read at a time
 

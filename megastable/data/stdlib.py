@@ -7,12 +7,12 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
+from megastable.base.errors import DataError
+from megastable.data.command_summary import Summary
 from megastable.data.manifest import FILE, Manifest, Stream
 from megastable.data.prepare import check_free, prepare_shards
-from megastable.data.summary import Summary
-from megastable.data.text import Corpus
+from megastable.data.text_files import Corpus
 from megastable.data.train_tokenizer import train_sentencepiece
-from megastable.errors import DataError
 
 NAME = "stdlib"
 VALIDATION = 0.03  # of about 730 modules of very different lengths

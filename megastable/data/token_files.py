@@ -19,8 +19,8 @@ from typing import BinaryIO, Literal
 import numpy as np
 import numpy.typing as npt
 
+from megastable.base.errors import DataError
 from megastable.data.shard_format import CHUNK
-from megastable.errors import DataError
 
 Ids = npt.NDArray[np.unsignedinteger]
 IdType = Literal["uint16", "uint32"]

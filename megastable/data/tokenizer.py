@@ -19,9 +19,9 @@ import xxhash
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer as HuggingFaceModel
 
+from megastable.base.errors import DataError
+from megastable.data.local_copy import write_file
 from megastable.data.manifest import TokenizerInfo
-from megastable.data.staging import write_file
-from megastable.errors import DataError
 
 Ids = npt.NDArray[np.int32]
 

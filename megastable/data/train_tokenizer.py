@@ -16,9 +16,9 @@ from typing import Literal
 import sentencepiece
 import xxhash
 
-from megastable.data.staging import write_file
+from megastable.base.errors import DataError
+from megastable.data.local_copy import write_file
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
-from megastable.errors import DataError
 
 ModelType = Literal["bpe", "unigram"]
 BLOCK = 2048  # characters; SentencePiece trains on many short texts better than on a few long ones

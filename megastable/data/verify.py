@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megastable.base.errors import DataError
+from megastable.data.command_summary import Summary
 from megastable.data.manifest import FILE, Manifest, Stream
 from megastable.data.shards import Shard
-from megastable.data.summary import Summary
 from megastable.data.tokenizer import load_tokenizer
-from megastable.errors import DataError
 
 
 def verify_corpus(directory: Path) -> Summary:

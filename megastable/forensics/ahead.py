@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megastable.base.text import plural
 from megastable.data.blends import GoneStream
 from megastable.data.documents import Document, Part, parts_by_position
 from megastable.data.manifest import Stream
@@ -25,9 +26,8 @@ from megastable.forensics.places import live_place
 from megastable.forensics.scanning.rows import long_key
 from megastable.forensics.scanning.units import BLOCK, sample
 from megastable.forensics.spans import spans
-from megastable.report.postmortem.texts import Library
+from megastable.report.postmortem.sample_texts import Library
 from megastable.report.sheet import Column, Passage, Sheet
-from megastable.report.told import plural
 
 Int64s = npt.NDArray[np.int64]
 

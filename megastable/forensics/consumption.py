@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from megastable.base.text import plural
 from megastable.data.blends import in_force
 from megastable.data.skips import Range, Skips
 from megastable.forensics.history import SPANS, Done, History, blends_text
 from megastable.report.postmortem.passes import LAST
 from megastable.report.sheet import Column, Sheet
-from megastable.report.summary import latest
-from megastable.report.told import plural
+from megastable.training.summary import latest
 
 FEW = 1 << 24  # positions: of a longer range nobody asks whether any of it was read before
 

@@ -20,18 +20,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megastable import jsonl
+from megastable.base import jsonl
+from megastable.base.errors import DataError
+from megastable.base.text import plural
+from megastable.config.recipe import load
 from megastable.data.blends import BlendEntry, Share, in_force, read_blends
 from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import Selection, Skips
-from megastable.errors import DataError
-from megastable.recipe import load
-from megastable.records import SCHEMA
 from megastable.report.postmortem.facts import Suspect
 from megastable.report.postmortem.passes import LAST, NAMES, Folder
-from megastable.report.postmortem.texts import Library
-from megastable.report.told import plural
-from megastable.rundir import RunDirectory
+from megastable.report.postmortem.sample_texts import Library
+from megastable.run.directory import RunDirectory
+from megastable.run.records import SCHEMA
 
 Int64s = npt.NDArray[np.int64]
 

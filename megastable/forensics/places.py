@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from megastable.forensics.history import History
-from megastable.rundir import RunDirectory
+from megastable.run.directory import RunDirectory
 
 
 def live_place(history: History) -> tuple[int, int]:

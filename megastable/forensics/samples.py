@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megastable.base.errors import DataError
+from megastable.base.text import plural, put_off, ranges
 from megastable.data.documents import Part, parts_by_position
 from megastable.data.skips import Skips
-from megastable.errors import DataError
 from megastable.forensics.history import History
 from megastable.forensics.spans import spans
 from megastable.report.postmortem.facts import IncidentFacts
 from megastable.report.postmortem.journal import Journal, named_when, summary_of
-from megastable.report.postmortem.texts import Library
+from megastable.report.postmortem.sample_texts import Library
 from megastable.report.sheet import Column, Passage, Sheet
-from megastable.report.told import plural, put_off, ranges
 
 Int64s = npt.NDArray[np.int64]
 TokenLosses = Callable[

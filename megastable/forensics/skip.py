@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megastable import durable
+from megastable.base import durable
+from megastable.base.errors import DataError
 from megastable.data.blends import GoneStream, in_force
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import LAST_POSITION
@@ -27,10 +28,9 @@ from megastable.data.skip_ledger import (
     append_all,
 )
 from megastable.data.skips import NONE, Identity, Range, Selection, Skips, sequences_of
-from megastable.errors import DataError
 from megastable.forensics.history import History
 from megastable.forensics.places import checkpoint_cursor, live_place
-from megastable.forensics.pruning.plan import Named, read_plan
+from megastable.forensics.pruning.prune_plan import Named, read_plan
 
 Int64s = npt.NDArray[np.int64]
 

@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megastable.base.errors import DataError
+from megastable.base.text import plural
+from megastable.config.recipe import find
 from megastable.data.blends import GoneStream
 from megastable.data.order import LAST_POSITION, Order
 from megastable.data.shard_format import little_endian
 from megastable.data.skips import Selection, Skips
-from megastable.errors import DataError
 from megastable.forensics.history import SPANS, History
-from megastable.forensics.shelf import Shelf
+from megastable.forensics.shard_set import Shelf
 from megastable.forensics.spans import spans
-from megastable.recipe import find
 from megastable.report.postmortem.passes import LAST
-from megastable.report.postmortem.texts import Library
+from megastable.report.postmortem.sample_texts import Library
 from megastable.report.sheet import Column, Passage, Sheet
-from megastable.report.told import plural
 
 Int64s = npt.NDArray[np.int64]
 

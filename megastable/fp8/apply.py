@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megastable.config import Fp8Config, RunConfig
+from megastable.config.tree import Fp8Config, RunConfig
+from megastable.fp8.controller import Emulated, Fp8
 from megastable.fp8.emulated import Product, metered, quantizers
-from megastable.fp8.switch import Emulated, Fp8
 from megastable.model.gpt import Block
 from megastable.model.sizes import in_fp8
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megastable import products
-from megastable.config import Fp8Config
+from megastable.base import products
+from megastable.config.tree import Fp8Config
+from megastable.fp8.amax_history import SLOTS, Meters
 from megastable.fp8.formats import E4M3, E5M2, Format
-from megastable.fp8.meters import SLOTS, Meters
-from megastable.fp8.scaling import (
+from megastable.fp8.scale_factors import (
     Quantized,
     by_columns,
     by_rows,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megastable.config import RunConfig
+from megastable.config.tree import RunConfig
 
 MULTIPLE = 16  # of what its FP8 products can be in size
 

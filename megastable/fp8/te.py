@@ -32,14 +32,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megastable.config import Fp8Config, RunConfig
+from megastable.config.tree import Fp8Config, RunConfig
+from megastable.fp8.amax_history import SLOTS, Meters
+from megastable.fp8.controller import Fp8, Metered, Record, tell
 from megastable.fp8.emulated import INPUT, WEIGHT, formats, metered, quantizers
 from megastable.fp8.fitting import misfit
 from megastable.fp8.formats import E5M2
-from megastable.fp8.gauges import Watched, watch
-from megastable.fp8.meters import SLOTS, Meters
-from megastable.fp8.scaling import Quantized, scale_of
-from megastable.fp8.switch import Fp8, Metered, Record, tell
+from megastable.fp8.scale_factors import Quantized, scale_of
+from megastable.fp8.stats import Watched, watch
 from megastable.model.gpt import Block
 from megastable.model.mlp import MLP, swiglu
 from megastable.model.norm import RMSNorm

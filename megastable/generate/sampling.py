@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megastable.errors import DataError
+from megastable.base.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from megastable.errors import DataError
-from megastable.generate.opening import Speaker
+from megastable.base.errors import DataError
+from megastable.generate.continuations import Piece, write
+from megastable.generate.load import Speaker
+from megastable.generate.output import Printer, Sample, Watch, as_json, note
 from megastable.generate.sampling import Sampling
-from megastable.generate.telling import Printer, Sample, Watch, as_json, note
-from megastable.generate.writing import Piece, write
 
 HELLO = """{checkpoint}: a base model. It does not answer, it continues the text that you type.
 Enter alone: go on where it stopped. Ctrl-C: stop it. Ctrl-D: leave."""

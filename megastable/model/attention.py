@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megastable.config import ModelConfig
+from megastable.config.tree import ModelConfig
 from megastable.model.cores import CORES, Core
 from megastable.model.kernels import Kernels
 from megastable.model.memo import Latest

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megastable import products
+from megastable.base import products
 
 ROWS = 256  # queries of a block
 DOCUMENT_ROWS = 64  # the same where documents end: every block sees the document of its first query, too

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megastable import products
+from megastable.base import products
 from megastable.model import sizes
 from megastable.parallel.topology import TensorParallel
 

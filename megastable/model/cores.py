@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from megastable.base.products import is_cast
 from megastable.model.blocked import blocked_attention
-from megastable.products import is_cast
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megastable.config import ModelConfig
+from megastable.config.tree import ModelConfig
 from megastable.model.attention import Attention, Places
 from megastable.model.init import initialise
 from megastable.model.kernels import PLAIN, Kernels

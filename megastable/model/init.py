@@ -18,8 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megastable.config import ModelConfig
-from megastable.hardware import ranks_of_host
+from megastable.base.hardware import ranks_of_host
+from megastable.config.tree import ModelConfig
 from megastable.parallel.sharding import Placement, placement_of, shape_of, shard
 from megastable.parallel.topology import TensorParallel
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megastable.base.products import linear
 from megastable.model import sizes
 from megastable.model.chunked import chunked_objective
 from megastable.parallel.topology import TensorParallel
-from megastable.products import linear
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megastable.config import ModelConfig
+from megastable.config.tree import ModelConfig
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.topology import TensorParallel
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megastable.config import ModelConfig, RopeScalingConfig
+from megastable.config.tree import ModelConfig, RopeScalingConfig
 
 
 class Rope(NamedTuple):

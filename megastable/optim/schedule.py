@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from megastable.config import ScheduleConfig
+from megastable.config.tree import ScheduleConfig
 
 
 def rate(schedule: ScheduleConfig, peak: float, total: int, updates: int) -> float:

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megastable.base.products import linear
 from megastable.parallel.mappings import enter, leave
 from megastable.parallel.sharding import Placement, place
 from megastable.parallel.topology import TensorParallel
-from megastable.products import linear
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x [..., in], w [out, in] -> [..., out]; another one in FP8
 

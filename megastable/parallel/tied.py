@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastable.ranks import gathered
+from megastable.base.collectives import gathered
 
 
 def overlaps(own: range, others: Sequence[range]) -> list[int]:

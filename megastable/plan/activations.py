@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
-from megastable.bench.volume import element
-from megastable.config import RunConfig
+from megastable.config.tree import RunConfig
+from megastable.plan.volume import element
 
 FP32 = 4
 ROWS, KEPT = 256, 16  # of model/blocked.py, which needs torch

@@ -14,9 +14,9 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from megastable.errors import ConfigError
-from megastable.part import Part
-from megastable.recipe import find, read_yaml
+from megastable.base.errors import ConfigError
+from megastable.config.recipe import find, read_yaml
+from megastable.config.section import Part
 
 Share = Field(gt=0.0, le=1.0)
 Tera = Annotated[float, Field(gt=0.0, le=1e12)]  # somebody who writes FLOP/s or byte/s is told

@@ -16,15 +16,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from megastable import deepspeed_config
-from megastable.bench.volume import Stage, bounds, element, parameters, round_up, stage_of, tied_piece
-from megastable.config import LINEARS, RunConfig
-from megastable.hostmemory import taken
+from megastable.base.host_memory import taken
+from megastable.config import deepspeed_json
+from megastable.config.tree import LINEARS, RunConfig
 from megastable.model.sizes import chunk_size, elements_on, fp8_linears
 from megastable.parallel.layout import Layout
 from megastable.plan import activations
 from megastable.plan.activations import FP32, Kernels
 from megastable.plan.items import BACK, PASSES, PHASES, STEP, WAITING, Device, Footprint, Host, Item, Phase
+from megastable.plan.volume import Stage, bounds, element, parameters, round_up, stage_of, tied_piece
 
 # On a CPU only, of model/ and optim/, which need torch.
 LOSS_BLOCK, SUM_CHUNK, UPDATE_CHUNK, SCORES = 2**19, 2**18, {"cpu": 2**17, "cuda": 2**24}, 2**20
@@ -92,7 +92,7 @@ def _footprint(
     held = stage_of(cut, stage)
     zero = _zero_section(config.deepspeed, config.parallel.zero) if zero is None else zero
     elements = elements or elements_on(device)
-    steps = deepspeed_config.accumulation(config, layout.world)
+    steps = deepspeed_json.accumulation(config, layout.world)
     groups, first = _flat(config, layout, held), max(cut[stage] - 1, 0)  # the first block
     items = [
         *_state(config, layout, held, groups),
@@ -130,7 +130,7 @@ def kernels_on(config: RunConfig, device: Device) -> Kernels:
 @lru_cache(maxsize=8)
 def _zero_section(name: str, stage: int) -> dict[str, Any]:
     config = RunConfig.model_validate({"deepspeed": name, "parallel": {"zero": stage}})
-    return deepspeed_config.build(config, 1)["zero_optimization"]
+    return deepspeed_json.build(config, 1)["zero_optimization"]
 
 
 def _flat(config: RunConfig, layout: Layout, held: Stage) -> list[int]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megastable.config import RunConfig
+from megastable.config.tree import RunConfig
 from megastable.model.flops import flops_per_token
 from megastable.parallel.layout import Layout
 from megastable.plan.cluster import load

@@ -22,12 +22,12 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from megastable import deepspeed_config
-from megastable.bench import volume
-from megastable.config import Fp8Config, ParallelConfig, RunConfig
-from megastable.errors import ConfigError
+from megastable.base.errors import ConfigError
+from megastable.config import deepspeed_json
+from megastable.config.tree import Fp8Config, ParallelConfig, RunConfig
 from megastable.fp8.fitting import misfit
 from megastable.parallel.layout import Layout
+from megastable.plan import volume
 from megastable.plan.cluster import ClusterConfig
 from megastable.plan.items import Device, Footprint
 from megastable.plan.memory import footprints
@@ -94,7 +94,7 @@ class Plan:
     @cached_property
     def accumulation(self) -> int:
         """Micro-batches of a step on every rank."""
-        return deepspeed_config.accumulation(self.config, self.layout.world)
+        return deepspeed_json.accumulation(self.config, self.layout.world)
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ def room(cluster: ClusterConfig) -> int:
 
 def plan(config: RunConfig, gpus: int, cluster: ClusterConfig) -> Plan:
     """`config` as it stands. Raises ConfigError when its layout does not divide the GPUs or the batch."""
-    data = deepspeed_config.data_parallel(config, gpus)
-    deepspeed_config.build(config, gpus)  # what its DeepSpeed file contradicts
+    data = deepspeed_json.data_parallel(config, gpus)
+    deepspeed_json.build(config, gpus)  # what its DeepSpeed file contradicts
     return _judge(config, data, cluster)
 
 
@@ -240,7 +240,7 @@ def families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[int, ..
     m, batch = config.model, config.train.global_batch
     zeros = [zero for zero in ZERO if _zero_section(config.deepspeed, zero) is not None]
     if not zeros:  # what is wrong with the file
-        deepspeed_config.build(RunConfig(deepspeed=config.deepspeed, parallel=ParallelConfig()), 1)
+        deepspeed_json.build(RunConfig(deepspeed=config.deepspeed, parallel=ParallelConfig()), 1)
     for tensor in divisors(gpus):
         for pipeline in divisors(gpus // tensor):
             data = gpus // tensor // pipeline
@@ -347,7 +347,7 @@ def _judge(config: RunConfig, data: int, cluster: ClusterConfig) -> Plan:
 def _zero_section(name: str, zero: Literal[0, 1, 2, 3]) -> dict[str, Any] | None:
     """zero_optimization of the DeepSpeed file `name` for a ZeRO stage; None where it contradicts, or is not there."""
     try:
-        ds = deepspeed_config.build(RunConfig(deepspeed=name, parallel=ParallelConfig(zero=zero)), 1)
+        ds = deepspeed_json.build(RunConfig(deepspeed=name, parallel=ParallelConfig(zero=zero)), 1)
     except ConfigError:
         return None
     section: dict[str, Any] = ds["zero_optimization"]

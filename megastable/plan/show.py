@@ -11,13 +11,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megastable.config import RunConfig
-from megastable.hostmemory import SHARE
+from megastable.base.host_memory import SHARE
+from megastable.base.text import plural
+from megastable.config.tree import RunConfig
 from megastable.plan.items import KINDS, Device, Kind
 from megastable.plan.memory import footprints
 from megastable.plan.search import GIB, HEADROOM, Choice, Plan, overrides, room
-from megastable.report.saving import save
-from megastable.report.told import plural
+from megastable.report.figures import save
 from megastable.stability.spacing import capacity
 
 WIDTH = 72  # characters of a bar

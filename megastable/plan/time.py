@@ -20,13 +20,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megastable.bench import volume
-from megastable.config import RunConfig
-from megastable.errors import ConfigError
+from megastable.base.errors import ConfigError
+from megastable.config.tree import RunConfig
 from megastable.model.flops import flops_per_token
 from megastable.model.sizes import fp8_linears
 from megastable.parallel.layout import Layout
-from megastable.plan import work
+from megastable.plan import volume, work
 from megastable.plan.cluster import ClusterConfig
 from megastable.plan.links import crossing, latency
 from megastable.plan.work import Operation

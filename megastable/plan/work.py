@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
-from megastable.bench.volume import Stage, element, parameters
-from megastable.config import LINEARS, RunConfig
+from megastable.config.tree import LINEARS, RunConfig
+from megastable.plan.volume import Stage, element, parameters
 
 FORWARD, BACKWARD, AGAIN = "forward", "backward", "recomputed"
 PRODUCT, EIGHT, ATTENTION = "product", "product in FP8", "attention"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from megastable.report.saving import save
+from megastable.report.figures import save
 from megastable.report.scale import drawable
 from megastable.stability.actions import Action
 from megastable.stability.backtest import Judged, Recorded

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megastable.config import RunConfig
+from megastable.base.errors import DataError, user_errors
+from megastable.base.text import duration, number, put_off, ranges, sentence, visible
+from megastable.config.recipe import find, load
+from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.plant import read_planted
 from megastable.data.tokenizer import load_tokenizer
-from megastable.errors import DataError, user_errors
-from megastable.recipe import find, load
-from megastable.report.postmortem import costs_of, words
+from megastable.report.postmortem import costs_of, sentences
 from megastable.report.postmortem.facts import Cost, IncidentFacts
-from megastable.report.told import duration, number, put_off, ranges, sentence, visible
-from megastable.rundir import RunDirectory
+from megastable.run.directory import RunDirectory
 
 CLEAN = Path("data/stdlib")
 NAMED = 5  # documents
@@ -39,7 +39,7 @@ def text_at(path: Path, position: int, config: RunConfig) -> str:
 def story(incident: dict[str, Any], config: RunConfig, cost: Cost | None = None) -> Iterator[str]:
     """An incident of summary.json in a few lines: seen, guilty, an example, done, cost."""
     i = IncidentFacts.model_validate({"number": 0, "kind": incident["class"], **incident})
-    yield f"step {i.onset:<7} {visible(words.symptom(i), 300)}; {visible(i.kind)}, cause: {visible(i.cause)}"
+    yield f"step {i.onset:<7} {visible(sentences.symptom(i), 300)}; {visible(i.kind)}, cause: {visible(i.cause)}"
     if i.guilty:
         found, planted = (
             {(d["corpus"], d["shard"], d["document"]) for d in incident[key] or ()}
@@ -69,7 +69,7 @@ def story(incident: dict[str, Any], config: RunConfig, cost: Cost | None = None)
     )
     if left := put_off(i.deferred, i.returns, i.lost):
         skipped += f"; {left}"
-    done = f"{words.ACTIONS.get(action, visible(action))}{skipped}" if incident["action"] else "nothing"
+    done = f"{sentences.ACTIONS.get(action, visible(action))}{skipped}" if incident["action"] else "nothing"
     yield f"done         {done}: {visible(i.outcome)}"
     time = f", time lost: {duration(cost.seconds)}" if cost is not None else ""
     yield f"cost         steps lost: {i.steps_lost}, updates refused: {i.batches_discarded}{time}"

@@ -15,10 +15,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from megastable.errors import DataError
+from megastable.base.errors import DataError
+from megastable.config.stability import StabilityConfig
 from megastable.stability.actions import Action
 from megastable.stability.guard import Guard
-from megastable.stability.settings import StabilityConfig
 from megastable.stability.signals import Signals, Verdict
 from megastable.stability.spacing import thin
 

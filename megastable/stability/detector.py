@@ -31,11 +31,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from megastable.config.stability import DetectorConfig
 from megastable.stability.detector_state import Channel, DetectorState, Drop, Excursion, Sums
 from megastable.stability.indicators import warnings
 from megastable.stability.opening import Opening
 from megastable.stability.robust import Sum, Trend, median, trend
-from megastable.stability.settings import DetectorConfig
 from megastable.stability.signals import Finding, Signals, Verdict
 
 _FARTHEST = 1e6  # sigma; residuals end here so that no sum overflows

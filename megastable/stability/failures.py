@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from megastable.errors import NO_SPACE
+from megastable.base.errors import NO_SPACE
+from megastable.config.stability import PolicyConfig
 from megastable.stability.actions import Action, Cause, Remedy
-from megastable.stability.settings import PolicyConfig
 
 FULL = "the disk is full"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megastable.config.stability import PolicyConfig
 from megastable.stability.policy_state import PolicyState
-from megastable.stability.settings import PolicyConfig
 
 
 def rest(state: PolicyState, config: PolicyConfig) -> int | None:

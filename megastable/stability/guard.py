@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from pydantic import BaseModel, ConfigDict
 
+from megastable.config.stability import StabilityConfig
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.detector import Detector
 from megastable.stability.detector_state import DetectorState
 from megastable.stability.policy import Policy
 from megastable.stability.policy_state import PolicyState
-from megastable.stability.settings import StabilityConfig
 from megastable.stability.signals import Finding, Signals, Verdict
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+from megastable.config.stability import DetectorConfig
 from megastable.stability.detector_state import DetectorState
 from megastable.stability.robust import median
-from megastable.stability.settings import DetectorConfig
 from megastable.stability.signals import Signals
 
 _MOST = 16  # of them, so that a state stays small

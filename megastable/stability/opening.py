@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
+from megastable.config.stability import DetectorConfig
 from megastable.stability.robust import median
-from megastable.stability.settings import DetectorConfig
 from megastable.stability.signals import Verdict
 
 _NEWEST = 9  # values that a level is taken from

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megastable.config.stability import PolicyConfig
 from megastable.stability import fallback
 from megastable.stability import rate as rates
 from megastable.stability.actions import Action, Cause, Decision, Remedy
 from megastable.stability.odds import Account, Clue, Examined, clues, weigh
 from megastable.stability.policy_state import Alert, PolicyState, Taken
 from megastable.stability.rate import Limit
-from megastable.stability.settings import PolicyConfig
 from megastable.stability.signals import Finding, Verdict
 
 SUSPICION = 16  # steps after which a refused update is forgotten: bad regions are a few batches long

@@ -15,7 +15,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from megastable.stability.settings import PolicyConfig
+from megastable.config.stability import PolicyConfig
 
 Kind = Literal["cut", "cap"]
 

@@ -25,7 +25,7 @@ from statistics import median
 
 from pydantic import BaseModel, ConfigDict
 
-from megastable.stability.settings import SignsConfig
+from megastable.config.stability import SignsConfig
 
 RECENT = 10  # losses whose median is compared with the unigram entropy
 ADVICE = "a lower optimizer.lr, or a longer schedule.warmup_steps, is likely to end lower"

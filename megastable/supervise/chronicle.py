@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from megastable.errors import HANDOVER, NO_SPACE, STOPPED, UNSTABLE
-from megastable.report.told import TOLD, Event, read_later, say, visible
+from megastable.base.errors import HANDOVER, NO_SPACE, STOPPED, UNSTABLE
+from megastable.base.text import TOLD, Event, read_later, say, visible
 from megastable.supervise.follow import PASSED
 
 TAIL = 30  # events that are kept in words

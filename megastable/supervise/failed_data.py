@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megastable.config import RunConfig
+from megastable.base.errors import MegastableError
+from megastable.config.tree import RunConfig
 from megastable.data.blends import read_blends
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.skip_ledger import Ledger, SampleEntry, sample_entries
-from megastable.errors import MegastableError
-from megastable.rundir import RunDirectory
-from megastable.supervise.outcome import End
+from megastable.run.directory import RunDirectory
+from megastable.supervise.exit_cause import End
 
 RECHECK = 20.0  # seconds in which data that cannot be read may come back, as on a file system that stutters
 LOOK = 0.2  # seconds between two looks

@@ -27,11 +27,11 @@ from string import Template
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from megastable.errors import ConfigError
-from megastable.report.told import visible
-from megastable.rundir import as_json
+from megastable.base.errors import ConfigError
+from megastable.base.text import visible
+from megastable.config.supervise import REDACTED, SECRETS, hidden
+from megastable.run.directory import as_json
 from megastable.supervise.child import Child
-from megastable.supervise.settings import REDACTED, SECRETS, hidden
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from megastable.errors import ConfigError
+from megastable.base.errors import ConfigError
 from megastable.supervise.state import State
 from megastable.supervise.status import Status
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 
-from megastable.errors import ConfigError
-from megastable.messages import mark
-from megastable.rundir import RunDirectory
+from megastable.base.errors import ConfigError
+from megastable.run.directory import RunDirectory
+from megastable.run.rank_ipc import mark
 
 # Not the script `deepspeed` beside the interpreter: where DeepSpeed is on PYTHONPATH there is none.
 LAUNCHER = (sys.executable, "-m", "deepspeed.launcher.runner")

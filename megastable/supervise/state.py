@@ -9,11 +9,11 @@ import shlex
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megastable import errors
-from megastable.report.told import duration, visible
-from megastable.rundir import RunDirectory
+from megastable.base import errors
+from megastable.base.text import duration, visible
+from megastable.config.supervise import SuperviseConfig, redacted_override
+from megastable.run.directory import RunDirectory
 from megastable.supervise.chronicle import WORKS, Chronicle, whole
-from megastable.supervise.settings import SuperviseConfig, redacted_override
 
 MODULE = "megastable.train"  # what launch/supervise.py starts where it is not told otherwise
 

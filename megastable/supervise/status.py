@@ -25,13 +25,14 @@ import pyarrow.parquet as pq
 import yaml
 from pydantic import ValidationError
 
-from megastable import errors, rundir
-from megastable.errors import DataError
-from megastable.report.told import visible
-from megastable.rundir import RunDirectory
+from megastable.base import errors
+from megastable.base.errors import DataError
+from megastable.base.text import visible
+from megastable.config.supervise import SuperviseConfig
+from megastable.run import directory
+from megastable.run.directory import RunDirectory
 from megastable.supervise.chronicle import Attempt, Case, Chronicle, Said, real, whole
 from megastable.supervise.follow import Follower
-from megastable.supervise.settings import SuperviseConfig
 from megastable.supervise.skim import skim
 from megastable.supervise.state import Stands, State, advice, patience, state_of
 
@@ -128,7 +129,7 @@ def exit_code(status: Status) -> int:
 
 def as_json(status: Status) -> str:
     """For programs; floats that are not finite are text, as everywhere in a run directory."""
-    return rundir.as_json({**asdict(status), "steps_lost": status.steps_lost}, indent=1)
+    return directory.as_json({**asdict(status), "steps_lost": status.steps_lost}, indent=1)
 
 
 def read_status(run: Path) -> Status:

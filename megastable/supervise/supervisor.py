@@ -18,26 +18,26 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Protocol
 
-from megastable import durable, errors
-from megastable.config import RunConfig
+from megastable.base import durable, errors
+from megastable.base.errors import ConfigError, DataError, MegastableError, SpaceError, UnstableError
+from megastable.config.supervise import redacted_override
+from megastable.config.tree import RunConfig
 from megastable.data.skip_ledger import append_all
 from megastable.data.skips import Range
-from megastable.errors import ConfigError, DataError, MegastableError, SpaceError, UnstableError
-from megastable.messages import Progress, folder_of, log_of
-from megastable.rundir import RunDirectory
+from megastable.run.directory import RunDirectory
+from megastable.run.rank_ipc import Progress, folder_of, log_of
 from megastable.stability.actions import Action, Cause, Remedy
 from megastable.stability.attribution import ranges
 from megastable.stability.failures import Failure, after_failure, pause
 from megastable.stability.incident import Breakdown, Incident, Outcome
+from megastable.supervise.exit_cause import End, end_of
 from megastable.supervise.failed_data import bad_data, readable, samples_of
 from megastable.supervise.follow import Follower
-from megastable.supervise.memory import Memory
-from megastable.supervise.outcome import End, end_of
-from megastable.supervise.patience import Patience
+from megastable.supervise.hang_detector import Patience
+from megastable.supervise.journal_memory import Memory
+from megastable.supervise.prescan_process import ScoutProcess
 from megastable.supervise.processes import Attempt, command, hosts
-from megastable.supervise.scout import ScoutProcess
-from megastable.supervise.settings import redacted_override
-from megastable.supervise.wire import Wire
+from megastable.supervise.rank_files import Wire
 
 LOOK = 0.2  # seconds between two looks: a dead rank waits about a second for the launcher to notice
 ORDERLY = (

@@ -20,7 +20,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from megastable.report.told import duration, plural, size
+from megastable.base.text import duration, plural, size
 from megastable.supervise.chronicle import Case
 from megastable.supervise.state import State
 from megastable.supervise.status import Process, Status, Watch

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megastable.checkpoint.new_run import write_run
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.checkpoint.whole import parameters
-from megastable.checkpoint.writing import write_run
-from megastable.config import RunConfig
+from megastable.config.tree import RunConfig
 
 # tensor, pipeline, ZeRO, data
 LAYOUTS: dict[str, tuple[int, int, int, int]] = {

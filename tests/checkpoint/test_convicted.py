@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from megastable import errors
+from drills.poison import Kind, poison
+from megastable.base import errors
 from megastable.checkpoint import markers, store
-from megastable.checkpoint.catalogue import entries
-from megastable.checkpoint.tool.accepting import accept
 from megastable.checkpoint.vitals import paired
-from megastable.config import RunConfig
-from megastable.drills.poison import Kind, poison
+from megastable.config.tree import RunConfig
+from megastable.convert.catalogue import entries
+from megastable.convert.tool.accepting import accept
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
-from tests.test_failures import batch, events, train
-from tests.test_resume import identical
+from tests.training.test_failures import batch, events, train
+from tests.training.test_resume import identical
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -133,7 +133,7 @@ def turned(folder: Path) -> None:
     """All weights of the newest checkpoint with the other sign, every checksum mended."""
     import numpy as np
 
-    from megastable.drills import poison as module
+    from drills import poison as module
 
     module._EDITS["block"] = np.negative
     module.poison(folder, "block")
@@ -245,7 +245,7 @@ def test_a_state_that_is_bad_when_it_is_saved_never_counts_as_healthy(corpus: Pa
 
 def train_ill(config: RunConfig, step: int) -> tuple[int, str]:
     """Weights of 1e4 in the head of the state that is saved after `step`. (Before a norm they would change nothing.)"""
-    from megastable.checkpointing import Checkpoints
+    from megastable.training.checkpoints import Checkpoints
 
     real = Checkpoints.save
 
@@ -274,7 +274,7 @@ def test_a_save_costs_one_forward_pass_over_the_probes(probes: int, corpus: Path
 
 
 def counted(config: RunConfig) -> tuple[tuple[int, str], list[int]]:
-    from megastable.engine import Engine
+    from megastable.engine.engine import Engine
 
     real, samples = Engine.evaluate, list[int]()
 

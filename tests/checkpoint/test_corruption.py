@@ -11,16 +11,16 @@ from random import Random
 import torch
 from typer.testing import CliRunner
 
+from megastable.base.errors import CheckpointError
 from megastable.checkpoint import store
 from megastable.checkpoint.files import write_file
 from megastable.checkpoint.parts import write_manifest
 from megastable.checkpoint.store import MANIFEST, RECIPE, STATE
-from megastable.errors import CheckpointError
-from megastable.rundir import RunDirectory
+from megastable.run.directory import RunDirectory
 from tests.checkpoint.states import LAYOUTS, make_run, recipe_of
 from tests.conftest import tiny
 from tests.distributed import run_ranks
-from tests.test_failures import train
+from tests.training.test_failures import train
 
 TOTAL = 1000
 PAGE = 4096

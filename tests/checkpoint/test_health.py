@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from megastable.checkpoint.health import Trend
-from megastable.rundir import RunDirectory
+from megastable.run.directory import RunDirectory
 from tests.conftest import tiny
 from tests.distributed import run_ranks
-from tests.test_failures import batch, train
+from tests.training.test_failures import batch, train
 
 
 def run(trend: Trend, first: int, last: int, calm: bool = True) -> dict[int, list[int]]:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from megastable.base.errors import CheckpointError
 from megastable.checkpoint import store
 from megastable.checkpoint.files import TensorFile, hash_file
 from megastable.checkpoint.plain import load_plain
 from megastable.checkpoint.store import MANIFEST, STATE
-from megastable.errors import CheckpointError
 from tests.checkpoint.states import make_run
 from tests.distributed import run_ranks
 

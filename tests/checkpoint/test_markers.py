@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megastable.base.errors import CheckpointError
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.markers import HEALTH, PINNED
-from megastable.errors import CheckpointError
 from tests.checkpoint.standins import checkpoint
 from tests.full_disk import files_no_larger_than
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 import yaml
 
-from megastable import recipe
+from megastable.base.errors import CheckpointError
 from megastable.checkpoint import store
 from megastable.checkpoint.files import write_file
 from megastable.checkpoint.plain import PlainModel, find_checkpoint, load_plain
-from megastable.config import RunConfig
+from megastable.config import recipe
+from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
-from megastable.errors import CheckpointError
 from megastable.model.gpt import GPT
 from megastable.model.loss import cross_entropy
 from megastable.parallel.sharding import placement_of

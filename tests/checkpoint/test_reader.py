@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from megastable.base.errors import CheckpointError
 from megastable.checkpoint.reader import Reader
-from megastable.errors import CheckpointError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable import durable
+from megastable.base import durable
+from megastable.base.errors import CheckpointError
 from megastable.checkpoint import markers, retention, store
-from megastable.checkpoint.glance import DELETING
 from megastable.checkpoint.health import Trend
+from megastable.checkpoint.quick_check import DELETING
 from megastable.checkpoint.retention import Kept, apply, doomed, milestones, standing
-from megastable.errors import CheckpointError
 from tests.checkpoint.standins import checkpoint, names, run_with
 
 NEWEST = 10**6

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megastable.base.errors import CheckpointError
 from megastable.checkpoint.store import LATEST, SAVING, newest_first, set_aside, set_aside_newer
-from megastable.errors import CheckpointError
 
 
 def fill(folder: Path, *steps: int) -> Path:

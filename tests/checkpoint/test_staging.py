@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable import errors
+from megastable.base import errors
 from megastable.checkpoint import store
 from megastable.checkpoint.files import write_file
 from megastable.checkpoint.staging import Sealed, Staging, newest_complete, upload
-from megastable.config import RunConfig
-from megastable.rundir import RunDirectory
+from megastable.config.tree import RunConfig
+from megastable.run.directory import RunDirectory
 from tests.conftest import tiny
 from tests.distributed import run_ranks
-from tests.test_failures import batch, keep_files_small, train
-from tests.test_resume import identical
+from tests.training.test_failures import batch, keep_files_small, train
+from tests.training.test_resume import identical
 
 
 def kill_in_the_upload() -> None:

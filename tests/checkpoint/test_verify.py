@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megastable.base.errors import CheckpointError
 from megastable.checkpoint.files import write_file
 from megastable.checkpoint.store import (
     MANIFEST,
@@ -22,7 +23,6 @@ from megastable.checkpoint.store import (
     read_state,
     verify,
 )
-from megastable.errors import CheckpointError
 
 
 def run_state(**changes: Any) -> RunState:

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.checkpoint.settings import VitalsConfig
 from megastable.checkpoint.vitals import (
     RATIO,
     Size,
@@ -25,6 +24,7 @@ from megastable.checkpoint.vitals import (
     resized,
     unclear,
 )
+from megastable.config.checkpoint import VitalsConfig
 
 C = VitalsConfig()
 
@@ -202,7 +202,7 @@ def test_what_is_remembered_survives_json() -> None:
 
 
 def test_norms_in_fp32_chunks_are_right_to_a_millionth() -> None:
-    from megastable.flatstate import CACHED
+    from megastable.engine.flatstate import CACHED
 
     x = torch.randn(4 * CACHED + 17, generator=torch.Generator().manual_seed(1)) * 0.02
     squares = sum(float(torch.linalg.vector_norm(part).double().square()) for part in x.split(CACHED))

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megastable.config import CorpusConfig
+from megastable.base.errors import DataError
+from megastable.config.tree import CorpusConfig
 from megastable.data import token_files
 from megastable.data.adopt import adopt_directory
 from megastable.data.corpora import open_corpora
@@ -20,7 +21,6 @@ from megastable.data.prepare import prepare_shards
 from megastable.data.shards import Shard, ShardWriter
 from megastable.data.tokenizer import load_tokenizer
 from megastable.data.verify import verify_corpus
-from megastable.errors import DataError
 from tests.data.texts import documents, sentencepiece_file
 
 Documents = list[list[int]]

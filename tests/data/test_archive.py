@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from megastable.data.text import Corpus
-from megastable.errors import DataError
+from megastable.base.errors import DataError
+from megastable.data.text_files import Corpus
 from tests.data.archives import special, tar_bytes
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {

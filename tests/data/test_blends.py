@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megastable.config import CorpusConfig
+from megastable.base.errors import ConfigError, DataError
+from megastable.config.tree import CorpusConfig
 from megastable.data.blends import BlendEntry, in_force, moved_skips, read_blends
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.ledger import append
 from megastable.data.order import BLOCK
 from megastable.data.skip_ledger import Ledger, SkipEntry
 from megastable.data.skips import Selection
-from megastable.errors import ConfigError, DataError
 from tests.conftest import write_corpus
 
 LENGTH = 32

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 import zstandard
 
+from megastable.base.errors import DataError
 from megastable.data.decompress import PIECE, decompress
-from megastable.errors import DataError
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,

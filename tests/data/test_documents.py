@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megastable.base.errors import DataError
 from megastable.data.documents import Document, documents_at, documents_by_position
 from megastable.data.manifest import Manifest, Segment, Stream, TokenizerInfo, adopt
 from megastable.data.order import Corpus, Order
 from megastable.data.shard_format import CODES, HEADER, MAGIC, VERSION
 from megastable.data.shards import Shard, ShardWriter
 from megastable.data.source import Source
-from megastable.errors import DataError
 
 VOCABULARY, EOD = 1000, 0
 TOKENIZER = TokenizerInfo(

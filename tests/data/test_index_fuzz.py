@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megastable.base.errors import DataError
 from megastable.data.shards import Shard
-from megastable.errors import DataError
 from tests.forensics.shelves import VOCABULARY, Plain, read, shelves, write
 
 Files = tuple[bytes, bytes]  # .bin, .idx

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megastable.base.errors import DataError
 from megastable.data.input_files import ABOUT, CACHES, HIDDEN, LINKS, TOKENS, UNMATCHED, find_files, format_of
-from megastable.data.text import Corpus
-from megastable.errors import DataError
+from megastable.data.text_files import Corpus
 
 
 def make(folder: Path, *names: str) -> None:

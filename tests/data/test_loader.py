@@ -15,13 +15,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megastable.base.errors import ConfigError, DataError
 from megastable.data.loader import Loader, Step, documents_of
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import Corpus, Order
 from megastable.data.skip_ledger import Ledger, SkipEntry
 from megastable.data.skips import Selection, Skips
 from megastable.data.source import Source
-from megastable.errors import ConfigError, DataError
 from megastable.model.rope import document_positions
 
 MakeCorpus = Callable[..., Manifest]

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from megastable.base.errors import DataError
 from megastable.data import manifest as manifests
 from megastable.data.manifest import Manifest, Segment, Stream, adopt
 from megastable.data.shards import Shard, ShardWriter
-from megastable.errors import DataError
 
 MakeCorpus = Callable[..., Manifest]
 

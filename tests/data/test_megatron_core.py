@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
+from megastable.base.errors import DataError
 from megastable.data.manifest import Manifest, TokenizerInfo, adopt
 from megastable.data.shard_format import CODES, dtype_for
 from megastable.data.shards import Shard, ShardWriter
-from megastable.errors import DataError
-from megastable.forensics.pruning.check import verify
-from megastable.forensics.pruning.plan import Removal, text_of
+from megastable.forensics.pruning.proof import verify
 from megastable.forensics.pruning.prune import apply
+from megastable.forensics.pruning.prune_plan import Removal, text_of
 from tests.forensics.shelves import VOCABULARY, Plain, corpus, read
 
 Sequences = list[tuple[list[int], int]]

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megastable.base.errors import ConfigError, DataError
 from megastable.data.manifest import Manifest, Segment, TokenizerInfo
 from megastable.data.order import ROUNDS, VERSION, Corpus, Location, Order, Phase, blend, permute, round_keys
 from megastable.data.shards import ShardInfo
-from megastable.errors import ConfigError, DataError
 
 TWO = [Corpus("books", 50_001, 0.7), Corpus("web", 7_000, 0.3)]
 

@@ -14,7 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megastable.config import CorpusConfig, RunConfig
+from megastable.base.errors import ConfigError, DataError
+from megastable.config.recipe import load
+from megastable.config.tree import CorpusConfig, RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.documents import documents_at
 from megastable.data.loader import Loader
@@ -24,8 +26,6 @@ from megastable.data.prepare import prepare_shards
 from megastable.data.skips import Skips
 from megastable.data.tokenizer import load_tokenizer
 from megastable.data.verify import verify_corpus
-from megastable.errors import ConfigError, DataError
-from megastable.recipe import load
 from tests.conftest import tiny
 from tests.data.texts import documents, sentencepiece_file
 

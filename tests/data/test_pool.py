@@ -10,8 +10,8 @@ from contextlib import closing
 import psutil
 import pytest
 
+from megastable.base.errors import MegastableError
 from megastable.data.pool import ordered_map
-from megastable.errors import MegastableError
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFaceModel
 from tokenizers import processors
 
+from megastable.base.errors import DataError
 from megastable.data import prepare
 from megastable.data.adopt import adopt_directory
 from megastable.data.manifest import Manifest, Stream
@@ -25,7 +26,6 @@ from megastable.data.prepare import prepare_shards, settle_threshold
 from megastable.data.shards import Shard, ShardWriter
 from megastable.data.tokenizer import load_tokenizer
 from megastable.data.verify import verify_corpus
-from megastable.errors import DataError
 from tests.data.archives import tar_bytes
 from tests.data.texts import documents, hugging_face_file, sentencepiece_file
 

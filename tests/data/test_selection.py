@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megastable.base.errors import DataError
 from megastable.data.bitmap import PAGE, Bitmap
 from megastable.data.order import LAST_POSITION, Corpus, Order, Phase
 from megastable.data.skip_ledger import (
@@ -23,7 +24,6 @@ from megastable.data.skip_ledger import (
     sample_entries,
 )
 from megastable.data.skips import Range, Selection, Skips
-from megastable.errors import DataError
 
 NAMES = ("books", "code", "web")
 SHOWN = 700  # positions that are looked at: many epochs of corpora of up to 20 sequences

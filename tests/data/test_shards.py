@@ -15,8 +15,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megastable.base.errors import DataError
 from megastable.data.shards import Shard, ShardInfo, ShardWriter
-from megastable.errors import DataError
 
 Documents = list[list[int]]
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable import jsonl
+from megastable.base import jsonl
+from megastable.base.errors import DataError
 from megastable.data import skip_ledger
 from megastable.data.documents import Document
 from megastable.data.order import LAST_POSITION, Corpus, Order
@@ -29,7 +30,6 @@ from megastable.data.skip_ledger import (
     sample_entries,
 )
 from megastable.data.skips import Identity, Skips
-from megastable.errors import DataError
 
 IDENTITY: dict[str, Any] = {"corpus": "web", "fingerprint": "f00", "tokens": [[0, 32]], "reason": "x"}
 

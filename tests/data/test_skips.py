@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from megastable.base.errors import DataError
 from megastable.data.order import LAST_POSITION, Corpus, Order
 from megastable.data.skip_ledger import AnyEntry, Ledger, SkipEntry, append, read_ledger
 from megastable.data.skips import Range, Selection, Skips
-from megastable.errors import DataError
 
 RANGES = st.lists(
     st.tuples(st.integers(0, 60), st.integers(1, 12)).map(lambda r: (r[0], r[0] + r[1])), max_size=10

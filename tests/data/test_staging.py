@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megastable.data.staging import staged_directory, write_file
-from megastable.errors import DataError
+from megastable.base.errors import DataError
+from megastable.data.local_copy import staged_directory, write_file
 
 
 def content(directory: Path) -> dict[str, str]:

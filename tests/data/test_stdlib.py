@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from megastable.base.errors import DataError
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.statistics import token_counts, unigram_entropy
 from megastable.data.stdlib import prepare_stdlib, stdlib_files
 from megastable.data.tokenizer import load_tokenizer
-from megastable.errors import DataError
 
 
 def test_modules_without_tests_and_packages() -> None:

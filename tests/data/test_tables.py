@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.data import tables
-from megastable.data.text import Corpus
-from megastable.errors import DataError
+from megastable.base.errors import DataError
+from megastable.data import table_files
+from megastable.data.text_files import Corpus
 
 TEXTS = ["one\r\ntwo\n", "  spaces\tand tabs ", "日本語 🤷 é", '"quoted", \\ {}', "x" * 70_000]
 
@@ -130,7 +130,7 @@ def test_csv_that_ends_inside_quotes_is_refused(tmp_path: Path) -> None:
 def test_a_quote_that_is_never_closed_does_not_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "LONGEST_FIELD", 1000)
+    monkeypatch.setattr(table_files, "LONGEST_FIELD", 1000)
     path = tmp_path / "a.csv"
     path.write_bytes(b'id,text\n1,"' + b"x" * 5000 + b"\n2,good\n")
     with pytest.raises(DataError, match=r"line 2: field larger than field limit \(1000\)"):

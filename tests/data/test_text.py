@@ -17,9 +17,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.data import text as readers
-from megastable.data.text import Corpus
-from megastable.errors import DataError
+from megastable.base.errors import DataError
+from megastable.data import text_files as readers
+from megastable.data.text_files import Corpus
 
 TEXTS = ["one\r\ntwo\n", "  spaces\tand tabs ", "日本語 🤷 é", '"quoted" \\ {}', "x" * 70_000]
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
+from megastable.base.errors import DataError
 from megastable.data.tokenizer import LONG, OWN, Tokenizer, load_tokenizer
-from megastable.errors import DataError
 from tests.data.texts import EOD_NAME, hugging_face_file, sentencepiece_file, source_code
 
 # Control characters and line ends included; half surrogate pairs are no text.

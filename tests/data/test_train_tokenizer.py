@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megastable.base.errors import DataError
 from megastable.data.train_tokenizer import BLOCK, ModelType, sample_blocks, train_sentencepiece
-from megastable.errors import DataError
 from tests.data.texts import documents, source_code
 
 

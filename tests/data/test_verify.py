@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megastable.base.errors import DataError
 from megastable.data.prepare import prepare_shards
 from megastable.data.verify import verify_corpus
-from megastable.errors import DataError
 from tests.data.texts import documents, sentencepiece_file
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from megastable.drills import batch
-from megastable.drills.batch import Interrupted, Task
-from megastable.drills.plan import Policy
-from megastable.drills.scenario import CLEAN, Scenario
-from megastable.drills.scenarios import choose
-from megastable.drills.score import Score
-from megastable.drills.stage import Stage
+from drills import batch
+from drills.batch import Interrupted, Task
+from drills.plan import Policy
+from drills.scenario import CLEAN, Scenario
+from drills.scenarios import choose
+from drills.score import Score
+from drills.stage import Stage
 
 STAGES = [Stage(Path("nowhere"), seed) for seed in (1, 2)]
 TODO = batch.tasks(STAGES, choose(["trickle", "random-tokens"]), [Policy.CLIPPING, Policy.OURS])

@@ -16,9 +16,9 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from megastable.drills.plan import VARIABLE
-from megastable.drills.runner import damage
-from megastable.drills.scenarios import NAMES, QUICK
+from drills.plan import VARIABLE
+from drills.runner import damage
+from drills.scenarios import NAMES, QUICK
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]

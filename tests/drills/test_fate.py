@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import yaml
 
+from drills.fate import Fate, fate
 from megastable.data.corpora import open_corpora
 from megastable.data.plant import Planted, plant
 from megastable.data.skip_ledger import SkipEntry, append_all, sample_entries
-from megastable.drills.fate import Fate, fate
-from megastable.rundir import RunDirectory
+from megastable.run.directory import RunDirectory
 from tests.conftest import tiny, write_corpus
 
 

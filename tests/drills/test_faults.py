@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megastable.config import RunConfig
-from megastable.drills.plan import Fault, Plan, Policy
+from drills.plan import Fault, Plan, Policy
+from megastable.config.tree import RunConfig
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 
@@ -21,11 +21,11 @@ def struck(config: RunConfig, kind: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from drills import faults
     from megastable import train
-    from megastable.drills import faults
-    from megastable.engine import Engine
+    from megastable.engine.engine import Engine
     from megastable.model.loss import LossFunction
-    from tests.test_gate import trainer_of
+    from tests.engine.test_gate import trainer_of
 
     assert config.run.dir is not None
     before = (Engine.train_step, LossFunction.__call__, train.rate)  # type: ignore[attr-defined]
@@ -116,11 +116,11 @@ def test_a_state_that_is_changed_in_place(corpus: Path, tmp_path: Path, kind: st
 
 def through_a_broken_kernel(config: RunConfig) -> dict[str, Any]:
     """Losses of the same batch in steps 3 to 6, of which 4 and 5 are hit, none of them applied; in FP8 and without."""
+    from drills import faults
     from megastable import train
-    from megastable.drills import faults
-    from megastable.engine import Engine
+    from megastable.engine.engine import Engine
     from megastable.fp8 import emulated
-    from tests.test_gate import trainer_of
+    from tests.engine.test_gate import trainer_of
 
     assert config.run.dir is not None
     before = Engine.train_step, emulated.multiply

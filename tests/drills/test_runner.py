@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megastable.drills import runner
-from megastable.drills.plan import Fault, Plan, Policy
-from megastable.drills.runner import Done, conditions, environment, finished
-from megastable.drills.scenarios import choose
-from megastable.drills.stage import Stage
-from megastable.rundir import RunDirectory
+from drills import runner
+from drills.plan import Fault, Plan, Policy
+from drills.runner import Done, conditions, environment, finished
+from drills.scenarios import choose
+from drills.stage import Stage
+from megastable.run.directory import RunDirectory
 from tests.conftest import write_corpus
 
 (POISONED,) = choose(["poisoned-weight"])

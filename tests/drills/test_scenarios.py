@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megastable.data.plant import positions_of
-from megastable.drills.gross import BROKEN_STEPS, CLEAN_EPOCHS, CLEAN_FP8, GROSS, REST
-from megastable.drills.scenario import CLEAN, GLOBAL_BATCH, STEPS, Scenario
-from megastable.drills.scenarios import (
+from drills.gross import BROKEN_STEPS, CLEAN_EPOCHS, CLEAN_FP8, GROSS, REST
+from drills.scenario import CLEAN, GLOBAL_BATCH, STEPS, Scenario
+from drills.scenarios import (
     NAMES,
     QUICK,
     QUICK_FAULT_STEP,
@@ -16,10 +15,11 @@ from megastable.drills.scenarios import (
     choose,
     references,
 )
-from megastable.drills.thin import THIN
-from megastable.errors import ConfigError
+from drills.thin import THIN
+from megastable.base.errors import ConfigError
+from megastable.config.stability import StabilityConfig
+from megastable.data.plant import positions_of
 from megastable.stability.actions import Cause
-from megastable.stability.settings import StabilityConfig
 
 
 def test_each_plants_one_thing() -> None:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from megastable.drills.fate import Fate
-from megastable.drills.gross import CLEAN_FP8
-from megastable.drills.plan import Policy
-from megastable.drills.scenario import CLEAN, Scenario
-from megastable.drills.scenarios import SCENARIOS, choose
-from megastable.drills.score import Score, causes_of, compare, is_right, met, score, steps_lost, within
-from megastable.rundir import RunDirectory
+from drills.fate import Fate
+from drills.gross import CLEAN_FP8
+from drills.plan import Policy
+from drills.scenario import CLEAN, Scenario
+from drills.scenarios import SCENARIOS, choose
+from drills.score import Score, causes_of, compare, is_right, met, score, steps_lost, within
+from megastable.run.directory import RunDirectory
 
 BY_NAME = {s.name: s for s in SCENARIOS}
 DATA, RATE, BIT, KILL, DISK = (

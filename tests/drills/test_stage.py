@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megastable.config import CorpusConfig, RunConfig
+from drills.scenario import GLOBAL_BATCH, Scenario
+from drills.scenarios import choose
+from drills.stage import RECIPE, SHORT, VOCABULARY, Stage
+from megastable.base.errors import DataError
+from megastable.config.recipe import load
+from megastable.config.tree import CorpusConfig, RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.manifest import Manifest
 from megastable.data.prepare import prepare_shards
-from megastable.drills.scenario import GLOBAL_BATCH, Scenario
-from megastable.drills.scenarios import choose
-from megastable.drills.stage import RECIPE, SHORT, VOCABULARY, Stage
-from megastable.errors import DataError
-from megastable.recipe import load
 from tests.conftest import write_corpus
 from tests.data.texts import documents, sentencepiece_file
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
-from megastable.drills.fate import Fate
-from megastable.drills.plan import Policy
-from megastable.drills.score import Score, within
-from megastable.drills.table import HEADERS, WIDTH, outcome, row, table, verdict
+from drills.fate import Fate
+from drills.plan import Policy
+from drills.score import Score, within
+from drills.table import HEADERS, WIDTH, outcome, row, table, verdict
 
 GOOD = Score(
     scenario="random-tokens", policy=Policy.OURS, seed=1, ended="finished", step=160, val_loss=3.5, excess=0.0123,

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from megastable.drills.texts import LINE, MAKERS, SENTENCE, Text, make
+from drills.corrupt_texts import LINE, MAKERS, SENTENCE, Text, make
 
 SOURCE = "zebras are animals that live in Africa\nand eat grass all day\n" * 40
 COUNT = 5000

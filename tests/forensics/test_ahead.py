@@ -9,19 +9,19 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from megastable.config import Corruption, RunConfig
+from megastable.base.errors import DataError
+from megastable.config.tree import Corruption, RunConfig
 from megastable.data.manifest import TokenizerInfo, adopt
 from megastable.data.plant import Kind, plant
 from megastable.data.shards import ShardWriter
 from megastable.data.skip_ledger import Ledger, SkipEntry, append_all, read_ledger
 from megastable.data.skips import Selection, Skips
-from megastable.errors import DataError
 from megastable.forensics.ahead import Lookout, ahead_sheet
 from megastable.forensics.history import History
 from megastable.forensics.oddness.kinds import KINDS
-from megastable.forensics.scout import FREE, REASON, Scout
-from megastable.report.postmortem.texts import Library
-from megastable.rundir import RunDirectory, make
+from megastable.forensics.prescan import FREE, REASON, Scout
+from megastable.report.postmortem.sample_texts import Library
+from megastable.run.directory import RunDirectory, make
 from tests.conftest import tiny
 
 VOCABULARY, LENGTH = 250, 128
@@ -182,7 +182,7 @@ def test_a_damaged_corpus_is_an_error_with_its_file(clean: Path, tmp_path: Path)
 
 
 def test_the_sheet_of_what_is_to_come(clean: Path, tmp_path: Path) -> None:
-    from megastable.bench.inspect import recorded_run
+    from benchmarks.inspect import recorded_run
 
     config, bad = planted(clean, tmp_path, "random", 20)
     run = recorded_run(tmp_path / "run", tmp_path / "bad", steps=1, batch=16)

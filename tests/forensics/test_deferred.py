@@ -11,26 +11,26 @@ import numpy as np
 import pytest
 import yaml
 
-from megastable.config import RunConfig
+from megastable.config.tree import RunConfig
 from megastable.data.shards import Shard
 from megastable.forensics.consumption import run_sheet
 from megastable.forensics.history import History
 from megastable.forensics.samples import incident_sheet, step_sheet
-from megastable.forensics.shelf import open_shelf
+from megastable.forensics.shard_set import open_shelf
 from megastable.forensics.whereabouts import document_sheet
 from megastable.report.postmortem.evidence import Case, Run
 from megastable.report.postmortem.passes import LAST
-from megastable.report.postmortem.texts import SHOWN
+from megastable.report.postmortem.sample_texts import SHOWN
 from tests.conftest import LENGTH, write_corpus
 from tests.distributed import run_ranks
-from tests.test_recovery import incidents, recipe, spoil
+from tests.recovery.test_recovery import incidents, recipe, spoil
 
 Sample = tuple[int, ...]  # its tokens
 
 
 def spoil_watched(config: RunConfig, log: Path) -> dict[str, Any]:
     """Weights that are spoilt in step 32, and the tokens of every sample of every step, as the engine got them."""
-    from megastable.engine import Engine
+    from megastable.engine.engine import Engine
 
     real = Engine.train_step
 

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megastable.config import RunConfig
+from megastable.base.errors import DataError
+from megastable.config.tree import RunConfig
 from megastable.data.shards import Shard
 from megastable.data.skip_ledger import SkipEntry, read_ledger
-from megastable.errors import DataError
 from megastable.forensics.consumption import run_sheet
 from megastable.forensics.history import History
 from megastable.forensics.samples import incident_sheet, step_sheet
-from megastable.forensics.shelf import open_shelf
+from megastable.forensics.shard_set import open_shelf
 from megastable.forensics.skip import skip_documents, swap_out
 from megastable.forensics.whereabouts import document_sheet
 from megastable.report.postmortem.passes import LAST
@@ -34,7 +34,7 @@ DOCUMENTS = np.array([3, 17, 200])
 def train_watched(config: RunConfig, log: Path, more: dict[int, str]) -> int:
     """Train on one rank and write down which positions every step really read; in the middle of the steps named, add a
     line to the ledger, or skip documents."""
-    from megastable.engine import Engine
+    from megastable.engine.engine import Engine
     from megastable.train import train
 
     real, waiting = Engine.train_step, []

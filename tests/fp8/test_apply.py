@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from megastable.config import RunConfig
-from megastable.fp8 import switch
+from megastable.config.tree import RunConfig
+from megastable.fp8 import controller
 from megastable.fp8.apply import emulate, linears
+from megastable.fp8.controller import Emulated, losses
 from megastable.fp8.emulated import metered, quantizers
 from megastable.fp8.formats import E4M3
-from megastable.fp8.scaling import by_tensor, magnitude, scale_of
-from megastable.fp8.switch import Emulated, losses
+from megastable.fp8.scale_factors import by_tensor, magnitude, scale_of
 from megastable.model.gpt import GPT
 from megastable.model.loss import LossFunction
 from megastable.model.sizes import in_fp8
@@ -124,13 +124,13 @@ def train_rank(c: RunConfig, world: int) -> dict[str, Any]:
     """Losses and norms of ten steps, and what delayed scales remember in the end."""
     import torch.distributed as dist
 
-    from megastable import deepspeed_config
-    from megastable.engine import Engine
+    from megastable.config import deepspeed_json
+    from megastable.engine.engine import Engine
 
     p = c.parallel
-    layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(c, world), p.context)
+    layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(c, world), p.context)
     topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
-    engine = Engine(c, deepspeed_config.build(c, world), topology)
+    engine = Engine(c, deepspeed_json.build(c, world), topology)
     losses, norms = [], []
     for step, (one, lr) in enumerate(zip(layouts.batches(), layouts.RATES, strict=True)):
         micro = layouts.mine(one, topology, c.train.micro_batch)
@@ -168,11 +168,11 @@ def test_every_layout_trains_as_one_process_does(recipe: str) -> None:
 
 def refusing(c: RunConfig) -> None:
     """A refused update, a rewind and a switch, in delayed scaling's memory."""
-    from megastable import deepspeed_config
-    from megastable.engine import Engine
+    from megastable.config import deepspeed_json
+    from megastable.engine.engine import Engine
 
     topology = Topology(Layout(), 0, timeout=PATIENCE)
-    engine = Engine(c, deepspeed_config.build(c, 1), topology)
+    engine = Engine(c, deepspeed_json.build(c, 1), topology)
     assert isinstance(engine.fp8, Emulated)
     steps = [layouts.mine(one, topology, 2) for one in layouts.batches()]
     for micro in steps[:3]:
@@ -239,7 +239,7 @@ def test_parts_count_like_the_whole(recipe: str, monkeypatch: pytest.MonkeyPatch
     for slot in range(3):
         became = quantize(x, slot, False)[0]
         with monkeypatch.context() as patch:
-            patch.setattr(switch, "AT_ONCE", 1)  # 128 rows
+            patch.setattr(controller, "AT_ONCE", 1)  # 128 rows
             parts = losses(x, became)
         assert parts == losses(x, became)
         assert any(parts)

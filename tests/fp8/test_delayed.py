@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megastable.fp8.amax_history import SLOTS, Meters
 from megastable.fp8.emulated import Delayed
 from megastable.fp8.formats import E4M3, E5M2, Format
-from megastable.fp8.meters import SLOTS, Meters
 from tests.distributed import run_ranks
 from tests.fp8 import model
 

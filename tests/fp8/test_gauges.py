@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastable.fp8 import gauges
+from megastable.fp8 import stats
 from megastable.fp8.apply import linears
+from megastable.fp8.controller import tell
 from megastable.fp8.emulated import GRADIENT, INPUT, WEIGHT, metered, quantizers
-from megastable.fp8.gauges import Watched, watch
-from megastable.fp8.scaling import Quantized
-from megastable.fp8.switch import tell
+from megastable.fp8.scale_factors import Quantized
+from megastable.fp8.stats import Watched, watch
 from megastable.model.mlp import MLP, swiglu
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
@@ -36,7 +36,7 @@ def recorder(seen: Seen) -> Any:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_as_the_emulation_counts(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the matrices, here of 256 tokens, are looked at in parts."""
-    monkeypatch.setattr(gauges, "AT_ONCE", 1)
+    monkeypatch.setattr(stats, "AT_ONCE", 1)
     c = config(recipe)
     model, fp8 = fitted(c)
     assert c.precision.fp8 is not None
@@ -102,11 +102,11 @@ def test_of_two_layers_in_one_module() -> None:
 
 def beside_zero3(c: Any) -> list[tuple[int, tuple[int, ...]]]:
     """What is shown of a layer whose weight ZeRO 3 takes away after its forward pass: slots and shapes."""
-    from megastable import deepspeed_config
-    from megastable.engine import Engine
+    from megastable.config import deepspeed_json
+    from megastable.engine.engine import Engine
 
     topology = Topology(Layout(), 0, timeout=PATIENCE)
-    engine = Engine(c, deepspeed_config.build(c, 1), topology)
+    engine = Engine(c, deepspeed_json.build(c, 1), topology)
     linear = linears(engine.ds.module)["blocks.1.mlp.down"]
     shown: list[tuple[int, tuple[int, ...]]] = []
     watched = Watched(linear, ("down",), (linear.weight,), lambda x: x, swiglu)

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megastable.config import Fp8Config
+from megastable.config.tree import Fp8Config
+from megastable.fp8.amax_history import Meters
 from megastable.fp8.emulated import Blocks, Current, Delayed, Product, Quantizer, formats
 from megastable.fp8.formats import E4M3, E5M2, Format
-from megastable.fp8.meters import Meters
-from megastable.fp8.scaling import Quantized
+from megastable.fp8.scale_factors import Quantized
 from tests.fp8 import model
 
 MODELS = {E4M3: model.E4M3, E5M2: model.E5M2}

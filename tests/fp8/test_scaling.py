@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megastable.fp8 import scaling
+from megastable.fp8 import scale_factors
 from megastable.fp8.formats import E4M3, E5M2, Format
-from megastable.fp8.scaling import by_tensor, magnitude, scale_of
+from megastable.fp8.scale_factors import by_tensor, magnitude, scale_of
 from tests.fp8 import model
 from tests.fp8.model import Model
 from tests.fp8.test_formats import PAIRS, agree
@@ -40,7 +40,7 @@ def numbers(shape: tuple[int, int], seed: int) -> np.ndarray:
     return x.astype(np.float32)
 
 
-def check(found: scaling.Quantized, expected: model.Quantized) -> None:
+def check(found: scale_factors.Quantized, expected: model.Quantized) -> None:
     """Codes, inverses, and the numbers both stand for."""
     agree(found.values.view(torch.uint8).numpy(), expected.codes, expected.model)
     assert found.values.shape == expected.codes.shape
@@ -116,10 +116,10 @@ def test_magnitudes(dtype: torch.dtype) -> None:
 
 # Quantized tensors.
 
-BLOCKS: dict[str, tuple[Callable[[Tensor, Format], scaling.Quantized], tuple[int, int]]] = {
-    "rows": (scaling.by_rows, model.ROW),
-    "columns": (scaling.by_columns, model.COLUMN),
-    "tiles": (scaling.by_tiles, model.TILE),
+BLOCKS: dict[str, tuple[Callable[[Tensor, Format], scale_factors.Quantized], tuple[int, int]]] = {
+    "rows": (scale_factors.by_rows, model.ROW),
+    "columns": (scale_factors.by_columns, model.COLUMN),
+    "tiles": (scale_factors.by_tiles, model.TILE),
 }
 
 
@@ -153,7 +153,7 @@ def test_a_tensor_that_is_not_contiguous(blocks: str) -> None:
 
 def test_columns_are_the_rows_of_the_transpose() -> None:
     x = torch.from_numpy(numbers((150, 260), 7))
-    down, across = scaling.by_columns(x, E4M3), scaling.by_rows(x.T.contiguous(), E4M3)
+    down, across = scale_factors.by_columns(x, E4M3), scale_factors.by_rows(x.T.contiguous(), E4M3)
     assert torch.equal(down.values.view(torch.uint8), across.values.view(torch.uint8).T)
     assert torch.equal(down.inverse, across.inverse.T)
 

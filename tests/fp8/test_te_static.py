@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megastable import recipe
-from megastable.config import LINEARS, RunConfig
+from megastable.config import recipe
+from megastable.config.tree import LINEARS, RunConfig
 from megastable.fp8 import te
 from megastable.model.gpt import GPT, Block
 from megastable.model.kernels import Kernels

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megastable.checkpoint.writing import write_run
-from megastable.config import RunConfig
+from megastable.checkpoint.new_run import write_run
+from megastable.config.tree import RunConfig
 from megastable.data.manifest import Manifest
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
 from tests.checkpoint.states import numbers, recipe_of, state_of

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megastable.errors import DataError
-from megastable.generate.asking import read_prompt
+from megastable.base.errors import DataError
+from megastable.generate.prompts import read_prompt
 
 
 def test_a_file_or_a_pipe_loses_its_last_newline_only(

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megastable.checkpoint.huggingface.export import to_hf
+from megastable.base.errors import CheckpointError, DataError, MegastableError
+from megastable.convert.huggingface.export import to_hf
 from megastable.data.manifest import FILE, Manifest
 from megastable.data.tokenizer import load_tokenizer
-from megastable.errors import CheckpointError, DataError, MegastableError
-from megastable.generate.opening import Speaker, open_speaker
+from megastable.generate.load import Speaker, open_speaker
 from tests.data.texts import hugging_face_file, sentencepiece_file
 from tests.generate.runs import PIECES, run_with_tokenizer
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.errors import DataError
+from megastable.base.errors import DataError
 from megastable.generate.sampling import Sampling, pick
 
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from megastable.config import DataConfig
+from megastable.base.errors import DataError
+from megastable.config.tree import DataConfig
 from megastable.data.tokenizer import load_tokenizer
-from megastable.errors import DataError
-from megastable.generate.opening import Speaker
+from megastable.generate.continuations import Piece
+from megastable.generate.load import Speaker
+from megastable.generate.output import Printer
 from megastable.generate.sampling import Sampling
 from megastable.generate.talk import Talk, Wishes
-from megastable.generate.telling import Printer
-from megastable.generate.writing import Piece
 from tests.data.texts import sentencepiece_file
 from tests.generate.models import LENGTH, model
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megastable.base.errors import CheckpointError
 from megastable.checkpoint.plain import PlainModel
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
-from megastable.errors import CheckpointError
+from megastable.generate.continuations import write
+from megastable.generate.output import Sample
 from megastable.generate.sampling import Sampling
-from megastable.generate.telling import Sample
-from megastable.generate.writing import write
 from tests.data.texts import sentencepiece_file
 from tests.generate.models import model
 

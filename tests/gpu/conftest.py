@@ -57,7 +57,8 @@ def world(pytestconfig: pytest.Config) -> Iterator[None]:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="0",
     )
-    from megastable import deterministic, engine
+    from megastable.base import deterministic
+    from megastable.engine import engine
 
     if _only_exact(pytestconfig):
         os.environ.update(deterministic.ENVIRONMENT)  # torch's part is switched by `exact`
@@ -69,7 +70,7 @@ def world(pytestconfig: pytest.Config) -> Iterator[None]:
 @pytest.fixture
 def exact() -> Iterator[None]:
     """As run.deterministic=true."""
-    from megastable import deterministic
+    from megastable.base import deterministic
 
     deterministic.switch(True)
     yield

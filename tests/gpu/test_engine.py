@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from megastable import deepspeed_config
-from megastable.config import RunConfig
+from megastable.config import deepspeed_json
+from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from tests.conftest import tiny
 
 if TYPE_CHECKING:
-    from megastable.engine import Engine
+    from megastable.engine.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -47,10 +47,10 @@ def config_of(**parts: Any) -> RunConfig:
 
 
 def engine_of(config: RunConfig) -> Engine:
-    from megastable.engine import Engine
+    from megastable.engine.engine import Engine
 
     torch.manual_seed(0)
-    return Engine(config, deepspeed_config.build(config, 1), Topology(Layout(1, 1, 1), 0, 120))
+    return Engine(config, deepspeed_json.build(config, 1), Topology(Layout(1, 1, 1), 0, 120))
 
 
 def batches(seed: int) -> list[MicroBatch]:
@@ -156,7 +156,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(kind: str, valu
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("kind", ["bf16", "bf16-moments", "bf16-zero2"])
 def test_a_rewind_point_copied_behind_the_steps_brings_back_every_bit(kind: str) -> None:
-    from megastable.stability.snapshot import Ring
+    from megastable.recovery.snapshot import Ring
 
     engine = engine_of(config_of(**KINDS[kind]))
     for i in range(3):

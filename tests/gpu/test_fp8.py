@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from megastable.config import RunConfig
+from megastable.config.tree import RunConfig
 from megastable.fp8.apply import emulate
-from megastable.fp8.switch import Fp8
+from megastable.fp8.controller import Fp8
 from megastable.fp8.te import TransformerEngine, why_not
 from megastable.fp8.te import apply as by_te
 from megastable.model.gpt import GPT, Block
@@ -33,7 +33,7 @@ from tests.gpu.test_engine import SHAPE, batches, config_of, engine_of, same, st
 from tests.gpu.test_kernels import error
 
 if TYPE_CHECKING:
-    from megastable.engine import Engine
+    from megastable.engine.engine import Engine
 
 pytestmark = [
     pytest.mark.usefixtures("world", "possible"),
@@ -337,7 +337,7 @@ def test_a_refused_update_leaves_no_trace(recipe: str) -> None:
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_rewind_point_brings_back_every_bit(recipe: str) -> None:
-    from megastable.stability.snapshot import Ring
+    from megastable.recovery.snapshot import Ring
 
     engine = engine_of(fp8_config(recipe))
     steps(engine, range(3))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend
 
-from megastable.config import ModelConfig
+from megastable.config.tree import ModelConfig
 from megastable.model import cores
 from megastable.model.chunked import chunked_objective
 from megastable.model.cores import CORES, reference_attention

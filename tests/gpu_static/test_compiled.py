@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from megastable.config import ModelConfig
+from megastable.config.tree import ModelConfig
 from megastable.model import chunked
 from megastable.model.gpt import GPT, Block
 from megastable.model.kernels import Kernels

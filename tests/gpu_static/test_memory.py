@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megastable.config import RunConfig
+from megastable.config.tree import RunConfig
 from megastable.model.gpt import Block
 from megastable.model.kernels import Kernels
 from megastable.parallel.topology import TensorParallel

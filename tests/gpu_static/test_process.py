@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastable import deterministic
+from megastable.base import deterministic
 from megastable.model.cores import sdpa_attention
 from tests.gpu_static import fake
 
 ROOT = Path(__file__).parents[2]
 ASKED = """
-from megastable.bench.ranks import launch
+from benchmarks.ranks import launch
 from tests.gpu_static.test_process import poisoned
 if __name__ == "__main__":
     print(launch(2, poisoned, None))
@@ -65,7 +65,7 @@ def test_compiled_collectives(file: str) -> None:
     assert done.returncode == 0, done.stdout[-2000:]
 
 
-@pytest.mark.parametrize("file", ["tests/test_gpu_host.py", "tests/test_synchronisations.py"])
+@pytest.mark.parametrize("file", ["tests/test_gpu_host.py", "tests/engine/test_synchronisations.py"])
 def test_what_the_cpu_suite_asks_of_gpu_hosts(file: str) -> None:
     """importing megastable starts no CUDA, and a step does not wait for the device (two files of the CPU suite)"""
     done = python("-m", "pytest", file, "-q", "-n0", "-p", "no:cacheprovider")

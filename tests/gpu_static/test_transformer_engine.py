@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megastable.config import RunConfig
+from megastable.config.tree import RunConfig
 from megastable.fp8 import te
 from megastable.model.cores import _te_core
 from megastable.model.gpt import GPT

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megastable.drills import runner
-from megastable.drills.plan import Policy
-from megastable.rundir import RunDirectory
+from drills import runner
+from drills.plan import Policy
+from megastable.run.directory import RunDirectory
 from megastable.supervise.processes import LAUNCHER, command, free_port
 from tests.patience import PATIENCE
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from megastable.config.recipe import load
 from megastable.data.plant import Planted, plant
 from megastable.data.prepare import prepare_shards
-from megastable.recipe import load
 from tests.conftest import tiny
 from tests.data.texts import documents, sentencepiece_file
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from deepspeed.launcher.runner import fetch_hostfile
 
-from megastable import errors
+from megastable.base import errors
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megastable import records
+from megastable.run import records
 from megastable.supervise.processes import LAUNCHER, free_port
 from tests.patience import PATIENCE
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megastable import products
+from megastable.base import products
 from megastable.model import blocked
 from megastable.model.blocked import blocked_attention, blocks, document_starts, kept_size, supported
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastable.config import ModelConfig
+from megastable.config.tree import ModelConfig
 from megastable.model import gpt
 from megastable.model.gpt import GPT
 from megastable.model.init import initialise

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megastable.config import RunConfig
-from megastable.kernel_choice import choose
+from megastable.config.tree import RunConfig
+from megastable.engine.kernel_choice import choose
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.config import ScheduleConfig
+from megastable.config.tree import ScheduleConfig
 from megastable.optim.schedule import rate
 
 PEAK, TOTAL, WARMUP = 2e-3, 1000, 100

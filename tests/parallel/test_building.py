@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megastable.config import RunConfig
+from megastable.config.tree import RunConfig
 from megastable.model.init import whole_weight
 from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import Placement, placement_of, shape_of, shard
@@ -56,8 +56,8 @@ def build(c: RunConfig, world: int) -> Built:
     import deepspeed
     import torch.distributed as dist
 
-    from megastable import deepspeed_config
-    from megastable.engine import Engine
+    from megastable.config import deepspeed_json
+    from megastable.engine.engine import Engine
     from megastable.parallel.topology import Topology
 
     p = c.parallel
@@ -84,7 +84,7 @@ def build(c: RunConfig, world: int) -> Built:
     deepspeed.initialize = marked
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        made.append(Engine(c, deepspeed_config.build(c, world), topology))
+        made.append(Engine(c, deepspeed_json.build(c, world), topology))
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
     events = profile.profiler.kineto_results.events()
     (begun,) = [e.start_ns() for e in events if e.name() == "initialize"]

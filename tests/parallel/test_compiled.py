@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megastable.config import RunConfig
+from megastable.config.tree import RunConfig
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from tests.distributed import run_ranks
@@ -29,18 +29,18 @@ def both(c: RunConfig, world: int) -> list[tuple[list[float], list[int], int, di
     import torch.distributed as dist
     from torch._dynamo.utils import counters
 
-    from megastable import deepspeed_config
-    from megastable.engine import Engine
+    from megastable.config import deepspeed_json
+    from megastable.engine.engine import Engine
 
     p = c.parallel
-    layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(c, world), p.context)
+    layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(c, world), p.context)
     topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
     with without_kernels():
         found = []
         for compiled in (False, True):
             part = c.kernels.model_copy(update={"compile": compiled})
             run = c.model_copy(update={"kernels": part})
-            engine = Engine(run, deepspeed_config.build(run, world), topology)
+            engine = Engine(run, deepspeed_json.build(run, world), topology)
             counters.clear()
             numbers, graphs = [], []
             for step, batch in enumerate(batches(apart=True)[:3]):

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megastable.config import RunConfig
+from megastable.base.products import is_cast, linear, linear_of_parameter
+from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
-from megastable.products import is_cast, linear, linear_of_parameter
 from tests.distributed import run_ranks
 from tests.patience import PATIENCE
 
@@ -45,11 +45,11 @@ def kept(case: str) -> tuple[int, int, list[float]]:
     norms of two steps before it."""
     import torch.distributed as dist
 
-    from megastable import deepspeed_config
-    from megastable.engine import Engine
+    from megastable.config import deepspeed_json
+    from megastable.engine.engine import Engine
 
     c = config(**CASES[case])
-    settings = deepspeed_config.build(c, 2)
+    settings = deepspeed_json.build(c, 2)
     settings["zero_optimization"] |= {
         "stage3_max_live_parameters": 1000,
         "stage3_max_reuse_distance": 1000,

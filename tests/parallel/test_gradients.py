@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastable.config import ModelConfig, RunConfig
-from megastable.flatstate import KINDS, FlatState
+from megastable.config.tree import ModelConfig, RunConfig
+from megastable.engine.flatstate import KINDS, FlatState
 from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of, unshard
 from megastable.parallel.topology import Topology
@@ -45,13 +45,13 @@ def steps_of_rank(c: RunConfig, world: int, apart: bool) -> dict[str, Any]:
     """What goes into the sums of one rank, and which part of their result it has."""
     import torch.distributed as dist
 
-    from megastable import deepspeed_config
-    from megastable.engine import Engine
+    from megastable.config import deepspeed_json
+    from megastable.engine.engine import Engine
 
     p = c.parallel
-    layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(c, world), p.context)
+    layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(c, world), p.context)
     topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
-    engine = Engine(c, deepspeed_config.build(c, world), topology)
+    engine = Engine(c, deepspeed_json.build(c, world), topology)
     parameters = {placement_of(p).name: p for p in engine.ds.module.parameters()}
     seen: dict[str, list[Tensor]] = defaultdict(list)
     for name, parameter in parameters.items():

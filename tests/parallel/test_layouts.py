@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megastable.config import ModelConfig, RunConfig
+from megastable.config.tree import ModelConfig, RunConfig
 from megastable.data.loader import MicroBatch
-from megastable.flatstate import KINDS
+from megastable.engine.flatstate import KINDS
 from megastable.model.gpt import GPT
 from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import Placement, placement_of, unshard
@@ -71,13 +71,13 @@ def train_rank(c: RunConfig, world: int, apart: bool) -> dict[str, Any]:
     """What one rank sees of the ten steps: losses, norms, and its part of the final state."""
     import torch.distributed as dist
 
-    from megastable import deepspeed_config
-    from megastable.engine import Engine
+    from megastable.config import deepspeed_json
+    from megastable.engine.engine import Engine
 
     p = c.parallel
-    layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(c, world), p.context)
+    layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(c, world), p.context)
     topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
-    engine = Engine(c, deepspeed_config.build(c, world), topology)
+    engine = Engine(c, deepspeed_json.build(c, world), topology)
     losses, norms, samples = [], [], []
     for batch, lr in zip(batches(apart, c.train.global_batch), RATES, strict=True):
         micro = mine(batch, topology, c.train.micro_batch)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megastable.config import RunConfig
+from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
@@ -61,15 +61,15 @@ def both_ways(c: RunConfig, world: int) -> list[dict[str, Any]]:
     """Of a rank: the same step from the same state, as it is and looked at."""
     import torch.distributed as dist
 
-    from megastable import deepspeed_config
-    from megastable.engine import Engine
-    from megastable.flatstate import KINDS
+    from megastable.config import deepspeed_json
+    from megastable.engine.engine import Engine
+    from megastable.engine.flatstate import KINDS
 
     p = c.parallel
-    layout = Layout(p.tensor, p.pipeline, deepspeed_config.data_parallel(c, world), p.context)
+    layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(c, world), p.context)
     topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
     with without_kernels():
-        engine = Engine(c, deepspeed_config.build(c, world), topology)
+        engine = Engine(c, deepspeed_json.build(c, world), topology)
         assert engine.kernels.compile is c.kernels.compile
         first, second = (shared_out(batch, topology, c) for batch in batches(apart=True)[:2])
         engine.train_step(first, 1e-3, lambda m: m.finite)

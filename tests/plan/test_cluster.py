@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megastable.errors import ConfigError
-from megastable.hardware import NOMINAL
+from megastable.base.errors import ConfigError
+from megastable.base.hardware import NOMINAL
 from megastable.plan.cluster import ClusterConfig, load
 
 ALONG = sorted(Path("launch/clusters").glob("*.yaml"))

@@ -6,15 +6,15 @@ import time
 
 import pytest
 
-from megastable.config import RunConfig
+from benchmarks import local_plan
+from megastable.config.tree import RunConfig
 from megastable.parallel.layout import Layout
-from megastable.plan import local
 from megastable.plan.time import step_time
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "LEAST", 0.002)
+    monkeypatch.setattr(local_plan, "LEAST", 0.002)
 
 
 def config(hidden: int) -> RunConfig:
@@ -32,13 +32,13 @@ def test_seconds_are_those_of_the_processor() -> None:
         while time.process_time() < end:
             pass
 
-    assert local.seconds_of(lambda: time.sleep(0.02)) < 0.01
-    assert local.seconds_of(busy) == pytest.approx(0.01, rel=0.5)
+    assert local_plan.seconds_of(lambda: time.sleep(0.02)) < 0.01
+    assert local_plan.seconds_of(busy) == pytest.approx(0.01, rel=0.5)
 
 
 def test_a_measured_machine_predicts_more_for_more_work() -> None:
     small, large = config(64), config(512)
-    cluster = local.measured_cpu(large)
+    cluster = local_plan.measured_cpu(large)
     assert cluster.device == "cpu" and cluster.tflops.bf16 == cluster.tflops.fp32
     assert 1e-4 < cluster.tflops.bf16 < 100
     assert 1e-5 < cluster.memory_tb_per_second < 10

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.bench.volume import bounds, parameters, stage_of
-from megastable.config import RunConfig
-from megastable.errors import ConfigError
+from megastable.base.errors import ConfigError
+from megastable.config.tree import RunConfig
 from megastable.parallel.layout import Layout
 from megastable.plan import activations
 from megastable.plan.items import KINDS, PHASES, Footprint
 from megastable.plan.memory import footprints, kernels_on, taken
+from megastable.plan.volume import bounds, parameters, stage_of
 
 MODEL = {
     "layers": 8, "hidden": 1024, "heads": 16, "kv_heads": 8, "sequence_length": 2048, "vocab_size": 32000,
@@ -245,18 +245,21 @@ def test_batches_that_cannot_be_shared_out_are_refused() -> None:
 
 
 def test_what_is_restated_is_as_there() -> None:
-    from megastable import engine, flatstate, hostmemory, probe
-    from megastable.fp8 import scaling
+    from megastable.base import host_memory
+    from megastable.engine import engine, flatstate, layer_stats
+    from megastable.fp8 import scale_factors
     from megastable.model import blocked, chunked
     from megastable.optim import adamw
     from megastable.plan import memory
 
     assert (activations.ROWS, activations.KEPT) == (blocked.ROWS, blocked.KEPT)
     assert (memory.LOSS_BLOCK, memory.SCORES) == (chunked.BLOCK, blocked.ELEMENTS)
-    assert (memory.CHUNK, memory.FP8_CHUNK) == (flatstate.CHUNK, scaling.AT_ONCE)
-    assert activations.SCORES == probe.SCORES
+    assert (memory.CHUNK, memory.FP8_CHUNK) == (flatstate.CHUNK, scale_factors.AT_ONCE)
+    assert activations.SCORES == layer_stats.SCORES
     assert (memory.SUM_CHUNK, memory.UPDATE_CHUNK) == (engine.CHUNK, adamw.CHUNKS)
-    assert all(taken(n, pinned) == hostmemory.taken(n, pinned) for n in range(40) for pinned in (True, False))
+    assert all(
+        taken(n, pinned) == host_memory.taken(n, pinned) for n in range(40) for pinned in (True, False)
+    )
     for length in (128, 256, 300, 1024, 8192):
         config = RunConfig.model_validate({"model": MODEL | {"sequence_length": length}})
         z = activations.sizes(config)

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable import deepspeed_config, recipe
-from megastable.bench.volume import bounds
-from megastable.config import Fp8Config, RunConfig
-from megastable.errors import ConfigError
+from megastable.base.errors import ConfigError
+from megastable.config import deepspeed_json, recipe
+from megastable.config.tree import Fp8Config, RunConfig
 from megastable.parallel.layout import Layout
 from megastable.plan import published, search, show
 from megastable.plan.cluster import ClusterConfig, load
 from megastable.plan.memory import footprints
 from megastable.plan.search import Choice
 from megastable.plan.time import step_time
+from megastable.plan.volume import bounds
 
 ROOT = Path(__file__).parents[2]
 H100 = load(ROOT / "launch/clusters/h100.yaml")
@@ -58,8 +58,8 @@ def everything(base: RunConfig, gpus: int) -> Iterator[tuple[RunConfig, Layout]]
         tree["parallel"] = {name: getattr(choice, name) for name in Choice._fields[:6]}
         try:
             config = recipe.validate(tree, "test")
-            data = deepspeed_config.data_parallel(config, gpus)
-            deepspeed_config.build(config, gpus)
+            data = deepspeed_json.data_parallel(config, gpus)
+            deepspeed_json.build(config, gpus)
         except ConfigError:
             continue
         yield config, Layout(choice.tensor, choice.pipeline, data, choice.context)
@@ -70,7 +70,7 @@ def tried(gpus: int) -> list[tuple[Choice, int, float]]:
     """(choice, bytes of the tightest of all stages, seconds) of everything for the small model."""
     found = []
     for c, lay in everything(small(), gpus):
-        zero = deepspeed_config.build(c, gpus)["zero_optimization"]
+        zero = deepspeed_json.build(c, gpus)["zero_optimization"]
         total = max(f.total for f in footprints(c, lay))
         found.append((Choice.of(c), total, step_time(c, lay, H100, zero).seconds))
     return found
@@ -121,7 +121,7 @@ def test_suggestions_are_legal_fit_and_are_ranked(seven: tuple[RunConfig, search
     assert seconds == sorted(seconds) and len(seconds) > 20
     for plan in found.plans:
         RunConfig.model_validate(plan.config.model_dump())
-        ds = deepspeed_config.build(plan.config, 16)
+        ds = deepspeed_json.build(plan.config, 16)
         assert ds["train_batch_size"] == 32 * plan.layout.context and plan.layout.world == 16
         assert plan.fits
     assert any(not plan.fits for plan in search._judged(config, 16, H100, [None]))

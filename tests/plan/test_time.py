@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.bench import volume
-from megastable.config import RunConfig
-from megastable.errors import ConfigError
+from megastable.base.errors import ConfigError
+from megastable.config.tree import RunConfig
 from megastable.model.flops import flops_per_token
 from megastable.parallel.layout import Layout
-from megastable.plan import published, work
+from megastable.plan import published, volume, work
 from megastable.plan.cluster import ClusterConfig, load
 from megastable.plan.links import crossing
 from megastable.plan.time import COMPUTING, KINDS, Others, StepTime, step_time

@@ -12,9 +12,9 @@ import yaml
 
 from megastable.data.corpora import open_corpora
 from megastable.data.documents import documents_at
-from megastable.records import LAYER_SCHEMA, LayerRecord, Recorder, StepRecord
-from megastable.report.postmortem import texts
-from megastable.rundir import RunDirectory
+from megastable.report.postmortem import sample_texts
+from megastable.run.directory import RunDirectory
+from megastable.run.records import LAYER_SCHEMA, LayerRecord, Recorder, StepRecord
 from megastable.stability.actions import Action, Cause
 from megastable.stability.incident import Incident
 from megastable.stability.signals import Verdict
@@ -90,7 +90,7 @@ def tell(run: RunDirectory, incident: Incident, time: float = 1030.5, **fields: 
 def data_incident(corpus: Path, ranges: list[tuple[int, int]], **change: Any) -> Incident:
     config = tiny(corpus, Path("unused"))
     source = open_corpora(config.data.corpora, LENGTH, config.run.seed).train
-    found = documents_at(source, np.array(texts.take(ranges, 1000)))
+    found = documents_at(source, np.array(sample_texts.take(ranges, 1000)))
     known = SPIKE | {
         "cause": Cause.DATA, "actions": [Action.REWIND], "reasons": ["they are bad"], "positions": ranges,
         "documents": [d.model_dump() for d in found], "loss_after": 4.1, "outcome": "healed",

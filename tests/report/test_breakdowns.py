@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megastable.data.skip_ledger import AnyEntry, SampleEntry, SkipEntry, append_all
-from megastable.report.postmortem import incidents_of, words, write_incidents
+from megastable.report.postmortem import incidents_of, sentences, write_incidents
 from megastable.report.postmortem.facts import Evidence
 from megastable.report.postmortem.logs import TAIL, logs
-from megastable.rundir import RunDirectory
+from megastable.run.directory import RunDirectory
 from tests.report.runs import Make, breakdown, note
 
 
@@ -48,7 +48,7 @@ def test_time_without_training_is_counted_once_and_incidents_are_not_mixed_up(ma
         # The supervisor counts to the end of the first step: 21 s, of which the journal shows 20.
         assert (evidence.cost.recovery_seconds, evidence.cost.downtime_seconds) == (0.0, 21.0)
         assert evidence.cost.gpu_hours == pytest.approx(2 * (5 * 0.5 + 21) / 3600)
-    assert "The run went on from step 0; steps done again: 5." in words.headline(first)
+    assert "The run went on from step 0; steps done again: 5." in sentences.headline(first)
 
 
 def test_a_damaged_checkpoint_names_the_step_of_the_older_one_only(make: Make) -> None:
@@ -68,7 +68,7 @@ def test_time_that_nobody_noticed_is_lost_too(make: Make) -> None:
     (evidence,) = incidents_of(root)
     assert (evidence.cost.silent_seconds, evidence.cost.downtime_seconds) == (28_800.0, 21.0)
     assert evidence.cost.seconds == pytest.approx(28_821.0 + 5 * 0.5)
-    assert "from the last progress until that was noticed: 8 h 0 min" in words.cost_explained(evidence)
+    assert "from the last progress until that was noticed: 8 h 0 min" in sentences.cost_explained(evidence)
 
 
 def test_a_hang_was_silent_once(make: Make) -> None:
@@ -140,7 +140,7 @@ def test_what_was_skipped_by_position_is_not_said_to_stay_out(
     note(RunDirectory(root), 1100.0, "incident", what="closed", number=1, summary=known)
     append_all(root / "skips.jsonl", entries)
     (evidence,) = incidents_of(root)
-    assert said in words.headline(evidence)
+    assert said in sentences.headline(evidence)
 
 
 # Logs
@@ -192,7 +192,7 @@ def test_of_many_ranks_what_differs_is_shown_once_and_in_order(hang: Path) -> No
         ("log-attempt-0001-rank-0.stacks", "ranks 0-63, 65-127"),
         ("log-attempt-0001-rank-64.stacks", "rank 64"),
     ]
-    assert [t.text for t in words.follow_ups(evidence) if t.command.startswith("less")] == [
+    assert [t.text for t in sentences.follow_ups(evidence) if t.command.startswith("less")] == [
         "Read the log, and the stacks below: where every rank stood."
     ]
 

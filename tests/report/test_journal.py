@@ -12,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megastable import jsonl
-from megastable.errors import DataError
+from megastable.base import jsonl
+from megastable.base.errors import DataError
 from megastable.report.postmortem import evidence, incidents_of, pages, write_incidents
 from megastable.report.postmortem.evidence import Case, Run
 from megastable.report.postmortem.facts import Evidence
-from megastable.rundir import RunDirectory, as_json
+from megastable.run.directory import RunDirectory, as_json
 from tests.report.runs import Make, breakdown, note, tell
 
 

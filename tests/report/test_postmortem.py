@@ -18,17 +18,25 @@ from hypothesis import HealthCheck, given, settings
 from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
+from megastable.base.errors import DataError
+from megastable.config.recipe import load
 from megastable.data.corpora import open_corpora
 from megastable.data.documents import Document
 from megastable.data.skip_ledger import SkipEntry, append, append_all, read_ledger, sample_entries
 from megastable.data.skips import Skips
-from megastable.errors import DataError
-from megastable.recipe import load
-from megastable.report.postmortem import incidents_of, pages, passes, pictures, texts, words, write_incidents
+from megastable.report.postmortem import (
+    incidents_of,
+    pages,
+    passes,
+    pictures,
+    sample_texts,
+    sentences,
+    write_incidents,
+)
 from megastable.report.postmortem.__main__ import app
 from megastable.report.postmortem.facts import Evidence, Row
 from megastable.report.postmortem.logs import Log
-from megastable.rundir import RunDirectory
+from megastable.run.directory import RunDirectory
 from tests.conftest import LENGTH, tiny
 from tests.full_disk import files_no_larger_than
 from tests.report.runs import NASTY, SPIKE, Make, breakdown, data_incident, make_run, note, tell
@@ -162,7 +170,7 @@ def test_the_cost_is_counted_in_steps_tokens_hours_and_money(make: Make, hostile
     assert (cost.steps, cost.tokens, cost.batches_refused) == (2, 2 * 8 * LENGTH, 2)
     assert cost.seconds == pytest.approx(2 * 0.5 + 1.5)  # two steps done again, and the search
     assert cost.gpu_hours == pytest.approx(2 * 2.5 / 3600) and cost.money == pytest.approx(2 * 2.5)
-    assert "3600 EUR" in words.cost_explained(evidence)
+    assert "3600 EUR" in sentences.cost_explained(evidence)
     assert "5.00 EUR" in pages.index([evidence])
 
 
@@ -174,14 +182,14 @@ def test_what_is_skipped_is_told_with_how_long_it_holds(make: Make, hostile_corp
     append(root / "skips.jsonl", SkipEntry(first=300, end=310, reason="a window", incident=1))
     append(root / "skips.jsonl", SkipEntry(first=9, end=2**62, reason="again", incident=1, corpus="web"))
     (evidence,) = incidents_of(root)
-    samples, window, corpus = words.skipped(evidence)
+    samples, window, corpus = sentences.skipped(evidence)
     assert samples[0] == f"samples of corpus {order.corpora[0].name}" and samples[2] == "in every epoch"
     assert window == ("samples", "positions 300-309", "in this epoch", "a window")
     assert corpus == ("corpus web", "from position 9", "for good", "again")
     (folder,) = write_incidents(root)
     text = (folder / "postmortem.md").read_text()
     assert "| samples | positions 300-309 | in this epoch | a window |" in text and "in every epoch" in text
-    again = next(f for f in words.follow_ups(evidence) if f.command and f.command.startswith("grep"))
+    again = next(f for f in sentences.follow_ups(evidence) if f.command and f.command.startswith("grep"))
     ledger = root / "skips.jsonl"
     (root / "RUN").mkdir()
     subprocess.run(again.command, shell=True, check=True, cwd=root)
@@ -315,7 +323,7 @@ def saying(evidence: Evidence, text: str) -> Evidence:
     )
     sample, tokens, layers = evidence.samples[0], evidence.tokens, evidence.layers
     assert tokens is not None and layers is not None
-    pieces = [texts.Piece(text=text, ends=True, shard=text, document=3)]
+    pieces = [sample_texts.Piece(text=text, ends=True, shard=text, document=3)]
     return evidence.model_copy(update={
         "run": evidence.run.model_copy(update={"name": text, "currency": text}),
         "incident": incident, "problems": [text],
@@ -472,8 +480,8 @@ def test_of_a_crash_failure_log_and_stacks_are_shown(make: Make) -> None:
 def test_every_kind_of_incident_has_its_words(make: Make, change: dict[str, Any], said: str) -> None:
     run = make(breakdown(**({"failure": ""} | change)))
     (evidence,) = incidents_of(run)
-    assert said in words.headline(evidence)
-    assert words.follow_ups(evidence)
+    assert said in sentences.headline(evidence)
+    assert sentences.follow_ups(evidence)
     Structure(pages.report(evidence, {}, FILES))
     MarkdownIt().parse(pages.postmortem(evidence, FILES))
 
@@ -483,7 +491,7 @@ def test_a_peak_that_is_not_finite_is_called_so(make: Make) -> None:
         breakdown(**SPIKE | {"failure": "", "verdict": "non_finite", "loss_peak": None, "norm_peak": None})
     )
     (evidence,) = incidents_of(run)
-    assert [value for _, value, _ in words.figures(evidence)[:2]] == ["not finite", "not finite"]
+    assert [value for _, value, _ in sentences.figures(evidence)[:2]] == ["not finite", "not finite"]
     assert "| 4.00 | not finite | – |" in pages.postmortem(evidence, FILES)
 
 
@@ -495,7 +503,7 @@ def test_the_rate_after_two_cuts_is_told_of_a_run_that_goes_on(
 ) -> None:
     cuts = {"cause": "learning_rate", "actions": ["cut_lr", "cut_lr"], "outcome": outcome, "failure": ""}
     (evidence,) = incidents_of(make(breakdown(**SPIKE | cuts)))
-    assert any(f"(optimizer.lr, now 0.003{goes_on})" in todo.text for todo in words.follow_ups(evidence))
+    assert any(f"(optimizer.lr, now 0.003{goes_on})" in todo.text for todo in sentences.follow_ups(evidence))
 
 
 @pytest.mark.parametrize(
@@ -508,7 +516,7 @@ def test_where_fp8_was_left_its_layers_are_looked_at(
 ) -> None:
     change = {"cause": cause, "actions": actions, "failure": "", "outcome": "healed"}
     (evidence,) = incidents_of(make(breakdown(**SPIKE | change)))
-    todo = " ".join(t.text + t.command for t in words.follow_ups(evidence))
+    todo = " ".join(t.text + t.command for t in sentences.follow_ups(evidence))
     assert ("precision.fp8.keep" in todo and "fp8_check.py" in todo) is fp8 and (
         "optimizer.lr" in todo
     ) is rate
@@ -518,8 +526,8 @@ def test_ten_thousand_guilty_samples_stay_readable(make: Make, hostile_corpus: P
     run = make(data_incident(hostile_corpus, [(100, 110), (200, 10_190)]))
     (folder,) = write_incidents(run)
     (evidence,) = incidents_of(run)
-    assert len(evidence.samples) == texts.SHOWN and evidence.tokens is not None
-    assert evidence.tokens.samples == texts.COUNTED
+    assert len(evidence.samples) == sample_texts.SHOWN and evidence.tokens is not None
+    assert evidence.tokens.samples == sample_texts.COUNTED
     assert (folder / "report.html").stat().st_size < 1_000_000
     assert "10,000 samples" in (folder / "postmortem.md").read_text()
 
@@ -632,9 +640,9 @@ def test_what_was_done_again_is_told_from_what_stood() -> None:
 def test_positions_are_spread_evenly_over_ranges() -> None:
     ranges = [(10, 12), (20, 23), (100, 105)]
     every = [10, 11, 20, 21, 22, 100, 101, 102, 103, 104]
-    assert texts.take(ranges, 4) == every[:4] and texts.count(ranges) == 10
-    assert texts.spread(ranges, 100).tolist() == every
-    assert texts.spread(ranges, 5).tolist() == every[::2]
+    assert sample_texts.take(ranges, 4) == every[:4] and sample_texts.count(ranges) == 10
+    assert sample_texts.spread(ranges, 100).tolist() == every
+    assert sample_texts.spread(ranges, 5).tolist() == every[::2]
 
 
 def test_readings_of_token_statistics(evidence: Evidence) -> None:
@@ -657,7 +665,7 @@ def test_readings_of_token_statistics(evidence: Evidence) -> None:
 
 
 def test_ordinary_samples_are_none_that_were_skipped(hostile_corpus: Path) -> None:
-    library = texts.Library(tiny(hostile_corpus, Path("unused")))
+    library = sample_texts.Library(tiny(hostile_corpus, Path("unused")))
     usual = library.tokens([(200, 210)], Skips.of([])).usual_distance
     # Of the ten before them, none counts: those before these do.
     skipped = library.tokens([(200, 210)], Skips.of([(190, 200)])).usual_distance

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from megastable.base.text import visible
 from megastable.report.postmortem import safe
-from megastable.report.told import visible
 
 # What does harm somewhere, more often than chance would make it.
 PIECES = st.sampled_from([

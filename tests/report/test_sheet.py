@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from megastable.base.text import visible
 from megastable.report.postmortem import safe
 from megastable.report.sheet import Column, Histogram, Passage, Sheet, Span, as_csv, as_html, as_json, console
 from megastable.report.sheet.page import BEGIN, END, PART, _source, content, embed, marked, texts
 from megastable.report.sheet.values import plain, told
-from megastable.report.told import visible
 from tests.report.sheets import scan
 from tests.report.test_safe import HOSTILE
 

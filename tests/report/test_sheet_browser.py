@@ -18,10 +18,10 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
+from megastable.base.text import visible
 from megastable.report.sheet import Column, Histogram, Passage, Sheet, Span, as_html
 from megastable.report.sheet.model import Kind
 from megastable.report.sheet.values import SAFE, told
-from megastable.report.told import visible
 from tests.report.sheets import scan
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megastable.durable import write_output
-from megastable.errors import DataError, user_errors
+from megastable.base.durable import write_output
+from megastable.base.errors import DataError, user_errors
 from megastable.report.sheet import Column, Sheet
 from megastable.report.sheet.output import STDOUT, Output
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 SHEET = Sheet("sheet", columns=[Column("a", "a")], rows=[{"a": 1}])
 CHILD = """
 from pathlib import Path
-from megastable.errors import user_errors
+from megastable.base.errors import user_errors
 from megastable.report.sheet.output import Output
 from tests.report.test_sheet_output import SHEET
 with user_errors():

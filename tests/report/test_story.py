@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megastable.report.postmortem import costs_of, incidents_of, words
+from megastable.base.text import duration
+from megastable.report.postmortem import costs_of, incidents_of, sentences
 from megastable.report.story import story
-from megastable.report.told import duration
 from tests.conftest import tiny
 
 KNOWN: dict[str, Any] = {
@@ -38,7 +38,9 @@ def test_the_time_lost_is_that_of_the_post_mortem(corpus: Path, spike: Path) -> 
     assert cost == evidence.cost and cost.seconds > evidence.incident.seconds > 0
     found = [line for line in story(KNOWN, tiny(corpus, Path("unused")), cost) if line.startswith("cost")]
     assert found == [f"cost         steps lost: 2, updates refused: 0, time lost: {duration(cost.seconds)}"]
-    assert {name: value for name, value, _ in words.figures(evidence)}["time lost"] == duration(cost.seconds)
+    assert {name: value for name, value, _ in sentences.figures(evidence)}["time lost"] == duration(
+        cost.seconds
+    )
 
 
 def test_of_a_crash_the_failure_is_told(corpus: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from megastable.config.stability import PolicyConfig
 from megastable.stability.actions import Action, Cause
 from megastable.stability.odds import Examined
 from megastable.stability.policy import Policy
-from megastable.stability.settings import PolicyConfig
 from megastable.stability.signals import Finding, Verdict
 
 CONFIG = PolicyConfig()

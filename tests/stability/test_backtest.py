@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.errors import DataError
+from megastable.base.errors import DataError
+from megastable.config.stability import StabilityConfig
 from megastable.stability.actions import Action
 from megastable.stability.backtest import Episode, Judged, Recorded, episodes, read_trace, simulate
-from megastable.stability.settings import StabilityConfig
 from megastable.stability.signals import Verdict
 from tests.stability.traces import Run, healthy, spike
 

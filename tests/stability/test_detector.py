@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megastable.config.stability import DetectorConfig
 from megastable.stability.detector import Detector
 from megastable.stability.detector_state import DetectorState
-from megastable.stability.settings import DetectorConfig
 from megastable.stability.signals import Finding, Signals, Verdict
 from tests.stability import traces
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megastable.errors import NO_SPACE
+from megastable.base.errors import NO_SPACE
+from megastable.config.stability import PolicyConfig
 from megastable.stability.actions import Action, Cause
 from megastable.stability.failures import Failure, after_failure, pause
-from megastable.stability.settings import PolicyConfig
 
 CONFIG = PolicyConfig()
 

@@ -10,11 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from megastable.config.stability import PolicyConfig
 from megastable.stability.actions import Action, Cause
 from megastable.stability.odds import Examined
 from megastable.stability.policy import Policy
 from megastable.stability.policy_state import PolicyState
-from megastable.stability.settings import PolicyConfig
 from megastable.stability.signals import Finding, Verdict
 from tests.stability.policies import CONFIG, VERDICTS, seen, trip
 

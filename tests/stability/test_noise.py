@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.bench.noise import FAULTS, KINDS, Delays, autoregressive, count, delays, healthy
+from benchmarks.noise import FAULTS, KINDS, Delays, autoregressive, count, delays, healthy
+from megastable.config.stability import StabilityConfig
 from megastable.stability.actions import Action
 from megastable.stability.backtest import Recorded, simulate
 from megastable.stability.scatter import LENGTH, Scatter
-from megastable.stability.settings import StabilityConfig
 from tests.stability import traces
 
 CONFIG = StabilityConfig()

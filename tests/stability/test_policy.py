@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megastable.config.stability import PolicyConfig
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.odds import Clue, Examined
 from megastable.stability.policy import SUSPICION, Policy
 from megastable.stability.policy_state import PolicyState
-from megastable.stability.settings import PolicyConfig
 from megastable.stability.signals import Verdict
 from tests.stability.policies import CONFIG, VERDICTS, run, seen, trip
 

@@ -6,12 +6,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from megastable.config.stability import PolicyConfig
 from megastable.stability import rate
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.odds import Examined
 from megastable.stability.policy import SUSPICION, Policy
 from megastable.stability.policy_state import PolicyState
-from megastable.stability.settings import PolicyConfig
 from megastable.stability.signals import Verdict
 from tests.stability.policies import VERDICTS, seen
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megastable.bench.mixtures import (
+from benchmarks.mixtures import (
     HEALTHY,
     NAMES,
     Mixture,
@@ -19,7 +19,8 @@ from megastable.bench.mixtures import (
     student,
     trickle,
 )
-from megastable.stability.samples import (
+from megastable.config.stability import SampleConfig
+from megastable.stability.sample_history import (
     SUMS,
     CorpusState,
     SampleState,
@@ -31,7 +32,6 @@ from megastable.stability.samples import (
     still_bad,
     suspects,
 )
-from megastable.stability.settings import SampleConfig
 
 TEXT = Mixture(student(4))
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megastable.config.stability import DetectorConfig, StabilityConfig
 from megastable.stability.actions import Action
 from megastable.stability.backtest import Judged, Recorded, simulate
 from megastable.stability.detector import Detector
-from megastable.stability.settings import DetectorConfig, StabilityConfig
 from megastable.stability.signals import Verdict
 from tests.stability import traces
 from tests.stability.traces import Run

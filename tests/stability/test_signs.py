@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.stability.settings import SignsConfig
+from megastable.config.stability import SignsConfig
 from megastable.stability.signs import Sign, Signs, SignsState, due
 
 CONFIG = SignsConfig()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megastable.stability.snapshot import Ring
+from megastable.recovery.snapshot import Ring
 from megastable.stability.spacing import capacity, thin
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable import jsonl
+from megastable.base import jsonl
 from megastable.supervise.follow import ANCHOR, Follower
 
 ENTRIES = st.lists(

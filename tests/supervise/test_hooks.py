@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from megastable.errors import ConfigError
+from megastable.base.errors import ConfigError
+from megastable.config.supervise import SuperviseConfig
 from megastable.supervise.hooks import KEPT, PROBLEMS, Hooks, check
-from megastable.supervise.settings import SuperviseConfig
 from tests.patience import PATIENCE
 
 Failures = list[tuple[str, str]]

@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
-from megastable import errors, jsonl
+from megastable.base import errors, jsonl
+from megastable.base.errors import ConfigError, DataError, SpaceError
 from megastable.data.corpora import open_corpora
 from megastable.data.skip_ledger import Ledger, read_ledger
 from megastable.data.skips import Selection
-from megastable.errors import ConfigError, DataError, SpaceError
-from megastable.rundir import RunDirectory
+from megastable.run.directory import RunDirectory
 from megastable.supervise import failed_data
 from megastable.supervise import supervisor as module
-from megastable.supervise.audience import Audience
+from megastable.supervise.notifiers import Audience
 from megastable.supervise.processes import FLAG
 from megastable.supervise.supervisor import Supervisor
 from tests.conftest import tiny, write_corpus
@@ -35,7 +35,7 @@ from tests.conftest import tiny, write_corpus
 PROGRAM = """
 import json, os, signal, sys, time
 from pathlib import Path
-from megastable.rundir import RunDirectory
+from megastable.run.directory import RunDirectory
 mark = next(a for a in sys.argv if a.startswith("--supervised="))
 number, root = mark.removeprefix("--supervised=").split("@")
 run, number = RunDirectory(Path(root)), int(number)

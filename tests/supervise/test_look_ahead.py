@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megastable.config import RunConfig
-from megastable.rundir import RunDirectory
-from megastable.supervise import scout
-from megastable.supervise.scout import ScoutProcess
+from megastable.config.tree import RunConfig
+from megastable.run.directory import RunDirectory
+from megastable.supervise import prescan_process
+from megastable.supervise.prescan_process import ScoutProcess
 from tests.forensics.test_ahead import clean, left_out, planted
 from tests.forensics.test_history import events_of, positions_of
 from tests.patience import PATIENCE
@@ -44,8 +44,8 @@ def test_a_supervised_run_never_meets_what_was_planted(clean: Path, tmp_path: Pa
 def test_one_that_fails_is_started_again_and_then_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scout, "AGAIN", 0.0)
-    monkeypatch.setattr(scout, "TRIES", 2)
+    monkeypatch.setattr(prescan_process, "AGAIN", 0.0)
+    monkeypatch.setattr(prescan_process, "TRIES", 2)
     said: list[str] = []
     config = RunConfig.model_validate({"data": {"look_ahead": {"steps": 5}}})
     process = ScoutProcess(config, RunDirectory(tmp_path), "no-such-recipe.yaml", [], said.append)
@@ -67,7 +67,7 @@ def test_one_whose_supervisor_died_while_it_started_ends(clean: Path, tmp_path: 
     recipe.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    command = [sys.executable, "-m", "megastable.forensics.scout", "--parent", str(gone.pid)]
+    command = [sys.executable, "-m", "megastable.forensics.prescan", "--parent", str(gone.pid)]
     assert not subprocess.run([*command, str(tmp_path / "run"), str(recipe)], timeout=PATIENCE).returncode
 
 

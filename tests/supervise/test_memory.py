@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.stability.incident import Breakdown, Incident
-from megastable.supervise.memory import Memory
+from megastable.supervise.journal_memory import Memory
 
 
 def told(*events: dict[str, Any]) -> Memory:

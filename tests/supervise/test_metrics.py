@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from megastable.errors import ConfigError
+from megastable.base.errors import ConfigError
 from megastable.supervise.metrics import Metrics
 from megastable.supervise.status import Status, read_status
 from tests.patience import PATIENCE

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from megastable import errors
-from megastable.messages import LastWords, Progress
-from megastable.supervise.outcome import End, end_of
+from megastable.base import errors
+from megastable.run.rank_ipc import LastWords, Progress
+from megastable.supervise.exit_cause import End, end_of
 from megastable.supervise.processes import Fate
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:2759: Connection reset by peer."

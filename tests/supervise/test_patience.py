@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.messages import Progress
-from megastable.supervise.patience import TICK, Patience
-from megastable.supervise.settings import SuperviseConfig
+from megastable.config.supervise import SuperviseConfig
+from megastable.run.rank_ipc import Progress
+from megastable.supervise.hang_detector import TICK, Patience
 
 CONFIG = SuperviseConfig(hang_factor=10, hang_floor=5, hang_unknown=100)
 

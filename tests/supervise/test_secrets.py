@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from megastable.config import RunConfig
-from megastable.errors import ConfigError
-from megastable.recipe import load, main, override
-from megastable.rundir import RunDirectory
+from megastable.base.errors import ConfigError
+from megastable.config.__main__ import main
+from megastable.config.recipe import load, override
+from megastable.config.supervise import SuperviseConfig, redacted_override
+from megastable.config.tree import RunConfig
+from megastable.run.directory import RunDirectory
 from megastable.supervise import hooks
-from megastable.supervise.settings import SuperviseConfig, redacted_override
 from megastable.supervise.status import read_status
 from tests.supervise.runs import journal
 

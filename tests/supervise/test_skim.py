@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.report.told import TOLD
+from megastable.base.text import TOLD
 from megastable.supervise import follow
 from megastable.supervise.chronicle import Chronicle
 from megastable.supervise.follow import Follower

@@ -20,9 +20,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable import errors
-from megastable.config import RunConfig
-from megastable.errors import DataError
+from megastable.base import errors
+from megastable.base.errors import DataError
+from megastable.config.tree import RunConfig
 from megastable.supervise.chronicle import KEPT, TAIL, Chronicle
 from megastable.supervise.state import State
 from megastable.supervise.status import Status, Watch, as_json, exit_code, read_status

@@ -17,13 +17,13 @@ import psutil
 import pytest
 import yaml
 
-from megastable import errors
-from megastable.config import RunConfig
-from megastable.rundir import RunDirectory
+from megastable.base import errors
+from megastable.config.tree import RunConfig
+from megastable.run.directory import RunDirectory
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.patience import PATIENCE
-from tests.test_resume import identical, train
+from tests.training.test_resume import identical, train
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = int(os.environ.get("MEGASTABLE_STEPS", "44"))

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megastable.report.told import duration, size, visible
-from megastable.supervise.audience import news
+from megastable.base.text import duration, size, visible
+from megastable.supervise.notifiers import news
 from megastable.supervise.state import State
 from megastable.supervise.status import Status, Watch, read_status
 from megastable.supervise.view import BARS, live, panel, sparkline

@@ -17,11 +17,11 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from megastable.records import Recorder
-from megastable.rundir import RunDirectory
+from megastable.run.directory import RunDirectory
+from megastable.run.records import Recorder
 from tests.conftest import tiny
+from tests.run.test_records import record
 from tests.stability.traces import Run, healthy, spike
-from tests.test_records import record
 
 ROOT = Path(__file__).parents[2]
 FIRST, LENGTH = 200, 40

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megastable.bench.costs import COMPONENTS, MEANING, assess, estimate, table
+from benchmarks.costs import COMPONENTS, MEANING, assess, estimate, table
 
 ROOT = Path(__file__).parents[2]
 TINY = (

@@ -22,10 +22,10 @@ from typer.testing import CliRunner
 
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.files import FileRecord
+from megastable.checkpoint.new_run import write_run
 from megastable.checkpoint.pieces import Statistics
-from megastable.checkpoint.tool.showing import merged
 from megastable.checkpoint.whole import WholeState, parameters
-from megastable.checkpoint.writing import write_run
+from megastable.convert.tool.showing import merged
 from tests.checkpoint.states import LAYOUTS, make_run, recipe_of, state_of
 from tests.patience import PATIENCE
 

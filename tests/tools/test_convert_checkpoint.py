@@ -21,10 +21,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from megastable.checkpoint import store
-from megastable.checkpoint.huggingface.tokenizer import real_text
+from megastable.checkpoint.new_run import write_run
 from megastable.checkpoint.whole import parameters
-from megastable.checkpoint.writing import write_run
-from megastable.config import RunConfig
+from megastable.config.tree import RunConfig
+from megastable.convert.huggingface.tokenizer_export import real_text
 from megastable.data.manifest import adopt
 from megastable.data.shards import ShardWriter
 from megastable.data.train_tokenizer import train_sentencepiece

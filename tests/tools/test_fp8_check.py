@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from megastable.checkpoint.new_run import write_run
 from megastable.checkpoint.plain import load_plain
 from megastable.checkpoint.whole import parameters
-from megastable.checkpoint.writing import write_run
-from megastable.config import RunConfig
+from megastable.config.recipe import load
+from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
-from megastable.fp8.material import gather
-from megastable.recipe import load
+from megastable.fp8_check.material import gather
 from tests.checkpoint.states import state_of
 from tests.conftest import LENGTH, tiny
 from tests.generate.runs import PIECES, corpus_with_tokenizer

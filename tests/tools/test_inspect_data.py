@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from megastable.rundir import RunDirectory
+from megastable.run.directory import RunDirectory
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.report.runs import data_incident, make_run
@@ -96,7 +96,7 @@ def test_a_scan_and_what_is_to_come(run: Path, corpus: Path, tmp_path: Path) -> 
 
 
 def test_losses_of_a_checkpoint_colour_what_it_trained_on(corpus: Path, tmp_path: Path) -> None:
-    from tests.test_resume import train
+    from tests.training.test_resume import train
 
     run_ranks(1, train, tiny(corpus, tmp_path / "run", train={"steps": 10}))
     done = inspect(

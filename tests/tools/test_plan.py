@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from megastable.config import RunConfig
+from megastable.config.recipe import load
+from megastable.config.tree import RunConfig
 from megastable.data.manifest import Manifest
-from megastable.recipe import load
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("plan", ROOT / "tools" / "plan.py")

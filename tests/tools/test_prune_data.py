@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from megastable.bench.prune import prune_cost
+from benchmarks.prune_speed import prune_cost
 from megastable.data.manifest import Manifest
 from tests.forensics.shelves import Plain, corpus
 from tests.patience import PATIENCE

@@ -11,8 +11,8 @@ from zipfile import BadZipFile
 import numpy as np
 import numpy.typing as npt
 
-from megastable.data.staging import write_file
-from megastable.errors import DataError
+from megastable.base.errors import DataError
+from megastable.data.local_copy import write_file
 from megastable.forensics.oddness.features import FEATURES, NAMES, Features, inside, measure
 from megastable.forensics.oddness.judgement import CLASSES, Judgement, Usual, judge, length_class
 from megastable.forensics.oddness.kinds import KINDS, ODD

@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megastable import durable
+from megastable.base import durable
+from megastable.base.errors import DataError
+from megastable.base.text import plural, ranges
+from megastable.config.recipe import read_yaml
 from megastable.data.blends import BlendEntry
 from megastable.data.documents import Part, parts_by_position
 from megastable.data.manifest import Manifest
 from megastable.data.shards import Shard
 from megastable.data.skips import Skips
-from megastable.errors import DataError
 from megastable.forensics.pruning.gaps import Span
-from megastable.forensics.pruning.loss import Loss
-from megastable.forensics.pruning.plan import EXCERPT, Removal, loss_of, read_plan, text_of
-from megastable.forensics.shelf import Shelf, open_shelf
-from megastable.recipe import read_yaml
-from megastable.report.told import plural, ranges
+from megastable.forensics.pruning.prune_plan import EXCERPT, Removal, loss_of, read_plan, text_of
+from megastable.forensics.pruning.token_loss import Loss
+from megastable.forensics.shard_set import Shelf, open_shelf
 
 MOST = 10_000_000  # positions of an incident: more cannot be a window of training
 BEGINNING = 64  # tokens of a document that an excerpt is made of

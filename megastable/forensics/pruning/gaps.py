@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megastable.base.errors import DataError
 from megastable.data.shard_format import LONGEST_SEQUENCE, chunks, little_endian
 from megastable.data.shards import Shard
-from megastable.errors import DataError
 
 BLOCK = 1 << 20  # bytes of a file in memory at a time: few enough to stay in the cache between two hashes
 

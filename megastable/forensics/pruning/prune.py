@@ -17,19 +17,19 @@ from typing import NoReturn
 import numpy as np
 import xxhash
 
+from megastable.base.errors import DataError
+from megastable.base.text import plural
+from megastable.config.recipe import find
+from megastable.data.local_copy import staged_directory, write_file
 from megastable.data.manifest import FILE as MANIFEST
 from megastable.data.manifest import Manifest, Segment, Stream
 from megastable.data.shard_format import HEADER, ShardInfo, chunks, little_endian
 from megastable.data.shard_writer import HashedFile, index_header, pointers_of
 from megastable.data.shards import Shard, hash_file
-from megastable.data.staging import staged_directory, write_file
-from megastable.errors import DataError
 from megastable.forensics.pruning.gaps import Gaps, blocks, without
-from megastable.forensics.pruning.loss import Loss
-from megastable.forensics.pruning.plan import NOTHING, Named, Plan, read_plan
+from megastable.forensics.pruning.prune_plan import NOTHING, Named, Plan, read_plan
 from megastable.forensics.pruning.pruned import MAP, Cut, MapWriter, Pruned, Removed
-from megastable.recipe import find
-from megastable.report.told import plural
+from megastable.forensics.pruning.token_loss import Loss
 
 Progress = Callable[[int], object]  # told of every block: how many bytes of the original
 Place = tuple[str, int, int]  # tokens [first, end) of a shard

@@ -24,10 +24,10 @@ import pyarrow.parquet as pq
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megastable.data.staging import write_file
-from megastable.errors import DataError
+from megastable.base.errors import DataError
+from megastable.base.text import plural
+from megastable.data.local_copy import write_file
 from megastable.forensics.pruning.gaps import Gaps
-from megastable.report.told import plural
 
 FILE, MAP = "pruned.json", "documents.parquet"
 SCHEMA = pa.schema(

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megastable.errors import DataError
-from megastable.forensics.scanning.spool import Records, Spool, partitions_for
+from megastable.base.errors import DataError
+from megastable.forensics.scanning.partition_files import Records, Spool, partitions_for
 
 # A document: its hash, its number, counted over all shards, its tokens.
 HASHED = np.dtype([("high", "<u8"), ("low", "<u8"), ("document", "<i8"), ("tokens", "<i8")])

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from megastable.base.errors import DataError
+from megastable.data.local_copy import write_file
 from megastable.data.shards import Shard
-from megastable.data.staging import write_file
-from megastable.errors import DataError
 from megastable.forensics.scanning import workplace
 from megastable.forensics.scanning.duplicates import COPY, Copies, Found
 from megastable.forensics.scanning.minhash import (
@@ -31,7 +31,7 @@ from megastable.forensics.scanning.minhash import (
     signatures,
     similarities,
 )
-from megastable.forensics.scanning.spool import Records, Spool, partitions_for
+from megastable.forensics.scanning.partition_files import Records, Spool, partitions_for
 from megastable.forensics.scanning.units import BLOCK, Int64s, Raw, Unit, edges_of, open_unit
 
 SMALL = 16  # documents of a bucket in which all pairs are compared; in a larger one each with two others

@@ -22,16 +22,17 @@ import numpy as np
 import xxhash
 
 from megastable import __version__
+from megastable.base.errors import DataError
+from megastable.base.text import plural
+from megastable.data.local_copy import write_file
 from megastable.data.pool import ordered_map
 from megastable.data.progress import Meter
 from megastable.data.shards import Shard
-from megastable.data.staging import write_file
-from megastable.errors import DataError
 from megastable.forensics.oddness.yardstick import NAMES, Lexicon, Yardstick
 from megastable.forensics.scanning import workplace
-from megastable.forensics.scanning.advice import advised, excess, ordinary
 from megastable.forensics.scanning.duplicates import HASHED, Copies, Found, exact
 from megastable.forensics.scanning.near import find_near, sign
+from megastable.forensics.scanning.partition_files import Records
 from megastable.forensics.scanning.rows import (
     EMPTY,
     UInt64s,
@@ -40,6 +41,7 @@ from megastable.forensics.scanning.rows import (
     long_key,
     measure_rows,
 )
+from megastable.forensics.scanning.scan_summary import STEP, THRESHOLDS, Tally, tally
 from megastable.forensics.scanning.scanned import (
     SHARES,
     USUAL,
@@ -51,8 +53,7 @@ from megastable.forensics.scanning.scanned import (
     Worst,
     told,
 )
-from megastable.forensics.scanning.spool import Records
-from megastable.forensics.scanning.tally import STEP, THRESHOLDS, Tally, tally
+from megastable.forensics.scanning.score_threshold import advised, excess, ordinary
 from megastable.forensics.scanning.units import (
     BLOCK,
     SAMPLE,
@@ -66,8 +67,7 @@ from megastable.forensics.scanning.units import (
     unit_size,
     units,
 )
-from megastable.forensics.shelf import Shelf
-from megastable.report.told import plural
+from megastable.forensics.shard_set import Shelf
 
 FORMAT = 4  # of what is in the folder
 TOP = 100  # worst documents that the result holds

@@ -10,13 +10,14 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megastable.data.staging import write_file
-from megastable.errors import DataError
+from megastable.base.errors import DataError
+from megastable.data.local_copy import write_file
 from megastable.forensics.oddness.kinds import ODD
 from megastable.forensics.oddness.windows import Span, spans_of
 from megastable.forensics.oddness.yardstick import NAMES, Yardstick
 from megastable.forensics.scanning import workplace
 from megastable.forensics.scanning.duplicates import COPY, read_copies
+from megastable.forensics.scanning.partition_files import Records
 from megastable.forensics.scanning.rows import (
     ALL_KINDS,
     EMPTY,
@@ -26,9 +27,8 @@ from megastable.forensics.scanning.rows import (
     document_keys,
     long_key,
 )
-from megastable.forensics.scanning.spool import Records
 from megastable.forensics.scanning.units import BLOCK
-from megastable.forensics.shelf import Shelf
+from megastable.forensics.shard_set import Shelf
 
 DUPLICATE, NEAR_DUPLICATE = "duplicate", "near duplicate"
 USUAL = ALL_KINDS[0]

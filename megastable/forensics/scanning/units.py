@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from megastable.base.errors import DataError
 from megastable.data.shard_format import ShardInfo, with_suffix
 from megastable.data.shards import Shard
-from megastable.errors import DataError
 
 UNIT = 1 << 22  # tokens
 MOST_UNITS = 2048  # units grow beyond `UNIT` in a corpus that would have more

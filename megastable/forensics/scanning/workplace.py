@@ -22,9 +22,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megastable.data.staging import write_file
-from megastable.durable import hold
-from megastable.errors import DataError
+from megastable.base.durable import hold
+from megastable.base.errors import DataError
+from megastable.data.local_copy import write_file
 
 BEGUN, RESULT, YARDSTICK, REFERENCE = "begun.json", "scan.json", "yardstick.npz", "reference.json"
 SCORES = "scores.json"  # the result where the folder is one of scores

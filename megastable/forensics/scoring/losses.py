@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from megastable.base.errors import DataError
 from megastable.checkpoint.plain import PlainModel, load_plain
+from megastable.config.recipe import find
 from megastable.data.loader import documents_of
 from megastable.data.manifest import Manifest, TokenizerInfo
-from megastable.errors import DataError
 from megastable.model.loss import cross_entropy
-from megastable.recipe import find
-from megastable.report.postmortem.texts import Library
+from megastable.report.postmortem.sample_texts import Library
 
 LOGITS = 1 << 26  # bytes of fp32 logits at a time
 BATCH = 1 << 13  # tokens of a forward pass

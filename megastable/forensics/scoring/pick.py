@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from megastable.base.errors import DataError
 from megastable.data.shards import Shard
-from megastable.errors import DataError
-from megastable.forensics.pruning.plan import read_plan
+from megastable.forensics.pruning.prune_plan import read_plan
 from megastable.forensics.scanning.units import units
-from megastable.forensics.shelf import Shelf
+from megastable.forensics.shard_set import Shelf
 
 Int64s = npt.NDArray[np.int64]
 Picked = Mapping[str, Int64s]  # by shard, the numbers of its documents, ascending

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megastable.data.staging import write_file
-from megastable.errors import DataError
+from megastable.base.errors import DataError
+from megastable.data.local_copy import write_file
 from megastable.forensics.scanning import workplace
 
 RESULT = workplace.SCORES

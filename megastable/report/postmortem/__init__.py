@@ -14,12 +14,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from megastable.durable import write_file
-from megastable.errors import DataError
+from megastable.base.durable import write_file
+from megastable.base.errors import DataError
 from megastable.report.postmortem import logs, pages, pictures
 from megastable.report.postmortem.evidence import Case, Run
 from megastable.report.postmortem.facts import Cost, Evidence
-from megastable.rundir import RunDirectory, as_json
+from megastable.run.directory import RunDirectory, as_json
 
 log = logging.getLogger(__name__)
 

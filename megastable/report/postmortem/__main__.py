@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from megastable.errors import DataError, user_errors
+from megastable.base.errors import DataError, user_errors
 from megastable.report.postmortem import incidents_of, write_incidents
-from megastable.rundir import as_json
+from megastable.run.directory import as_json
 
 EXAMPLES = """Examples:
 

@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from megastable.config import RunConfig
+from megastable.base.errors import ConfigError, DataError
+from megastable.base.text import visible
+from megastable.config.recipe import find, load
+from megastable.config.tree import RunConfig
 from megastable.data.blends import Line, read_blends, until
 from megastable.data.order import LAST_POSITION
 from megastable.data.plant import read_planted
 from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import Selection, Skips
-from megastable.errors import ConfigError, DataError
-from megastable.recipe import find, load
-from megastable.records import LAYER_SCHEMA, SCHEMA
 from megastable.report.postmortem import passes
 from megastable.report.postmortem.facts import (
     VERSION,
@@ -40,10 +40,10 @@ from megastable.report.postmortem.facts import (
 )
 from megastable.report.postmortem.journal import Journal, named_when, summary_of
 from megastable.report.postmortem.logs import logs
-from megastable.report.postmortem.texts import SHOWN, Library, Sample, Tokens
+from megastable.report.postmortem.sample_texts import SHOWN, Library, Sample, Tokens
 from megastable.report.postmortem.timeline import timeline
-from megastable.report.told import visible
-from megastable.rundir import RunDirectory
+from megastable.run.directory import RunDirectory
+from megastable.run.records import LAYER_SCHEMA, SCHEMA
 
 BEFORE, AFTER = 60, 40  # steps that are shown around an incident
 LONGEST = 20_000  # steps of one that are read at most

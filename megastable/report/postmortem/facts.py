@@ -15,7 +15,7 @@ from megastable.data.documents import Document
 from megastable.data.order import LAST_POSITION
 from megastable.data.skip_ledger import AnyEntry
 from megastable.report.postmortem.logs import Log
-from megastable.report.postmortem.texts import Facts, Sample, Tokens
+from megastable.report.postmortem.sample_texts import Facts, Sample, Tokens
 from megastable.report.postmortem.timeline import Entry
 
 VERSION = 6  # of what is made of the facts: another one writes all incidents again

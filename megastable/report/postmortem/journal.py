@@ -8,11 +8,11 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from megastable import jsonl
+from megastable.base import jsonl
+from megastable.base.text import Event, plural
 from megastable.data.order import LAST_POSITION
 from megastable.data.skips import Range, Skips
-from megastable.report.told import Event, plural
-from megastable.rundir import RunDirectory
+from megastable.run.directory import RunDirectory
 
 EARLIER, LATER = 30, 12  # events before and after those of an incident that are looked at
 MARKS = (

@@ -12,10 +12,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from megastable.messages import LastWords
+from megastable.base.text import plural, ranges
 from megastable.report.postmortem.safe import log_text
-from megastable.report.postmortem.texts import Facts
-from megastable.report.told import plural, ranges
+from megastable.report.postmortem.sample_texts import Facts
+from megastable.run.rank_ipc import LastWords
 
 COPIED = 1 << 20  # bytes of a log, its end, that are copied
 TAIL = 60  # lines of it that are shown, ...

@@ -16,10 +16,10 @@ from urllib.parse import quote
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from megastable.report.postmortem import safe, words
+from megastable.base.text import duration, plural, ranges, visible
+from megastable.report.postmortem import safe, sentences
 from megastable.report.postmortem.facts import Evidence, Layers, LayerValue
-from megastable.report.postmortem.texts import Piece, Sample, count
-from megastable.report.told import duration, plural, ranges, visible
+from megastable.report.postmortem.sample_texts import Piece, Sample, count
 
 ON_PAGE = 5  # samples that the page shows
 DOCUMENTS = 50  # documents that the page shows
@@ -50,7 +50,8 @@ def report(e: Evidence, pictures: Mapping[str, bytes], files: Iterable[str]) -> 
     }
     return _html().get_template("report.html.jinja").render(
         **_facts(e), pictures=data, files=_files(files), mood=_mood(e.incident.outcome), shown=e.samples[:ON_PAGE],
-        figures=words.figures(e), most_documents=DOCUMENTS, changed=changed(e), place=_place, scientific=_scientific,
+        figures=sentences.figures(e), most_documents=DOCUMENTS, changed=changed(e), place=_place,
+        scientific=_scientific,
     )  # fmt: skip
 
 
@@ -75,21 +76,21 @@ def index(cases: Sequence[Evidence]) -> str:
     told = f"{plural(len(cases), 'incident')}, {plural(lost, 'step')} lost"
     told += f"; {opened} not proven to be over." if opened else "; all of them are over."
     return _html().get_template("index.html.jinja").render(
-        run=cases[-1].run, cases=cases, headline=told, mood=_mood, story=words.headline
+        run=cases[-1].run, cases=cases, headline=told, mood=_mood, story=sentences.headline
     )  # fmt: skip
 
 
 def samples(e: Evidence) -> str:
     """samples.txt: every text whole, indented, so that none can pass for a heading."""
     i = e.incident
-    total, what = count(i.shown), words.what_of(i).capitalize()
+    total, what = count(i.shown), sentences.what_of(i).capitalize()
     first = f"{what} samples of incident {i.number}: {len(e.samples)} of {total:,}. "
     first += "Characters that do not show are escaped."
     return "\n".join([first, *(line for sample in e.samples for line in _sample(sample))]) + "\n"
 
 
 def _sample(sample: Sample) -> Iterable[str]:
-    loss = "" if sample.loss is None else f", loss {words.number(sample.loss)} on the good state"
+    loss = "" if sample.loss is None else f", loss {sentences.number(sample.loss)} on the good state"
     yield from ("", f"== position {sample.position}, corpus {visible(sample.corpus)}{loss}")
     for piece in sample.pieces:
         yield f"-- {visible(_place(piece))}" + ("" if piece.ends else " (goes on)")
@@ -125,15 +126,17 @@ def changed(e: Evidence) -> list[LayerValue]:
 def _facts(e: Evidence) -> dict[str, Any]:
     """What both pages tell."""
     return {
-        "e": e, "headline": words.seen(e.incident), "sequel": words.sequel(e), "outcome": words.outcome(e),
+        "e": e, "headline": sentences.seen(e.incident), "sequel": sentences.sequel(e), "outcome": sentences.outcome(e),
         "most_suspects": SUSPECTS,
-        "tokens": e.tokens, "skipped": words.skipped(e),
-        "type_of": words.type_of, "type_remark": words.type_remark(e.incident),
-        "cause": words.cause(e.incident), "actions": [words.acted(a) for a in e.incident.actions],
-        "peak": lambda value: words.peak(e.incident, value),
-        "follow_ups": words.follow_ups(e), "cost_explained": words.cost_explained(e), "number": words.number,
+        "tokens": e.tokens, "skipped": sentences.skipped(e),
+        "type_of": sentences.type_of, "type_remark": sentences.type_remark(e.incident),
+        "cause": sentences.cause(e.incident), "actions": [sentences.acted(a) for a in e.incident.actions],
+        "peak": lambda value: sentences.peak(e.incident, value),
+        "follow_ups": sentences.follow_ups(e), "cost_explained": sentences.cost_explained(e),
+        "number": sentences.number,
         "ranges": ranges, "positions": count(e.incident.positions), "texts": count(e.incident.shown),
-        "what": words.what_of(e.incident), "put_off": words.put_off(e), "layers_remark": _layers_remark(e.layers),
+        "what": sentences.what_of(e.incident), "put_off": sentences.put_off(e),
+        "layers_remark": _layers_remark(e.layers),
         "regions": list(zip(_names(e), e.regions, strict=True)),
         "uniform": math.log(e.tokens.vocabulary) if e.tokens else 0.0,
     }  # fmt: skip

@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from megastable.base.text import escaped, visible
 from megastable.report.postmortem.facts import Evidence, Region, Row
-from megastable.report.postmortem.texts import Tokens
+from megastable.report.postmortem.sample_texts import Tokens
 from megastable.report.scale import drawable
-from megastable.report.told import escaped, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megastable.report.told import visible
+from megastable.base.text import visible
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PUNCTUATION = re.compile(r"[\\`*\[\]<>|&~#$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from megastable.report.postmortem.texts import Facts
-from megastable.report.told import Event, plural, sentence
+from megastable.base.text import Event, plural, sentence
+from megastable.report.postmortem.sample_texts import Facts
 
 MOST = 80  # lines
 

@@ -6,7 +6,7 @@ them. Text of documents is untrusted: whatever the output is, it shows, and noth
 
 from __future__ import annotations
 
-from megastable.report.sheet.files import as_csv, as_json
+from megastable.report.sheet.json_csv import as_csv, as_json
 from megastable.report.sheet.model import Column, Histogram, Passage, Sheet, Span
 from megastable.report.sheet.page import as_html
 from megastable.report.sheet.terminal import console

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megastable.durable import write_output
-from megastable.errors import DataError
-from megastable.report.sheet.files import as_csv, as_json
+from megastable.base.durable import write_output
+from megastable.base.errors import DataError
+from megastable.report.sheet.json_csv import as_csv, as_json
 from megastable.report.sheet.model import Sheet
 from megastable.report.sheet.page import as_html
 from megastable.report.sheet.terminal import console

@@ -18,10 +18,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from megastable.base.text import escaped
 from megastable.report.postmortem import safe
 from megastable.report.sheet.model import Column, Histogram, Passage, Sheet
 from megastable.report.sheet.values import SAFE, plain, tones
-from megastable.report.told import escaped
 
 SCRIPTS = ("rows.js", "histogram.js", "reader.js", "page.js")
 CARDS = 6  # facts that stand in cards above the others

@@ -13,10 +13,10 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from megastable.base.text import visible
 from megastable.report.postmortem import safe
 from megastable.report.sheet.model import Column, Passage, Row, Sheet
 from megastable.report.sheet.values import plain, told, tones
-from megastable.report.told import visible
 
 LONGEST = 240  # characters of a cell
 NARROW = 14  # cells below which a column of text is not squeezed

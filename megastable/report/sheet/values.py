@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from megastable.base.text import visible
 from megastable.report.sheet.model import Column, Row
-from megastable.report.told import visible
 
 SAFE = 2**53 - 1  # integers beyond are not exact in a browser, nor in a spreadsheet
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megastable.bench.forensics import cut_at_lines, evaluate_documents, line_ends
+from benchmarks.forensics import cut_at_lines, evaluate_documents, line_ends
 from megastable.forensics.oddness.corruption import PLANTED, babble, corrupt, corrupt_span
 from megastable.forensics.oddness.foreign import LANGUAGES
 from megastable.forensics.oddness.kinds import KINDS

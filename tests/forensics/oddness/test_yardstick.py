@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.errors import DataError
+from megastable.base.errors import DataError
 from megastable.forensics.oddness.features import NAMES
 from megastable.forensics.oddness.lexicon import Lexicon
 from megastable.forensics.oddness.tables import Tables, halves

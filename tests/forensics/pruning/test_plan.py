@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megastable.base.errors import DataError
+from megastable.config.recipe import load
 from megastable.data.corpora import open_corpora
 from megastable.data.manifest import Manifest
 from megastable.data.prepare import prepare_shards
 from megastable.data.shards import Shard
-from megastable.errors import DataError
 from megastable.forensics.pruning.choose import make_plan
-from megastable.forensics.pruning.plan import KEYS, Removal, read_plan, text_of
+from megastable.forensics.pruning.prune_plan import KEYS, Removal, read_plan, text_of
 from megastable.forensics.scanning.scan import scan_shards
-from megastable.forensics.shelf import open_shelf
-from megastable.recipe import load
+from megastable.forensics.shard_set import open_shelf
 from megastable.stability.incident import Incident
 from tests.conftest import write_corpus
 from tests.data.texts import documents, sentencepiece_file
@@ -305,7 +305,7 @@ def test_incidents_that_cannot_be_planned(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_an_incident_before_the_order_changed(corpus: Path, tmp_path: Path) -> None:
-    from megastable.rundir import RunDirectory
+    from megastable.run.directory import RunDirectory
 
     root = make_run(corpus, tmp_path / "run", guilty())
     note(RunDirectory(root), 5000.0, "order_changed", old="a", new="b")

@@ -17,16 +17,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megastable.base.errors import DataError
 from megastable.data.manifest import Manifest
 from megastable.data.shard_format import CHUNK
 from megastable.data.shards import Shard
 from megastable.data.verify import verify_corpus
-from megastable.errors import DataError
 from megastable.forensics.pruning import gaps, prune
-from megastable.forensics.pruning.check import verify
 from megastable.forensics.pruning.gaps import Ranges, without
-from megastable.forensics.pruning.plan import Removal, text_of
+from megastable.forensics.pruning.proof import verify
 from megastable.forensics.pruning.prune import apply
+from megastable.forensics.pruning.prune_plan import Removal, text_of
 from megastable.forensics.pruning.pruned import Pruned
 from tests.forensics.shelves import Plain, corpus, read, shelves
 from tests.full_disk import files_no_larger_than

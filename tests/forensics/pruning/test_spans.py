@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megastable.base.errors import DataError
 from megastable.data.manifest import Manifest
 from megastable.data.shards import Shard
-from megastable.errors import DataError
-from megastable.forensics.pruning.check import verify
 from megastable.forensics.pruning.choose import make_plan
 from megastable.forensics.pruning.gaps import Ranges, Span, without
-from megastable.forensics.pruning.loss import Loss, share_of
-from megastable.forensics.pruning.plan import Removal, read_plan, text_of
+from megastable.forensics.pruning.proof import verify
 from megastable.forensics.pruning.prune import apply
+from megastable.forensics.pruning.prune_plan import Removal, read_plan, text_of
 from megastable.forensics.pruning.pruned import MAP, Pruned
+from megastable.forensics.pruning.token_loss import Loss, share_of
 from tests.forensics.pruning.test_prune import reseal, small_blocks
 from tests.forensics.shelves import Plain, Sequences, corpus, read, shelves
 

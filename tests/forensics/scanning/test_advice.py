@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megastable.forensics.oddness.yardstick import PIECE
-from megastable.forensics.scanning.advice import CHECKED, RATE, advised, excess, ordinary
-from megastable.forensics.scanning.tally import BINS, LENGTHS, STEP, Tally
+from megastable.forensics.scanning.scan_summary import BINS, LENGTHS, STEP, Tally
+from megastable.forensics.scanning.score_threshold import CHECKED, RATE, advised, excess, ordinary
 
 
 def tally(scores: np.ndarray, lengths: np.ndarray) -> Tally:

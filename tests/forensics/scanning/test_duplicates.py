@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megastable.base.errors import DataError
 from megastable.data.shards import Shard
-from megastable.errors import DataError
-from megastable.forensics.scanning import spool
+from megastable.forensics.scanning import partition_files
 from megastable.forensics.scanning.duplicates import COPY, HASHED, Copies, exact, read_copies
 from megastable.forensics.scanning.minhash import (
     BINS,
@@ -27,7 +27,7 @@ from megastable.forensics.scanning.minhash import (
 from megastable.forensics.scanning.near import BAND, SMALL, find_near, sign
 from megastable.forensics.scanning.near import _candidates as candidates
 from megastable.forensics.scanning.near import _Groups as Groups
-from megastable.forensics.scanning.spool import Spool
+from megastable.forensics.scanning.partition_files import Spool
 from megastable.forensics.scanning.units import units
 from tests.forensics.shelves import Plain, write
 from tests.full_disk import files_no_larger_than
@@ -57,7 +57,7 @@ def test_every_document_but_the_first_of_its_hash_is_a_copy(
     folder = tmp_path_factory.mktemp("copies")
     records = hashed(values, empty)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spool, "PARTITION", max(1, records.nbytes // parts))
+        patch.setattr(partition_files, "PARTITION", max(1, records.nbytes // parts))
         with Copies(folder / "copies", len(values)) as copies:
             given_parts = [records[at : at + size] for at in range(0, len(records), size)]
             found = exact(given_parts, len(values), folder / "hashes", copies)

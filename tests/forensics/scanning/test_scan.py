@@ -15,9 +15,9 @@ import pytest
 import xxhash
 import zstandard
 
+from megastable.base.durable import hold
+from megastable.base.errors import DataError
 from megastable.data.shards import Shard
-from megastable.durable import hold
-from megastable.errors import DataError
 from megastable.forensics.oddness.yardstick import NAMES, Lexicon, Yardstick, cut
 from megastable.forensics.scanning import rows as rows_module
 from megastable.forensics.scanning import scan as scan_module
@@ -27,7 +27,7 @@ from megastable.forensics.scanning.rows import COMPRESSED, EMPTY, LARGEST, docum
 from megastable.forensics.scanning.scan import scan_shards
 from megastable.forensics.scanning.scanned import Scan, Suspect, suspects
 from megastable.forensics.scanning.units import BLOCK
-from megastable.forensics.shelf import Shelf, open_shelf
+from megastable.forensics.shard_set import Shelf, open_shelf
 from tests.conftest import VOCABULARY, write_corpus
 from tests.data.texts import sentencepiece_file
 from tests.forensics.shelves import Plain, write
@@ -213,10 +213,10 @@ CHILD = """
 import signal
 import sys
 from pathlib import Path
-from megastable.errors import user_errors
+from megastable.base.errors import user_errors
 from megastable.forensics.scanning import units, workplace
 from megastable.forensics.scanning.scan import scan_shards
-from megastable.forensics.shelf import open_shelf
+from megastable.forensics.shard_set import open_shelf
 units.UNIT = 800
 write_rows = workplace.write_rows
 def write_five(path, rows):

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from megastable.base.errors import DataError
 from megastable.data.prepare import prepare_shards
 from megastable.data.shards import Shard
 from megastable.data.tokenizer import load_tokenizer
-from megastable.errors import DataError
 from megastable.forensics.scanning.scan import scan_shards
+from megastable.forensics.scanning.scan_sheet import passage, sheet_of
 from megastable.forensics.scanning.scanned import Scan, Worst
-from megastable.forensics.scanning.sheet import passage, sheet_of
-from megastable.forensics.shelf import Shelf, open_shelf
+from megastable.forensics.shard_set import Shelf, open_shelf
 from megastable.report.sheet import as_csv, as_html, as_json, console
 from tests.data.texts import documents, sentencepiece_file
 from tests.forensics.shelves import Plain, write

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megastable.base.errors import DataError
 from megastable.data.shards import Shard
-from megastable.errors import DataError
 from megastable.forensics.oddness.yardstick import PIECE, cut
 from megastable.forensics.scanning import units as module
 from megastable.forensics.scanning.units import Unit, blocks, edges_of, open_unit, sample, unit_size, units

@@ -14,22 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from megastable.base.errors import DataError
 from megastable.checkpoint.plain import PlainModel
 from megastable.data.manifest import TokenizerInfo, adopt
 from megastable.data.shards import ShardWriter
-from megastable.errors import DataError
 from megastable.forensics.scoring import losses as losses_module
 from megastable.forensics.scoring import pick
+from megastable.forensics.scoring.document_scores import Scorer, rows, score_shelf
 from megastable.forensics.scoring.losses import losses_of, losses_under, token_losses
-from megastable.forensics.scoring.score import Scorer, rows, score_shelf
+from megastable.forensics.scoring.score_sheet import score_sheet
+from megastable.forensics.scoring.score_windows import batches, windows, worst
+from megastable.forensics.scoring.score_windows import rows as window_rows
 from megastable.forensics.scoring.scored import first_rows, judged, likes
-from megastable.forensics.scoring.sheet import score_sheet
-from megastable.forensics.scoring.windows import batches, windows, worst
-from megastable.forensics.scoring.windows import rows as window_rows
-from megastable.forensics.shelf import Shelf, open_shelf
+from megastable.forensics.shard_set import Shelf, open_shelf
 from megastable.model.gpt import GPT
 from megastable.parallel.topology import TensorParallel
-from megastable.report.postmortem.texts import Library
+from megastable.report.postmortem.sample_texts import Library
 from tests.conftest import LENGTH, VOCABULARY, tiny, write_corpus
 from tests.distributed import run_ranks
 
@@ -264,7 +264,7 @@ def test_the_odd_document_comes_out_worst_and_is_shown(run: Path, odd: Path, tmp
 def test_it_goes_on_where_it_was_interrupted(
     run: Path, odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megastable.forensics.scoring.score.PARCEL", 1000)
+    monkeypatch.setattr("megastable.forensics.scoring.document_scores.PARCEL", 1000)
     shelf, folder = open_shelf([odd]), tmp_path / "scores"
     whole = score_shelf(shelf, run, tmp_path / "whole", progress=False)
     assert whole.parts > 4

@@ -1,0 +1,411 @@
+"""Memory that a training step takes, measured on every rank of real engines and held against plan/memory.py.
+
+    python -m benchmarks.footprint --layout "TP2" --layout "PP2" --json footprint.json
+
+Every layout trains a small model on processes of this machine (gloo): what is there between two steps, by kind, and the
+most that a step allocates beside it (`bench/train.py`: torch.profiler on a CPU, without scratch space of oneDNN), also
+one that the probe looks at, and a diagnosis (diagnose.py); and the most while the engine is built. On a GPU (one
+process) all are those of torch's allocator.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.ranks import launch
+from megastable.base import durable
+from megastable.base.errors import ConfigError, user_errors
+from megastable.config import deepspeed_json
+from megastable.config.tree import RunConfig
+from megastable.parallel.layout import Layout
+from megastable.plan import memory
+from megastable.plan.volume import bounds
+
+WARM = 2  # steps before the measured one: moments, tables and scratch are there, ZeRO 3 knows its order
+MIB = 2**20
+PROFILED = 2
+
+MODEL = dict(
+    layers=4, hidden=256, heads=8, kv_heads=4, ffn=640, sequence_length=256, vocab_size=2000, vocab_multiple=128,
+)  # fmt: skip
+# DeepSpeed takes the memory of a whole bucket: of the usual size it would hide all that a small model has.
+SMALL_BUCKETS = {
+    "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000, "stage3_prefetch_bucket_size": 1_000_000,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout of so many ranks, and what else it trains with; a section over that of `MODEL` and the defaults here."""
+
+    world: int = 1
+    parallel: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    precision: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    kernels: dict[str, Any] = field(default_factory=dict)
+    micro_batch: int = 2
+    accumulation: int = 2
+    apart: bool = False
+    elements: int = 200_000  # logits of a chunk
+
+    @property
+    def config(self) -> RunConfig:
+        p = self.parallel
+        samples = self.world // (p.get("tensor", 1) * p.get("pipeline", 1) * p.get("context", 1))
+        batch = self.micro_batch * self.accumulation * samples
+        return RunConfig.model_validate(
+            {
+                "model": MODEL | self.model,
+                "parallel": self.parallel,
+                "train": {"global_batch": batch, "micro_batch": self.micro_batch},
+                "precision": self.precision,
+                "optimizer": self.optimizer,
+                "kernels": {"attention": "sdpa", "loss": "chunked", "compile": False} | self.kernels,
+                "data": {"keep_documents_apart": self.apart},
+            }
+        )
+
+    @property
+    def layout(self) -> Layout:
+        p = self.config.parallel
+        return Layout(p.tensor, p.pipeline, self.world // (p.tensor * p.pipeline), p.context)
+
+    @property
+    def zero(self) -> dict[str, Any]:
+        return deepspeed_json.build(self.config, self.world)["zero_optimization"] | SMALL_BUCKETS
+
+
+TP2, PP2 = {"tensor": 2}, {"pipeline": 2}
+SP2 = TP2 | {"sequence": True}
+LAYOUTS = {
+    "one": Case(),
+    "one, blocked attention": Case(kernels={"attention": "blocked"}),
+    "one, reference attention": Case(kernels={"attention": "reference"}),
+    "one, reference loss": Case(kernels={"loss": "reference"}),
+    "one, micro-batch 4": Case(micro_batch=4),
+    "one, fp32": Case(precision={"kind": "fp32"}),
+    "one, fp16": Case(precision={"kind": "fp16"}),
+    "one, bf16 moments": Case(optimizer={"moments": "bf16"}),
+    "one, tied": Case(model={"tied": True}),
+    "one, all heads": Case(model={"kv_heads": None}),
+    "one, no QK-norm": Case(model={"qk_norm": False}),
+    "one, OLMo 2": Case(model={"qk_norm": "full", "norms": "after"}),
+    "one, documents apart": Case(apart=True),
+    "one, selective": Case(parallel={"recompute": "selective"}),
+    "one, full": Case(parallel={"recompute": "full"}),
+    "one, compiled": Case(kernels={"compile": True}),
+    "one, FP8 current": Case(precision={"fp8": "current"}),
+    "one, FP8 blocks": Case(precision={"fp8": "block"}),
+    "TP2": Case(2, TP2),
+    "TP2 OLMo 2": Case(2, TP2, {"qk_norm": "full", "norms": "after"}),
+    "TP2+SP": Case(2, SP2),
+    "TP2+SP full": Case(2, SP2 | {"recompute": "full"}),
+    "PP2": Case(2, PP2),
+    "PP2 accumulation 4": Case(2, PP2, accumulation=4),
+    "PP2 tied": Case(2, PP2, {"tied": True}),
+    "PP2 full": Case(2, PP2 | {"recompute": "full"}, accumulation=4),
+    "DP2 ZeRO 1": Case(2),
+    "DP2 ZeRO 1 fp32": Case(2, precision={"kind": "fp32"}),
+    "DP2 ZeRO 2": Case(2, {"zero": 2}),
+    "DP2 ZeRO 2 fp32": Case(2, {"zero": 2}, precision={"kind": "fp32"}),
+    "DP2 ZeRO 3": Case(2, {"zero": 3}),
+    "DP2 ZeRO 3 full": Case(2, {"zero": 3, "recompute": "full"}),
+    "context 2": Case(2, {"context": 2}),
+    "TP2xPP2": Case(4, TP2 | PP2),
+    "TP2+SPxPP2 selective": Case(4, SP2 | PP2 | {"recompute": "selective"}, accumulation=4),
+    "TP2xDP2 ZeRO 2": Case(4, TP2 | {"zero": 2}),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank, in bytes. held: between two steps, by kind ("other" is the rest); step: the most beside it; watched,
+    located: the same of a step that `probe.watch` looks at, and of `diagnose.locate`; building: the most before the
+    first step, device and host together where they are one."""
+
+    stage: int
+    held: dict[str, int]
+    step: int
+    watched: int
+    located: int
+    building: int
+    device: Literal["cpu", "cuda"] = "cpu"
+
+    @property
+    def total(self) -> int:
+        return sum(self.held.values()) + self.step
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rank's, measured and by the formulas, in bytes. held: weights, gradients, master weights and moments. total,
+    watched, located: the peak of a step, of one that is looked at, of a diagnosis."""
+
+    layout: str
+    stage: int
+    rank: int
+    held: int
+    held_expected: int
+    total: int
+    total_expected: int
+    watched: int
+    located: int
+    peak: str
+    kinds: dict[str, int]
+    building: int
+    building_expected: int
+
+    @property
+    def difference(self) -> float:
+        """Of the formula from what was measured, as a share."""
+        return self.total_expected / self.total - 1
+
+
+def measure(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: None) -> list[Row]:
+    """Measure the layouts of these names (of `LAYOUTS`; none: all) in processes of their own; a row for every rank.
+
+    Raises ConfigError on an unknown name, MegastableError when a rank fails.
+    """
+    for name in names:
+        if name not in LAYOUTS:
+            raise ConfigError(f"--layout {name!r}: choose among {', '.join(map(repr, LAYOUTS))}")
+    rows = []
+    for name in names or LAYOUTS:
+        say(name)
+        rows += compare(name, LAYOUTS[name], launch(LAYOUTS[name].world, measure_joined, LAYOUTS[name]))
+    return rows
+
+
+STATE = ("weights", "gradients", "master", "moments")
+
+
+def compare(name: str, case: Case, ranks: Sequence[Measured]) -> list[Row]:
+    """What every rank measured, beside the formulas."""
+    cut = bounds(case.config)
+    rows = []
+    for rank, measured in enumerate(ranks):
+        expected = memory.footprint(
+            case.config,
+            case.layout,
+            measured.stage,
+            cut,
+            device=measured.device,
+            zero=case.zero,
+            elements=case.elements,
+        )
+        held = sum(measured.held[kind] for kind in STATE)
+        state = sum(size for kind, size in expected.at("between").items() if kind in STATE)
+        rows.append(
+            Row(
+                name,
+                measured.stage,
+                rank,
+                held,
+                state,
+                measured.total,
+                expected.total,
+                measured.total - measured.step + measured.watched,
+                measured.total - measured.step + measured.located,
+                expected.peak,
+                {str(kind): size for kind, size in expected.kinds.items()},
+                measured.building,
+                # The copies that may be made on the host are made on the device, where there is room.
+                max(expected.host.building, expected.building),
+            )
+        )
+    return rows
+
+
+def table(rows: Iterable[Row]) -> Table:
+    """One row for every rank that differs from its neighbours of the same stage, otherwise one for a stage."""
+    made = Table("layout", "stage", title="Memory of one rank in a training step, MiB")
+    names = (
+        "building",
+        "formulas",
+        "state",
+        "formulas",
+        "peak",
+        "formulas",
+        "difference",
+        "watched",
+        "diagnosed",
+    )
+    for name in (*names, "most of it"):
+        made.add_column(name, justify="right")
+    seen = set()
+    for row in rows:
+        key = row.layout, row.stage, row.held, row.total
+        if key in seen:
+            continue
+        seen.add(key)
+        made.add_row(
+            row.layout, str(row.stage), f"{row.building / MIB:.2f}", f"{row.building_expected / MIB:.2f}",
+            f"{row.held / MIB:.2f}", f"{row.held_expected / MIB:.2f}",
+            f"{row.total / MIB:.1f}", f"{row.total_expected / MIB:.1f}", f"{row.difference:+.1%}",
+            f"{row.watched / MIB:.1f}", f"{row.located / MIB:.1f}", max(row.kinds, key=lambda kind: row.kinds[kind]),
+        )  # fmt: skip
+    return made
+
+
+# On a rank
+
+
+def measure_joined(case: Case) -> Measured:
+    """On a rank of a process group."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.train_speed import living_bytes, peak_of
+    from megastable.engine import nan_locator
+    from megastable.engine.engine import Engine, device
+    from megastable.model import sizes
+    from megastable.parallel.topology import Topology
+
+    sizes.CPU_ELEMENTS = sizes.GPU_ELEMENTS = case.elements  # several chunks of a small model, too
+    config = case.config
+    on_gpu = device().type == "cuda"
+    gc.collect()
+    before = torch.cuda.memory_allocated() if on_gpu else living_bytes()
+    settings = deepspeed_json.build(config, case.world)
+    settings["zero_optimization"] = case.zero
+    topology = Topology(case.layout, dist.get_rank(), timeout=120)
+    made: list[Engine] = []
+
+    def build() -> None:
+        made.append(Engine(config, settings, topology))
+
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        build()
+        building = torch.cuda.max_memory_allocated() - before
+    else:
+        building = peak_of(build)
+    engine = made[0]
+    batches = _batches(case, topology.sample_rank)
+
+    def step() -> None:
+        engine.train_step(batches, 1e-4, lambda measured: measured.finite)
+
+    def watched() -> None:
+        engine.probe.watch()
+        step()
+        engine.statistics()
+
+    def located() -> None:
+        nan_locator.locate(engine, batches)
+
+    for _ in range(WARM):
+        step()
+    gc.collect()
+    gc.disable()
+    all_held = torch.cuda.memory_allocated() if on_gpu else living_bytes()
+    peak = _peak_on_gpu if on_gpu else partial(peak_of, again=PROFILED)
+    most = peak(step), peak(watched), peak(located)
+    held = _kinds(engine)
+    held["other"] = all_held - before - sum(held.values())
+    return Measured(topology.stage, held, *most, building, "cuda" if on_gpu else "cpu")
+
+
+def _peak_on_gpu(step: Callable[[], None]) -> int:
+    import torch
+
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _batches(case: Case, sample_rank: int) -> list[Any]:
+    """The same random micro-batches in every step."""
+    import torch
+
+    from megastable.data.loader import MicroBatch
+
+    m, t = case.config.model, case.config.train
+    drawn = torch.Generator().manual_seed(sample_rank)
+    assert m.vocab_size is not None
+    found = []
+    for number in range(case.accumulation):
+        # A rank of a context has a part of the tokens.
+        length = m.sequence_length // case.config.parallel.context
+        tokens = torch.randint(0, m.vocab_size, (t.micro_batch, length + 1), generator=drawn)
+        segments = None
+        if case.apart:
+            segments = (torch.rand(tokens[:, 1:].shape, generator=drawn) < 0.02).cumsum(1).int()
+        index = torch.arange(t.micro_batch) + number * t.micro_batch
+        found.append(MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), index, segments))
+    return found
+
+
+def _kinds(engine: Any) -> dict[str, int]:
+    """Bytes of what an engine holds between two steps, by kind; every storage once."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    o = engine.optimizer
+    stage3 = isinstance(o, DeepSpeedZeroOptimizer_Stage3)
+    parameters = list(engine.ds.module.parameters())
+    weights = [p.ds_tensor for p in parameters] if stage3 else parameters
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if isinstance(o, BF16_Optimizer):
+        gradients += o.fp32_groups_gradients_flat
+    elif stage3:
+        gradients.append(o.grad_partitions_flat_buffer)
+    moments = [t for master in engine.masters for t in o.optimizer.state[master].values() if t.dim()]
+    found = {"weights": weights, "gradients": gradients, "master": engine.masters, "moments": moments}
+    seen: set[int] = set()
+    sizes = {}
+    for kind, tensors in found.items():
+        sizes[kind] = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                sizes[kind] += storage.nbytes()
+    return sizes
+
+
+# Starting ranks
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    layout: Annotated[list[str] | None, typer.Option(help="One of the layouts; all when left out.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Also write the rows there.")] = None,
+) -> None:
+    """Measure the memory of training steps and hold it against the formulas of the planner.
+
+    Examples:
+
+        python -m benchmarks.footprint
+
+        python -m benchmarks.footprint --layout TP2 --layout "DP2 ZeRO 3" --json footprint.json
+    """
+    with user_errors():
+        console = Console()
+        if output is not None and not output.absolute().parent.is_dir():
+            raise ConfigError(f"--json {output}: there is no such folder; make it, or name another one")
+        rows = measure(layout or (), lambda name: Console(stderr=True).print(name, style="dim"))
+        console.print(table(rows))
+        if output is not None:
+            durable.write_output(output, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,179 @@
+"""Per-sample losses of runs that never were, through the running test of single samples: mixtures of corpora with heavy
+tails, healthy, or with bad samples in them from some step on.
+
+What is raised in a healthy one is a false alarm; how soon one is raised after the first bad sample is the power.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.config.stability import SampleConfig
+from megastable.stability.sample_history import SampleTest
+
+Floats = npt.NDArray[np.float64]
+Int64s = npt.NDArray[np.int64]
+NAMES = ("code", "prose", "rare")
+Draw = Callable[[np.random.Generator, int], Floats]
+Spoil = Callable[[np.random.Generator, int, Floats], None]  # changes the losses of a step in place
+BEGIN = 400  # step of the first bad sample
+
+
+class Mixture(NamedTuple):
+    """draw: scores of n healthy samples, about 1 sigma. shares: of the corpora at a step. level: nats above the trend
+    at a step, for all samples alike, from its random state; spread: nats per sigma at a step."""
+
+    draw: Draw
+    shares: Callable[[int], tuple[float, ...]] = lambda step: (1.0,)
+    level: Callable[[np.random.Generator, int, float], float] = lambda random, step, before: 0.0
+    spread: Callable[[int], float] = lambda step: 0.6
+    batch: int = 16
+    scale: float = 6000.0
+
+
+def normal(random: np.random.Generator, n: int) -> Floats:
+    return random.standard_normal(n)
+
+
+def student(df: float) -> Draw:
+    return lambda random, n: random.standard_t(df, n)
+
+
+def monsters(random: np.random.Generator, n: int) -> Floats:
+    """One in 500 is 5 to 15 sigma out: tables and lists among text."""
+    return np.where(random.random(n) < 0.002, random.uniform(5, 15, n), random.standard_normal(n))
+
+
+def skewed(random: np.random.Generator, n: int) -> Floats:
+    return np.exp(0.8 * random.standard_normal(n)) - 1.0
+
+
+def autoregressive(by: float) -> Callable[[np.random.Generator, int, float], float]:
+    """Of the mean loss: 0.03 nats."""
+    return lambda random, step, before: (
+        by * before + 0.03 * math.sqrt(1 - by**2) * float(random.standard_normal())
+    )
+
+
+HEALTHY = {
+    "normal": Mixture(normal),
+    "Student t, 3 degrees": Mixture(student(3)),
+    "Student t, 2 degrees": Mixture(student(2)),
+    "log-normal": Mixture(skewed),
+    "one monster in 500": Mixture(monsters),
+    "three corpora, one rare": Mixture(student(4), lambda step: (0.6, 0.398, 0.002)),
+    "mix changes every 500 steps": Mixture(student(4), lambda step: (0.9, 0.1) if step // 500 % 2 else (0.2, 0.8)),
+    "level wanders, AR(1) 0.7": Mixture(student(4), level=autoregressive(0.7)),
+    "level wanders, AR(1) 0.95": Mixture(student(4), level=autoregressive(0.95)),
+    "level up by 0.05 nats every 200 steps": Mixture(student(4), level=lambda r, step, b: 0.05 * (step // 200 % 2)),
+    "spread breathes by a half": Mixture(student(4), spread=lambda step: 0.6 + 0.3 * math.sin(step / 300)),
+    "batches of 256": Mixture(student(3), lambda step: (0.7, 0.3), batch=256),
+    "batches of 4": Mixture(student(3), batch=4),
+}  # fmt: skip
+
+
+def steps(mixture: Mixture, count: int, seed: int) -> Iterator[tuple[Floats, Int64s]]:
+    """Losses and corpora of each step; the loss falls as a power law."""
+    random, level = np.random.default_rng(seed), 0.0
+    for step in range(1, count + 1):
+        shares = mixture.shares(step)
+        corpora = random.choice(len(shares), mixture.batch, p=shares)
+        level = mixture.level(random, step, level)
+        trend = 2.5 + 4.0 * (1 + step / 20) ** -0.5 + 0.5 * corpora
+        yield trend + level + mixture.spread(step) * mixture.draw(random, mixture.batch), corpora
+
+
+def clean(random: np.random.Generator, step: int, losses: Floats) -> None:
+    """Nobody is bad."""
+
+
+def trickle(of_each: int, above: float, begin: int, count: int) -> Spoil:
+    """So many of each step are `above` nats higher."""
+
+    def spoil(random: np.random.Generator, step: int, losses: Floats) -> None:
+        if begin <= step < begin + count:
+            losses[random.choice(losses.size, of_each, replace=False)] += above
+
+    return spoil
+
+
+def scattered(share: float, above: float, begin: int) -> Spoil:
+    """Each sample is `above` nats higher with the probability `share`, from a step on."""
+
+    def spoil(random: np.random.Generator, step: int, losses: Floats) -> None:
+        if step >= begin:
+            losses[random.random(losses.size) < share] += above
+
+    return spoil
+
+
+BAD: dict[str, Spoil] = {
+    "1 % of all, 10 sigma": scattered(0.01, 6.0, BEGIN),
+    "4 % of all, 10 sigma": scattered(0.04, 6.0, BEGIN),
+    "4 % of all, 5 sigma": scattered(0.04, 3.0, BEGIN),
+    "1 of 16, 10 sigma": trickle(1, 6.0, BEGIN, 300),
+    "1 of 16, 5 sigma": trickle(1, 3.0, BEGIN, 300),
+    "4 of 16, 5 sigma": trickle(4, 3.0, BEGIN, 300),
+    "all, 1.7 sigma": trickle(16, 1.0, BEGIN, 300),
+}
+TAILS = {
+    "normal": normal,
+    "Student t, 4 degrees": student(4),
+    "Student t, 3 degrees": student(3),
+    "one monster in 500": monsters,
+}
+
+
+def alarms(
+    mixture: Mixture, count: int, seed: int, spoil: Spoil = clean, config: SampleConfig | None = None
+) -> Iterator[tuple[int, str, int]]:
+    """(step, kind, onset) of each."""
+    test, random = SampleTest(config or SampleConfig()), np.random.default_rng(seed + 1)
+    for step, (losses, corpora) in enumerate(steps(mixture, count, seed), start=1):
+        spoil(random, step, losses)
+        positions = np.arange((step - 1) * losses.size, step * losses.size)
+        _, alarm = test.observe(step, positions, losses, corpora, NAMES)
+        if alarm is not None:
+            yield step, alarm.kind.value, alarm.onset
+
+
+@dataclass(frozen=True)
+class FalseAlarms:
+    """Of one mixture, by kind."""
+
+    mixture: str
+    steps: int
+    trickle: int
+    batch: int
+
+
+def false_alarms(name: str, steps: int, seeds: Iterable[int], config: SampleConfig) -> FalseAlarms:
+    """In `steps` healthy steps with each of the seeds. Raises KeyError for a mixture that is not in HEALTHY."""
+    seeds = list(seeds)
+    kinds = [kind for seed in seeds for _, kind, _ in alarms(HEALTHY[name], steps, seed, config=config)]
+    return FalseAlarms(name, steps * len(seeds), kinds.count("trickle"), kinds.count("batch"))
+
+
+@dataclass(frozen=True)
+class Delay:
+    """delays: steps from the first bad sample to the first alarm, that step included, for each seed; None: not within
+    300 steps, or a false alarm before."""
+
+    tails: str
+    bad: str
+    delays: tuple[int | None, ...]
+
+
+def delay(tails: str, bad: str, seeds: Iterable[int], config: SampleConfig) -> Delay:
+    """How soon bad samples are noticed. Raises KeyError for what is not in TAILS and BAD."""
+    found = list[int | None]()
+    for seed in seeds:
+        first = next(alarms(Mixture(TAILS[tails]), BEGIN + 299, seed, BAD[bad], config), None)
+        found.append(first[0] - BEGIN + 1 if first is not None and first[0] >= BEGIN else None)
+    return Delay(tails, bad, tuple(found))

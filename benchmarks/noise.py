@@ -1,0 +1,236 @@
+"""Healthy runs whose noise is not white, through detector and policy: what is done about them is a false alarm.
+
+Every kind has a power law for its loss, noise of 0.03 nats about it, and gradient norms with a heavy tail. What a kind
+adds is what real losses have: neighbours that hang together, levels that change with the data, tails, a width that
+changes, and a norm that moves with the loss. What is done about faults that are planted into them is the other half:
+whoever does nothing raises no false alarm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.config.stability import StabilityConfig
+from megastable.stability.actions import Action
+from megastable.stability.backtest import Recorded, simulate
+from megastable.stability.guard import Guard
+from megastable.stability.signals import Signals, Verdict
+
+Series = npt.NDArray[np.float64]
+Draw = Callable[[int, np.random.Generator], Series]
+SIGMA = 0.03  # nats
+LINKED = 0.8  # correlation of loss and log norm where they are linked
+REVERSIBLE = (Action.APPLY, Action.DISCARD, Action.REWIND, Action.ALERT)
+
+
+def autoregressive(rho: float) -> Draw:
+    """Of order 1, in sigma: every value keeps `rho` of the one before."""
+
+    def draw(steps: int, rng: np.random.Generator) -> Series:
+        fresh = math.sqrt(1.0 - rho**2) * rng.standard_normal(steps)
+        series, last = np.empty(steps), rng.standard_normal()
+        for step in range(steps):
+            last = series[step] = rho * last + fresh[step]
+        return series
+
+    return draw
+
+
+def levels(every: int, drawn: Callable[[int, np.random.Generator], Series]) -> Draw:
+    """White noise on levels that change every so many steps."""
+
+    def draw(steps: int, rng: np.random.Generator) -> Series:
+        white = rng.standard_normal(steps)
+        return white + np.repeat(drawn(-(-steps // every), rng), every)[:steps]
+
+    return draw
+
+
+def normal(count: int, rng: np.random.Generator) -> Series:
+    fresh: Series = rng.standard_normal(count)
+    return fresh
+
+
+def alternating(count: int, rng: np.random.Generator) -> Series:
+    return np.arange(count, dtype=np.float64) % 2.0
+
+
+def changes(rho: float) -> Draw:
+    """Another corpus that comes and goes, six times in 19,200 steps: 2 to 4 sigma up or down, at random times."""
+    noise, period = autoregressive(rho), 19_200
+
+    def draw(steps: int, rng: np.random.Generator) -> Series:
+        series = noise(steps, rng)
+        for begin in range(0, steps, period):
+            times = begin + 200 * np.sort(rng.choice(np.arange(2, 96), 12, replace=False))
+            for i in range(0, 12, 2):
+                series[times[i] : times[i + 1]] += rng.uniform(2.0, 4.0) * rng.choice([-1.0, 1.0])
+        return series
+
+    return draw
+
+
+def swelling(steps: int, rng: np.random.Generator) -> Series:
+    """A width between a half and twice the usual one, over and over in 700 steps."""
+    waves: Series = np.sin(2 * math.pi * np.arange(steps) / 700)
+    fresh: Series = rng.standard_normal(steps) * 2.0**waves
+    return fresh
+
+
+def bursts(steps: int, rng: np.random.Generator) -> Series:
+    """Three times as wide for 50 steps, now and then."""
+    white = rng.standard_normal(steps)
+    return white * np.where(np.repeat(rng.random(-(-steps // 50)) < 0.15, 50)[:steps], 3.0, 1.0)
+
+
+KINDS: dict[str, Draw] = {
+    "white": normal,
+    **{f"ar-{tenths / 10}": autoregressive(tenths / 10) for tenths in range(1, 8)},
+    "levels-20": levels(20, normal),
+    "levels-200": levels(200, normal),
+    "alternating-20": levels(20, alternating),
+    "alternating-200": levels(200, alternating),
+    "changes": changes(0.0),
+    "changes-ar-0.4": changes(0.4),
+    "student-t3": lambda steps, rng: rng.standard_t(3, steps),
+    "heteroscedastic": swelling,
+    "bursts": bursts,
+    "norm-linked": normal,
+}
+
+
+def healthy(kind: str, steps: int, seed: int, norms: bool = True, sigma: float = SIGMA) -> Iterator[Recorded]:
+    """A healthy run. norms: whether gradient norms were recorded. Raises KeyError for a kind that is not in KINDS."""
+    rng = np.random.default_rng(seed)
+    noise = KINDS[kind](steps, rng)
+    log_norm = 0.1 * rng.standard_t(3, steps)
+    if kind == "norm-linked":
+        log_norm = 0.25 * (LINKED * noise + math.sqrt(1 - LINKED**2) * rng.standard_normal(steps))
+    loss = 3.0 + 8.0 * (1.0 + np.arange(steps) / 20.0) ** -0.5 + sigma * noise
+    for step in range(steps):
+        yield Recorded(step, float(loss[step]), 0.4 * math.exp(log_norm[step]) if norms else None)
+
+
+@dataclass(frozen=True)
+class FalseAlarms:
+    """Of one kind. irreversible: cuts of the rate, swaps, hand-overs, stops, ... watched: changes of level that were
+    let pass; resets: after which what is usual was learnt anew."""
+
+    kind: str
+    steps: int
+    discards: int
+    rewinds: int
+    irreversible: int
+    alerts: int
+    watched: int
+    resets: int
+
+    def rate(self, count: int) -> float:
+        """Per 10,000 steps."""
+        return 1e4 * count / self.steps
+
+
+def count(
+    kind: str, steps: int, seeds: Iterable[int], config: StabilityConfig, norms: bool = True
+) -> FalseAlarms:
+    """What would be done in `steps` healthy steps with each of the seeds."""
+    done, total = Counter[str](), 0
+    for seed in seeds:
+        before = Verdict.HEALTHY
+        for judged in simulate(healthy(kind, steps, seed, norms), config):
+            done[judged.action] += 1
+            done["irreversible"] += judged.action not in REVERSIBLE
+            done["reset"] += judged.reset
+            done["watched"] += judged.verdict is Verdict.SHIFT and before is not Verdict.SHIFT
+            before = judged.verdict
+        total += steps
+    return FalseAlarms(
+        kind,
+        total,
+        done[Action.DISCARD],
+        done[Action.REWIND],
+        done["irreversible"],
+        done[Action.ALERT],
+        done["watched"],
+        done["reset"],
+    )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a fault adds: to the loss, in standard deviations of the healthy noise, and the factor of the norm; and
+    within how many steps it should be acted on."""
+
+    loss: Series
+    norm: Series
+    within: int
+
+
+def spike(height: float) -> Fault:
+    """The norm leads by two steps; the loss is up in three more, stays for ten, and heals in twenty."""
+    loss = np.concatenate([[0.0, 0.0], np.linspace(height / 3, height, 3), np.full(10, height)])
+    loss = np.concatenate([loss, np.linspace(height, 0.0, 20)])
+    return Fault(loss, np.where(loss > height / 2, 3.0, 1.7), within=5 + 2)
+
+
+def climb(slope: float) -> Fault:
+    """Of the loss alone, by so much a step: a divergence."""
+    return Fault(slope * np.arange(120.0), np.ones(120), within=60)
+
+
+FAULTS = {"spike-6": spike(6.0), "spike-10": spike(10.0), "spike-20": spike(20.0), "climb-0.25": climb(0.25)}
+FIRST, APART = 600, 150  # steps: of the first fault in a run, and between two
+
+
+@dataclass(frozen=True)
+class Delays:
+    """Of one fault in the noise of one kind: planted so often, of which acted on in time, and the steps that all took,
+    ascending; what was never acted on is not among them."""
+
+    kind: str
+    fault: str
+    planted: int
+    in_time: int
+    steps: list[int]
+
+    @property
+    def median(self) -> int | None:
+        """Of all that were planted; None where half of them were never acted on."""
+        half = self.planted // 2
+        return self.steps[half] if half < len(self.steps) else None
+
+
+def delays(kind: str, planted: int, seed: int, config: StabilityConfig, norms: bool = True) -> list[Delays]:
+    """Every fault is planted so often into one healthy run, which goes on as if it had not been."""
+    longest = max(len(fault.loss) for fault in FAULTS.values())
+    steps = FIRST + APART * (planted - 1) + longest
+    rows = list(healthy(kind, steps, seed, norms))
+    sigma = SIGMA * float(np.std(KINDS[kind](steps, np.random.default_rng(seed))))
+    guard = Guard(config, simulated=True)
+    found: dict[str, list[int]] = {name: [] for name in FAULTS}
+    for at, row in enumerate(rows[: steps - longest + 1]):
+        if at >= FIRST and (at - FIRST) % APART == 0:
+            for name, fault in FAULTS.items():
+                branch = Guard(config, guard.state, simulated=True)
+                delay = _delay(branch, rows[at:], fault, sigma)
+                found[name] += [] if delay is None else [delay]
+        guard.judge(Signals(row.step, row.loss, row.grad_norm), 0)
+    return [
+        Delays(kind, name, planted, sum(delay < FAULTS[name].within for delay in took), sorted(took))
+        for name, took in found.items()
+    ]
+
+
+def _delay(guard: Guard, rows: list[Recorded], fault: Fault, sigma: float) -> int | None:
+    for steps, (row, rise, factor) in enumerate(zip(rows, fault.loss, fault.norm)):
+        norm = None if row.grad_norm is None else row.grad_norm * float(factor)
+        signals = Signals(row.step, row.loss + sigma * float(rise), norm)
+        if guard.judge(signals, 0).action is not Action.APPLY:
+            return steps
+    return None

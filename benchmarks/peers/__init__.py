@@ -1,0 +1,156 @@
+"""Who trains the same model: ours, the same model without DeepSpeed, and what others would use.
+
+`PEERS` is the table of them; each is built by a function of a `Task`, imported only when it is asked for, and gives a
+`Contestant`. One that cannot run here raises `Unavailable` with the reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megastable.base.errors import ConfigError
+from megastable.config.tree import OptimizerConfig, RunConfig
+from megastable.data.loader import MicroBatch
+from megastable.model import gpt
+from megastable.model.kernels import DTYPES
+from megastable.optim.adamw import decay_groups
+from megastable.parallel.sharding import placement_of
+from megastable.parallel.topology import TensorParallel
+
+OURS = "megastable"
+RATE = 1e-6  # so that the weights stay about as they are, in bf16, too
+
+
+class Unavailable(Exception):
+    """Why a contestant cannot run here, for its row of the table."""
+
+
+@dataclass
+class Task:
+    """What every contestant does: one step on these micro-batches of this model. The config is complete."""
+
+    config: RunConfig
+    device: torch.device
+    batches: list[MicroBatch]
+    ours: Any = None  # the Engine of OURS, while that is there
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.config.precision.kind]
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """The initial weights by name, on the CPU: those that all begin with."""
+        c = self.config
+        module = gpt.GPT(c.model, TensorParallel(), "none", c.run.seed)
+        return {placement_of(p).name: p.data.to(self.dtype) for p in module.parameters()}
+
+    def inputs(self) -> list[tuple[Tensor, Tensor]]:
+        """(tokens, labels), each [b, s], on their way to the device, as a loader hands them on in every step."""
+        return [
+            (b.tokens.to(self.device, non_blocking=True), b.labels.to(self.device, non_blocking=True))
+            for b in self.batches
+        ]
+
+
+@dataclass
+class Contestant:
+    """step(): forward, backward, clipping and update of one global batch; gives the mean loss (a tensor may still be
+    under way on the device). backends: with what, in words. same_weights: it begins with `Task.weights`."""
+
+    step: Callable[[], Tensor | float]
+    backends: str
+    same_weights: bool = True
+    close: Callable[[], None] = field(default=lambda: None)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """module:function builds it. default: measured when nothing is said, on the devices named."""
+
+    builder: str
+    meaning: str
+    default: tuple[str, ...] = ()
+    holds: int = 16  # bytes a parameter between the steps, about; for the estimate of what fits together
+
+    @property
+    def given(self) -> bool:
+        """Whether it is given `Task.weights`: our own modules draw the same by themselves."""
+        return not self.builder.startswith("own:")
+
+    def build(self, task: Task) -> Contestant:
+        module, _, function = self.builder.partition(":")
+        built: Contestant = getattr(importlib.import_module(f"{__name__}.{module}"), function)(task)
+        return built
+
+
+BOTH = ("cpu", "cuda")
+PEERS = {
+    "megastable": Peer("own:ours", "Engine under DeepSpeed with its gate, as a run trains", BOTH, 18),
+    "megastable-eager": Peer("own:ours_eager", "the same without torch.compile", (), 18),
+    "megastable-bf16": Peer("own:ours_bf16", "the same without FP8, where the recipe asks for it", (), 18),
+    "megastable-fp8-off": Peer("own:ours_fp8_off", "ours with its FP8 switched off; nothing is built", (), 0),
+    "bare": Peer("own:bare", "the same modules without DeepSpeed; AdamW on the 16-bit weights", BOTH, 6),
+    "bare-masters": Peer("own:bare_masters", "bare, with fp32 masters and gradients as DeepSpeed keeps", (), 18),
+    "plain": Peer("plain_torch:build", "the model in plain torch, compiled whole", BOTH, 6),
+    "transformers": Peer("huggingface:compiled", "transformers' model, compiled", BOTH, 6),
+    "transformers-eager": Peer("huggingface:eager", "transformers' model as it is", (), 6),
+    "transformers-deepspeed": Peer("huggingface:under_deepspeed", "transformers' under ZeRO-1", BOTH, 14),
+    "megatron-core": Peer("megatron_core:build", "GPTModel of megatron.core on one rank", ("cuda",), 6),
+}  # fmt: skip
+
+
+def default_peers(device: str) -> list[str]:
+    """Who is measured when nothing is said."""
+    return [name for name, peer in PEERS.items() if device in peer.default]
+
+
+def chosen_peers(names: Sequence[str], device: str) -> list[str]:
+    """Ours first, then those named, each once. Raises ConfigError on a name that is none."""
+    for name in names:
+        if name not in PEERS:
+            raise ConfigError(f"--peers {name}: choose among {', '.join(n for n in PEERS if n != OURS)}")
+    return list(dict.fromkeys([OURS, *(names or default_peers(device))]))
+
+
+def adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """torch's fused AdamW over the parameters as they are; matrices decay, norms do not."""
+    return adamw_of(list(module.parameters()), config)
+
+
+def adamw_of(parameters: list[Any], config: OptimizerConfig) -> torch.optim.AdamW:
+    groups = decay_groups(parameters, config.weight_decay)
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=RATE, betas=config.betas, eps=config.eps, fused=True
+    )
+
+
+def trained(
+    task: Task, module: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[[], Tensor]:
+    """The step of a plain training loop: gradients add up in the dtype of the weights, one clip, one update."""
+    c, n = task.config, len(task.batches)
+    optimizer = adamw(module, c.optimizer)
+    parameters = list(module.parameters())
+
+    def step() -> Tensor:
+        total: Any = 0.0
+        for tokens, labels in task.inputs():
+            loss = loss_of(tokens, labels) / n
+            loss.backward()
+            total += loss.detach()
+        if c.optimizer.clip:
+            nn.utils.clip_grad_norm_(parameters, c.optimizer.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        assert isinstance(total, Tensor)
+        return total
+
+    return step

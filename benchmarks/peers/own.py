@@ -1,0 +1,150 @@
+"""Ours as a run trains it, and the same modules without DeepSpeed: what all that is around them costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.peers import RATE, Contestant, Task, Unavailable, adamw_of, trained
+from megastable.config import deepspeed_json
+from megastable.config.tree import RunConfig
+from megastable.engine.engine import Engine, Measured
+from megastable.engine.kernel_choice import choose
+from megastable.model import gpt
+from megastable.model.loss import LossFunction
+from megastable.parallel.layout import Layout
+from megastable.parallel.topology import TensorParallel, Topology
+
+
+def ours(task: Task) -> Contestant:
+    """`Engine.train_step` with the gate of every step; `bench.py stability` tells what the rest costs."""
+    return _engine(task, task.config, mine=True)
+
+
+def ours_eager(task: Task) -> Contestant:
+    """The same, kernels.compile=false."""
+    tree = task.config.model_dump()
+    tree["kernels"]["compile"] = False
+    return _engine(task, RunConfig.model_validate(tree))
+
+
+def ours_bf16(task: Task) -> Contestant:
+    """The same without precision.fp8: whatever FP8 is compared with, it is this."""
+    if task.config.precision.fp8 is None:
+        raise Unavailable("the recipe asks for no FP8 (precision.fp8=current): it would be ours once more")
+    tree = task.config.model_dump()
+    tree["precision"]["fp8"] = None
+    return _engine(task, RunConfig.model_validate(tree))
+
+
+def ours_fp8_off(task: Task) -> Contestant:
+    """The engine of ours, out of FP8 for its steps: a large model is built once. Not quite `ours_bf16`, whose blocks
+    are compiled whole."""
+    engine: Engine | None = task.ours
+    if task.config.precision.fp8 is None:
+        raise Unavailable("the recipe asks for no FP8 (precision.fp8=current): it would be ours once more")
+    if engine is None or engine.fp8 is None:
+        raise Unavailable("it steps with the engine of megastable, which is not there: measure --together")
+    fp8 = engine.fp8
+
+    def step() -> float:
+        fp8.on = False
+        try:
+            measured, applied = engine.train_step(task.batches, RATE, _finite)
+        finally:
+            fp8.on = True
+        assert applied, "the gate dropped a step of the benchmark"
+        return measured.loss
+
+    return Contestant(step, f"{_said(task.config, task)}; FP8 switched off", same_weights=False)
+
+
+def _engine(task: Task, c: RunConfig, mine: bool = False) -> Contestant:
+    engine = Engine(c, deepspeed_json.build(c, 1), Topology(Layout(1, 1, 1), 0, c.run.timeout))
+    if mine:
+        task.ours = engine
+
+    def close() -> None:
+        if mine:
+            task.ours = None
+        engine.ds.destroy()
+
+    def step() -> float:
+        measured, applied = engine.train_step(task.batches, RATE, _finite)
+        assert applied, "the gate dropped a step of the benchmark"
+        return measured.loss
+
+    said = f"{_said(c, task)}; {type(engine.optimizer).__name__}, fp32 masters, gate"
+    return Contestant(step, said, close=close)
+
+
+def _finite(measured: Measured) -> bool:
+    return measured.finite
+
+
+def _said(c: RunConfig, task: Task) -> str:
+    chosen = choose(c, task.device)
+    return "; ".join([str(chosen), *chosen.notes])
+
+
+def _model(task: Task) -> tuple[nn.Module, LossFunction]:
+    """The modules of ours with the kernels of ours. Their weights come from the same seed."""
+    c = task.config
+    chosen = choose(c, task.device)
+    loss = LossFunction(c.model.vocab_size or 0, c.model.z_loss, TensorParallel(), chosen.compile)
+    module = gpt.GPT(c.model, TensorParallel(), c.parallel.recompute, c.run.seed, loss, kernels=chosen)
+    return module.to(task.device, task.dtype), loss
+
+
+def bare(task: Task) -> Contestant:
+    """Weights, gradients and moments of 16 bits: the least that training the same modules takes.
+
+    Less than what DeepSpeed does: it keeps fp32 masters, moments and sums of gradients (`bare_masters`).
+    """
+    module, loss = _model(task)
+
+    def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
+        loss.samples.clear()  # per-sample losses, which nobody collects here
+        value: Tensor = module(tokens, labels)
+        return value
+
+    return Contestant(trained(task, module, loss_of), f"{_said(task.config, task)}; AdamW fused, no masters")
+
+
+def bare_masters(task: Task) -> Contestant:
+    """As DeepSpeed's ZeRO with fp32 accumulation keeps things: gradients of 16 bits are added up in fp32 after every
+    micro-batch, clipped, used on fp32 masters, and the weights are copies of these."""
+    module, loss = _model(task)
+    c, n = task.config, len(task.batches)
+    weights: list[Any] = list(module.parameters())
+    masters = [nn.Parameter(w.detach().float().clone()) for w in weights]
+    sums = [torch.zeros_like(m) for m in masters]
+    optimizer = adamw_of(masters, c.optimizer)
+
+    def step() -> Tensor:
+        total: Any = 0.0
+        for number, (tokens, labels) in enumerate(task.inputs()):
+            loss.samples.clear()
+            value = module(tokens, labels) / n
+            value.backward()
+            total += value.detach()
+            gradients = [w.grad for w in weights]
+            if number:
+                torch._foreach_add_(sums, gradients)
+            else:
+                torch._foreach_copy_(sums, gradients)
+            for weight in weights:
+                weight.grad = None
+        for master, gradient in zip(masters, sums, strict=True):
+            master.grad = gradient
+        if c.optimizer.clip:
+            nn.utils.clip_grad_norm_(masters, c.optimizer.clip)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(weights, list[Tensor](masters))
+        assert isinstance(total, Tensor)
+        return total
+
+    return Contestant(step, f"{_said(c, task)}; AdamW fused on fp32 masters, fp32 sums")

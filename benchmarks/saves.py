@@ -1,0 +1,105 @@
+"""What a checkpoint costs: the numbers of `bench/checkpoint.py`, and their table. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from megastable.base.text import size
+
+LIMIT = 0.05  # of a save for which the steps wait: what they may wait for one behind them
+MEANING = {
+    "waiting": "a save that the steps wait for, s",
+    "blocked": "one behind them: what they wait, s",
+    "share": f"  of the former, % (limit {100 * LIMIT:g})",
+    "begin": "  at its beginning, ms",
+    "update": "  in the first update, for the copy, ms",
+    "heard": "  in the steps after it, ms",
+    "stands": "until it stands, s",
+    "step": "a step, nothing behind it, s",
+    "step behind": "a step, a save behind it, s",
+    "slower": "  slower by, %",
+    "added": "steps, added up: a save costs, s",
+    "write": "bytes on the disk, waiting, MB/s",
+    "save": "with reading them back, MB/s",
+    "copy": "as cp copies them, with fsync, MB/s",
+    "write to copy": "  writing / copying",
+    "save to copy": "  the whole save / copying",
+    "verify": "all checksums, from the disk, GB/s",
+    "load": "into the engine afterwards, GB/s",
+    "resume": "both, s",
+}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of the rounds: the middle, the least and the most."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Of one recipe. run: what was trained; bytes: of a checkpoint. values: in the units of MEANING.
+
+    waited, behind: the seconds of what the steps wait for, and of what the thread does, in a save behind the steps
+    (medians; "  " before the name: part of what stands before it). first: seconds, of the first save behind the steps,
+    for which memory is fetched: what the steps wait, and of that the copy.
+    """
+
+    run: dict[str, Any]
+    rounds: int
+    bytes: int
+    values: dict[str, Spread]
+    waited: dict[str, float]
+    behind: dict[str, float]
+    first: dict[str, float]
+
+    @property
+    def within(self) -> bool:
+        """Whether the steps wait as little as they should."""
+        return self.values["share"].median <= 100 * LIMIT
+
+
+@dataclass(frozen=True)
+class Found:
+    """machine: where and with what; of: by recipe."""
+
+    machine: dict[str, Any]
+    of: dict[str, Measurement]
+
+
+def table(name: str, m: Measurement) -> Table:
+    """For the terminal."""
+    title = f"{name}: {m.run['parameters'] / 1e6:.1f}M parameters, {size(m.bytes)}, {m.rounds} rounds"
+    shown = Table(title=title, box=box.SIMPLE_HEAD)
+    shown.add_column("what", no_wrap=True)
+    for heading in ("median", "least", "most"):
+        shown.add_column(heading, justify="right", min_width=9)
+    for key, meaning in MEANING.items():
+        v = m.values[key]
+        style = None if key != "share" else "bold green" if m.within else "bold red"
+        shown.add_row(meaning, *(f"{x:.3g}" for x in (v.median, v.low, v.high)), style=style)
+    for heading, found in (
+        ("of what the steps wait, ms", m.waited),
+        ("of what the thread does, ms", m.behind),
+    ):
+        shown.add_section()
+        shown.add_row(heading)
+        for part, seconds in found.items():
+            shown.add_row(f"  {part}", f"{1e3 * seconds:.3g}", style="dim")
+    shown.add_section()
+    shown.add_row("the first save behind the steps: they wait, s", f"{m.first['blocked']:.3g}")
+    shown.add_row("  of that the copy, into new memory", f"{m.first['copy']:.3g}")
+    return shown

@@ -1,0 +1,368 @@
+"""How much the ranks say to one another: collectives of real training steps, counted and held against formulas.
+
+No cluster is at hand, and none is needed for this: how often ranks talk, and how many bytes they give, does not depend
+on the link. Every layout trains a tiny model on processes of this machine (gloo); the formulas are `volume.py`'s, the
+counting is `counting.py`'s.
+
+    measure(["TP2", "PP4"]) -> Found, table(found)           `tools/bench.py scaling --layout TP2 --layout PP4`
+    predict(config, world) -> Forecast, forecast_table(...)  `tools/bench.py scaling --recipe PATH --ranks N`
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.counting import Counted, Message
+from benchmarks.ranks import launch
+from megastable.base.errors import ConfigError
+from megastable.config import deepspeed_json
+from megastable.config.tree import RunConfig
+from megastable.parallel.layout import Layout
+from megastable.plan import volume
+
+# Every size is another one, so that no two kinds of messages look alike.
+MODEL = dict(
+    layers=4, hidden=40, heads=8, kv_heads=4, head_dim=6, ffn=56, sequence_length=32, vocab_size=250, vocab_multiple=64,
+)  # fmt: skip
+KEEP_NOTHING = {
+    "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0,
+}  # fmt: skip
+
+TO_OWNER = {"use_multi_rank_bucket_allreduce": False}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout of so many ranks, and what else it trains with. Accumulation is what the global batch leaves."""
+
+    world: int
+    parallel: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    loss: str = "chunked"
+    precision: str = "bf16"
+    micro_batch: int = 2
+    global_batch: int = 8
+    apart: bool = False
+    zero: dict[str, Any] = field(default_factory=dict)  # over DeepSpeed's section zero_optimization
+    elements: int = 3000  # logits of a chunk
+
+    @property
+    def config(self) -> RunConfig:
+        return RunConfig.model_validate(
+            {
+                "model": MODEL | self.model,
+                "parallel": self.parallel,
+                "train": {"global_batch": self.global_batch, "micro_batch": self.micro_batch},
+                "precision": {"kind": self.precision},
+                "kernels": {"attention": "reference", "loss": self.loss, "compile": False},
+                "data": {"keep_documents_apart": self.apart},
+            }
+        )
+
+
+TP2, PP2 = {"tensor": 2}, {"pipeline": 2}
+SP2 = TP2 | {"sequence": True}
+OLMO2 = {"qk_norm": "full", "norms": "after"}
+LAYOUTS = {
+    "TP2": Case(2, TP2),
+    "TP2 reference loss": Case(2, TP2, loss="reference"),
+    "TP2 accumulation 1": Case(2, TP2, micro_batch=8),
+    "TP2 selective": Case(2, TP2 | {"recompute": "selective"}),
+    "TP2 full": Case(2, TP2 | {"recompute": "full"}),
+    "TP2 OLMo 2 full": Case(2, TP2 | {"recompute": "full"}, OLMO2),
+    "TP2+SP": Case(2, SP2),
+    "TP2+SP full": Case(2, SP2 | {"recompute": "full"}),
+    "TP2+SP OLMo 2": Case(2, SP2, OLMO2),
+    "TP4": Case(4, {"tensor": 4}),
+    "PP2": Case(2, PP2),
+    "PP2 apart": Case(2, PP2, apart=True),
+    "PP2 tied": Case(2, PP2, {"tied": True}),
+    "PP4": Case(4, {"pipeline": 4}),
+    "DP2 ZeRO 1": Case(2),
+    "DP2 ZeRO 1 fp32": Case(2, precision="fp32"),
+    "DP2 ZeRO 1 fp16": Case(2, precision="fp16"),
+    "DP2 ZeRO 2": Case(2, {"zero": 2}),
+    "DP2 ZeRO 3": Case(2, {"zero": 3}),
+    "DP2 ZeRO 3 full": Case(2, {"zero": 3, "recompute": "full"}),
+    "DP2 ZeRO 3 fp16": Case(2, {"zero": 3}, precision="fp16"),
+    "DP2 ZeRO 3 keeps nothing": Case(2, {"zero": 3}, zero=KEEP_NOTHING),
+    "DP2 ZeRO 3 full keeps nothing": Case(2, {"zero": 3, "recompute": "full"}, zero=KEEP_NOTHING),
+    "DP2 ZeRO 3 OLMo 2 tied keeps nothing": Case(
+        2, {"zero": 3, "recompute": "full"}, OLMO2 | {"tied": True}, zero=KEEP_NOTHING
+    ),
+    "DP4 ZeRO 1": Case(4, micro_batch=1),
+    "DP4 ZeRO 1 fp32, to the owner": Case(4, precision="fp32", zero=TO_OWNER),
+    "DP4 ZeRO 2, to the owner": Case(4, {"zero": 2}, micro_batch=1, zero=TO_OWNER),
+    "DP4 ZeRO 3 tied": Case(4, {"zero": 3}, {"tied": True}),
+    "CP2": Case(2, {"context": 2}),
+    "CP2 full": Case(2, {"context": 2, "recompute": "full"}),
+    "CP2xTP2+SP selective": Case(4, SP2 | {"context": 2, "recompute": "selective"}),
+    "TP2xDP2": Case(4, TP2),
+    "TP2xDP2 ZeRO 2": Case(4, TP2 | {"zero": 2}),
+    "TP2xPP2": Case(4, TP2 | PP2),
+    "PP2xDP3 tied": Case(6, PP2, {"tied": True, "layers": 5}, global_batch=6, micro_batch=1),
+    "PP2xDP2 tied fp32": Case(4, PP2, {"tied": True}, precision="fp32"),
+    "TP2+SPxPP2 tied full": Case(4, SP2 | PP2 | {"recompute": "full"}, {"tied": True}, apart=True),
+    "PP2xDP2 fp32": Case(4, PP2, precision="fp32"),
+    "TP2xPP2xDP2": Case(8, TP2 | PP2),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a rank of some stages gives to one collective of one group in a step; counted, and by the formulas."""
+
+    stages: str
+    group: str
+    collective: str
+    calls: int
+    bytes: int
+    expected_calls: int
+    expected_bytes: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """A layout, counted and held against the formulas. differences: in words, of single messages."""
+
+    name: str
+    world: int
+    rows: list[Row]
+    differences: list[str]
+    missed: int
+
+
+@dataclass(frozen=True)
+class Found:
+    layouts: list[Held]
+    machine: dict[str, Any]
+
+    @property
+    def differs(self) -> bool:
+        return any(held.differences or held.missed for held in self.layouts)
+
+
+def measure(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: None) -> Found:
+    """Count the layouts of these names (of `LAYOUTS`; none: all) in processes of their own.
+
+    Raises ConfigError on an unknown name, MegastableError when a rank fails.
+    """
+    import torch
+
+    from benchmarks.common import machine
+
+    for name in names:
+        if name not in LAYOUTS:
+            raise ConfigError(f"--layout {name!r}: choose among {', '.join(map(repr, LAYOUTS))}")
+    held = []
+    for name in names or LAYOUTS:
+        say(name)
+        held.append(compare(name, LAYOUTS[name], launch(LAYOUTS[name].world, count_joined, LAYOUTS[name])))
+    return Found(held, machine(torch.device("cpu")))
+
+
+def expected(case: Case, stage: int, data_rank: int = 0) -> dict[Message, int]:
+    """What the formulas say that a rank of `stage` gives, message by message."""
+    config = case.config
+    data = deepspeed_json.data_parallel(config, case.world)
+    zero = deepspeed_json.build(config, case.world)["zero_optimization"] | case.zero
+    cut = volume.bounds(config)
+    terms = volume.step(
+        config, data, stage, cut, case.loss, elements=case.elements, zero=zero, data_rank=data_rank
+    )
+    found: Counter[Message] = Counter()
+    for term in terms:
+        found[term.group, term.collective, term.bytes] += term.calls
+    return dict(found)
+
+
+def compare(name: str, case: Case, ranks: Sequence[Counted]) -> Held:
+    """What every rank counted, beside the formulas."""
+    differences, by_stage = [], {}
+    p, config = case.config.parallel, case.config
+    layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(config, case.world), p.context)
+    for rank, counted in enumerate(ranks):
+        wanted = expected(case, counted.stage, layout.coordinates(rank)[1])
+        for message in sorted(counted.messages.keys() | wanted.keys()):
+            n, m = counted.messages.get(message, 0), wanted.get(message, 0)
+            if n != m:
+                group, collective, size = message
+                differences.append(
+                    f"{name}: rank {rank} (stage {counted.stage}): {collective} of {size:,} bytes over the {group} "
+                    f"group: {n} counted, {m} by the formulas"
+                )
+        both = _summed(counted.messages), _summed(wanted)
+        if counted.stage not in by_stage or counted.messages != wanted:
+            by_stage[counted.stage] = both  # a rank that differs is the one to show
+    rows = []
+    for stages, (counted_sums, wanted_sums) in _alike(by_stage).items():
+        for group, collective in sorted(counted_sums.keys() | wanted_sums.keys()):
+            key = group, collective
+            rows.append(Row(stages, *key, *counted_sums.get(key, (0, 0)), *wanted_sums.get(key, (0, 0))))
+    return Held(name, case.world, rows, differences, sum(counted.missed for counted in ranks))
+
+
+Sums = dict[tuple[str, str], tuple[int, int]]  # (calls, bytes) by (group, collective)
+
+
+def _summed(messages: dict[Message, int]) -> Sums:
+    sums: Sums = {}
+    for (group, collective, size), calls in messages.items():
+        n, b = sums.get((group, collective), (0, 0))
+        sums[group, collective] = (n + calls, b + calls * size)
+    return sums
+
+
+def _alike(by_stage: dict[int, tuple[Sums, Sums]]) -> dict[str, tuple[Sums, Sums]]:
+    """Stages that give the same, under one name: "0", "1-2", "3"; "all"."""
+    runs: list[list[int]] = []
+    for stage in sorted(by_stage):
+        if runs and by_stage[runs[-1][-1]] == by_stage[stage]:
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    if len(runs) == 1:
+        return {"all": by_stage[0]}
+    return {(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0])): by_stage[r[0]] for r in runs}
+
+
+def table(found: Found) -> Table:
+    """One row for every layout, stage, group and collective; where counted is not expected, both."""
+    made = Table("layout", "stages", "group", "collective", title="What one rank gives in a training step")
+    made.add_column("calls", justify="right")
+    made.add_column("bytes", justify="right")
+    for held in found.layouts:
+        for i, row in enumerate(held.rows):
+            made.add_row(
+                "" if i else held.name,
+                row.stages, row.group, row.collective,
+                _both(row.calls, row.expected_calls), _both(row.bytes, row.expected_bytes),
+                end_section=i == len(held.rows) - 1,
+            )  # fmt: skip
+    wrong = sum(bool(held.differences) for held in found.layouts)
+    missed = sum(held.missed for held in found.layouts)
+    made.caption = (
+        f"{len(found.layouts)} layouts, every rank and message: "
+        + (f"{wrong} differ from the formulas (counted / formula)" if wrong else "as the formulas say")
+        + (f"; {missed} calls were not seen" if missed else "")
+    )
+    return made
+
+
+def _both(counted: int, wanted: int) -> str:
+    return f"{counted:,}" if counted == wanted else f"[red]{counted:,} / {wanted:,}[/red]"
+
+
+# By the formulas alone
+
+
+@dataclass(frozen=True)
+class Line:
+    """What the rank of a pipeline stage that gives most of it gives in a step; sent: bytes that leave it in a ring."""
+
+    what: str
+    group: str
+    collective: str
+    ranks: int
+    calls: int
+    bytes: int
+    sent: float
+    stage: int
+
+    def plus(self, other: Line) -> Line:
+        return replace(
+            self, calls=self.calls + other.calls, bytes=self.bytes + other.bytes, sent=self.sent + other.sent
+        )
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """busiest: bytes that leave the rank which sends most over groups of a kind."""
+
+    world: int
+    layout: dict[str, int]
+    accumulation: int
+    lines: list[Line]
+    busiest: dict[str, float]
+
+
+def predict(config: RunConfig, world: int) -> Forecast:
+    """A step of `config` on `world` ranks, by the formulas. model.vocab_size must be given.
+
+    Raises ConfigError when the ranks cannot be laid out, or the vocabulary is not known.
+    """
+    if config.model.vocab_size is None:
+        raise ConfigError(
+            "model.vocab_size is taken from a corpus; none is opened here: say model.vocab_size=..."
+        )
+    p, data = config.parallel, deepspeed_json.data_parallel(config, world)
+    zero = deepspeed_json.build(config, world)["zero_optimization"]
+    loss = "chunked" if config.kernels.loss == "auto" else config.kernels.loss
+    ranks, cut = volume.members(config, data), volume.bounds(config)
+    most: dict[Key, Line] = {}
+    busiest: dict[str, float] = {}
+    for stage in range(p.pipeline):
+        lines: dict[Key, Line] = {}
+        for t in volume.step(config, data, stage, cut, loss, votes=VOTES, zero=zero):
+            if t.collective != "receive":  # the other end's send
+                key, n = (t.what, t.group, t.collective), ranks[t.group]
+                line = Line(*key, n, t.calls, t.total, volume.sent(t, n), stage)
+                lines[key] = line if key not in lines else lines[key].plus(line)
+        for key, line in lines.items():
+            if key not in most or line.bytes > most[key].bytes:
+                most[key] = line
+        for group in ranks:
+            sent = sum(line.sent for line in lines.values() if line.group == group)
+            busiest[group] = max(sent, busiest.get(group, 0.0))
+    layout = {"tensor": p.tensor, "pipeline": p.pipeline, "data": data}
+    busiest = {group: sent for group, sent in busiest.items() if sent}
+    return Forecast(world, layout, volume.accumulation(config, data), list(most.values()), busiest)
+
+
+Key = tuple[str, str, str]
+VOTES = 4  # that travel with the gate's sum in training
+
+
+def forecast_table(forecast: Forecast) -> Table:
+    """One row for everything that is said in a step, of the stage that says most of it."""
+    layout = " x ".join(f"{name} {size}" for name, size in forecast.layout.items())
+    made = Table(
+        "what", "group", "collective",
+        title=f"{forecast.world} ranks ({layout}), {forecast.accumulation} micro-batches a step, for one rank",
+    )  # fmt: skip
+    for name in ("ranks", "calls", "given", "sent in a ring", "stage"):
+        made.add_column(name, justify="right")
+    for x in sorted(forecast.lines, key=lambda line: -line.sent):
+        made.add_row(
+            x.what, x.group, x.collective, str(x.ranks), f"{x.calls:,}", size_in_words(x.bytes),
+            size_in_words(x.sent), str(x.stage),
+        )  # fmt: skip
+    busiest = sorted(forecast.busiest.items(), key=lambda item: -item[1])
+    made.caption = "sent in all: " + ", ".join(f"{group} {size_in_words(sent)}" for group, sent in busiest)
+    return made
+
+
+def size_in_words(size: float) -> str:
+    """Bytes in decimal units, three digits: "28.1 GB"."""
+    units = ["B", "kB", "MB", "GB", "TB", "PB"]
+    power = 0
+    while size >= 999.5 and power < len(units) - 1:
+        size, power = size / 1000, power + 1
+    return f"{size:.3g} {units[power]}"
+
+
+# Starting ranks
+
+
+def count_joined(case: Case) -> Counted:
+    """On a rank of a process group."""
+    from benchmarks.counting import count
+    from megastable.model import sizes
+
+    sizes.CPU_ELEMENTS = case.elements  # several chunks of a tiny model, too
+    return count(case.config, case.world, case.zero)

@@ -1,0 +1,228 @@
+"""From measured seconds to speeds, and what ours is against each of the others. Pure: numbers in, a table out.
+
+    speed = assess(samples, ours="megastable", work=work, problems={}, ...)
+    print(table(speed))
+
+Intervals are of 95%, bootstrapped over the rounds; ratios are paired by round, since every round measures all
+contestants right after one another: whatever else the machine does falls on all of them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from benchmarks.costs import Estimate, estimate
+from benchmarks.peers import OURS
+
+LIMITS = {"bare": 0.95}  # ours may lose so much to the same model without DeepSpeed, gate and records
+ALIKE = 0.02  # by how much first losses of contestants with the same weights may differ
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step is: tokens, and floating-point operations in both conventions (model/flops.py)."""
+
+    tokens: int
+    flops_full: float
+    flops_causal: float
+
+
+@dataclass(frozen=True)
+class Peak:
+    """TFLOP/s of the device in the dtype of the products: a matrix product, measured; the data sheet's, if known."""
+
+    measured: float
+    nominal: float | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """GiB. held: between two steps (weights, moments, buffers); step: most that a step takes beside it."""
+
+    held: float
+    step: float
+    peak: float
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is told of a contestant beside its seconds. same_weights: it began with our weights."""
+
+    backends: str
+    build_seconds: float
+    first_seconds: float  # the first step, compilation included
+    first_loss: float
+    memory: Memory | None
+    same_weights: bool = True
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant. problem: why there are no numbers. ratio: throughput of ours / its throughput.
+
+    mfu: model FLOP utilisation by "full" and "causal" attention, of the measured peak; mfu_nominal: of the data
+    sheet's.
+    """
+
+    name: str
+    problem: str | None = None
+    entry: Entry | None = None
+    step_ms: Estimate | None = None
+    tokens_per_second: Estimate | None = None
+    mfu: dict[str, float] = field(default_factory=dict)
+    mfu_nominal: dict[str, float] = field(default_factory=dict)
+    ratio: Estimate | None = None
+    limit: float | None = None
+    samples_ms: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """machine: where and with what. run: what was trained. notes: what a reader must know to read it right."""
+
+    machine: dict[str, Any]
+    run: dict[str, Any]
+    peak: Peak
+    rounds: int
+    rows: list[Row]
+    notes: list[str]
+
+    def row(self, name: str) -> Row:
+        return next(row for row in self.rows if row.name == name)
+
+
+def assess(
+    order: Sequence[str],
+    samples: Mapping[str, Sequence[float]],
+    entries: Mapping[str, Entry],
+    problems: Mapping[str, str],
+    work: Work,
+    peak: Peak,
+    about: tuple[dict[str, Any], dict[str, Any]],
+    notes: Sequence[str] = (),
+) -> Speed:
+    """order: names of all rows. samples: seconds a step [rounds], by name, paired; problems: of those without."""
+    rows = []
+    for name in order:
+        if name in problems or not samples.get(name):
+            rows.append(Row(name, problems.get(name, "not measured"), entries.get(name)))
+            continue
+        rows.append(_row(name, samples, entries[name], work, peak))
+    rounds = max((len(values) for values in samples.values()), default=0)
+    return Speed(*about, peak, rounds, rows, [*notes, *_differing(entries)])
+
+
+def _row(name: str, samples: Mapping[str, Sequence[float]], entry: Entry, work: Work, peak: Peak) -> Row:
+    seconds = np.asarray(samples[name], dtype=np.float64)
+    step = estimate([(seconds, 1.0)], 1.0)
+    operations = {"full": work.flops_full, "causal": work.flops_causal}
+
+    def utilisation(tflops: float) -> dict[str, float]:
+        return {kind: flops / step.median / (1e12 * tflops) for kind, flops in operations.items()}
+
+    ratio = None
+    if name != OURS and len(samples.get(OURS, ())) == len(seconds):
+        ratio = estimate([(seconds / np.asarray(samples[OURS], dtype=np.float64), 1.0)], 1.0)
+    return Row(
+        name, None, entry,
+        Estimate(1e3 * step.median, 1e3 * step.low, 1e3 * step.high),
+        Estimate(work.tokens / step.median, work.tokens / step.high, work.tokens / step.low),
+        utilisation(peak.measured),
+        utilisation(peak.nominal) if peak.nominal else {},
+        ratio, LIMITS.get(name), (1e3 * seconds).tolist(),
+    )  # fmt: skip
+
+
+def _differing(entries: Mapping[str, Entry]) -> list[str]:
+    """A contestant that computes another loss from the same weights does not do the same work."""
+    if OURS not in entries:
+        return []
+    own, notes = entries[OURS].first_loss, []
+    for name, entry in entries.items():
+        if entry.same_weights and not abs(entry.first_loss / own - 1) <= ALIKE:
+            notes.append(
+                f"{name}: its first loss is {entry.first_loss:.4f}, ours {own:.4f} from the same weights and tokens: "
+                "it does not compute the same"
+            )
+    return notes
+
+
+def table(speed: Speed) -> Table:
+    """For a person, of 80 columns."""
+    run = speed.run
+    title = f"A step of {run['tokens']:,} tokens, {run['parameters']:,} parameters; ± half of a 95% interval"
+    shown = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        min_width=min(len(title), 80),
+    )
+    shown.add_column("trains", no_wrap=True)
+    for heading in ("ms a step", "tokens/s", "MFU, causal", "GiB", "ours is ×"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for row in speed.rows:
+        if row.step_ms is None or row.tokens_per_second is None or row.entry is None:
+            shown.add_row(row.name, "see below", *[""] * 4, style="dim")
+            continue
+        memory = row.entry.memory
+        shown.add_row(
+            row.name, _with_width(row.step_ms), f"{row.tokens_per_second.median:,.0f}",
+            f"{100 * row.mfu['full']:.1f}, {100 * row.mfu['causal']:.1f}",
+            f"{memory.peak:.2f}" if memory else "", _ratio(row.ratio), style="bold" if row.name == OURS else "",
+        )  # fmt: skip
+    return shown
+
+
+def lines(speed: Speed) -> list[str]:
+    """What stands below the table: backends, reasons, the peak, limits, notes."""
+    found = []
+    for row in speed.rows:
+        if row.problem is not None:
+            found.append(f"{row.name}: {row.problem}")
+        elif row.entry is not None:
+            e = row.entry
+            warming = f"built in {e.build_seconds:.1f} s, first step {e.first_seconds:.1f} s"
+            found.append(f"{row.name}: {e.backends}; {warming}")
+    peak = (
+        "MFU % (the attention counted as a full square, then causal) is of "
+        f"{speed.peak.measured:,.2f} TFLOP/s, a matrix product measured here"
+    )
+    ours = speed.row(OURS)
+    if speed.peak.nominal and ours.mfu_nominal:
+        peak += (
+            f"; of the data sheet's {speed.peak.nominal:,.0f} TFLOP/s ours is "
+            f"{100 * ours.mfu_nominal['full']:.1f} % (full attention), "
+            f"{100 * ours.mfu_nominal['causal']:.1f} % (causal)"
+        )
+    found.append(peak)
+    for row in speed.rows:
+        if row.limit is not None and row.ratio is not None:
+            found.append(
+                f"limit: ours at least × {row.limit:g} of {row.name}: × {row.ratio.median:.3f} "
+                f"[{row.ratio.low:.3f}, {row.ratio.high:.3f}], {_verdict(row.ratio, row.limit)}"
+            )
+    return [*found, *(f"note: {note}" for note in speed.notes)]
+
+
+def _verdict(ratio: Estimate, limit: float) -> str:
+    """By the whole interval: a noisy measurement decides nothing."""
+    if ratio.low >= limit:
+        return "kept"
+    return "NOT KEPT" if ratio.high < limit else "not decided: more rounds, or a quieter machine"
+
+
+def _with_width(e: Estimate) -> str:
+    width = (e.high - e.low) / 2
+    digits = 1 if e.median < 1000 else 0
+    return f"{e.median:,.{digits}f}±{width:,.{digits}f}"
+
+
+def _ratio(e: Estimate | None) -> str:
+    return "" if e is None else f"{e.median:.2f}±{(e.high - e.low) / 2:.2f}"

@@ -1,0 +1,359 @@
+"""What the stability system costs, as a share of a training step: measured with and without, in turns.
+
+    measurement = measure(config, rounds=30)    # in a process group of one; CPU or GPU
+
+Every round does the same batch once in every kind of step, in random order, and the differences within a round
+are compared: whatever else the machine does falls on all of them alike ("paired"). What the gate takes is mostly below
+the noise of that, so steps with stopwatches in them tell it as well ("direct"). On a GPU these wait for the device
+around everything that they time, and show more than a step really loses.
+
+The data are random tokens: neither a corpus nor a run is needed. The learning rate is next to nothing, so that the
+steps, and what the detector hears of them, stay as they are. Not counted: the gradient norm by which DeepSpeed clips,
+which the gate asks for and hands back, so that it is computed once either way.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import random
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common import Stopwatch, machine, random_corpus
+from benchmarks.costs import Costs, assess
+from megastable.checkpoint.store import LayoutState, RunState
+from megastable.config import deepspeed_json
+from megastable.config.tree import CorpusConfig, RunConfig
+from megastable.data.corpora import Corpora, open_corpora
+from megastable.data.loader import Loader, Step
+from megastable.data.skips import Skips
+from megastable.engine import engine
+from megastable.engine.engine import Engine, Measured
+from megastable.engine.layer_stats import Statistics
+from megastable.model.flops import parameters
+from megastable.parallel.layout import Layout
+from megastable.parallel.topology import Topology
+from megastable.recovery import new_kinds
+from megastable.recovery.recovery import Recovery
+from megastable.recovery.sample_replay import Trained
+from megastable.recovery.skipping import Skipping
+from megastable.run import directory
+from megastable.run.directory import RunDirectory
+from megastable.stability import novelty
+from megastable.stability.actions import Action
+from megastable.stability.signals import Signals
+from megastable.training.observer import Observer
+
+KINDS = ("bare", "gate", "guard", "snapshot", "layers", "timed gate", "timed guard", "timed layers")
+VOCABULARY = 4096  # where the recipe leaves it to the tokenizer
+SAMPLES = 64  # in the corpus of random tokens
+BATCHES = 4  # taken in turns
+RATE = 1e-9
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """machine: where and with what. run: what was trained. disturbed: steps that the guard did not just pass."""
+
+    machine: dict[str, Any]
+    run: dict[str, Any]
+    rounds: int
+    disturbed: int
+    costs: Costs
+
+
+def steps_needed(rounds: int) -> int:
+    """How often `measure` calls `advance`."""
+    return (rounds + 1) * len(KINDS)
+
+
+def measure(
+    config: RunConfig,
+    rounds: int,
+    advance: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Measurement:
+    """Costs on this config's model, batch and precision. The process group, of one rank, exists already.
+
+    Raises ConfigError for a layout that needs more ranks.
+    """
+    deepspeed_json.build(config, 1)
+    with tempfile.TemporaryDirectory(prefix="megastable-bench-") as folder:
+        size = config.model.vocab_size or VOCABULARY
+        random_corpus(Path(folder) / "corpus", size, (config.model.sequence_length + 1) * SAMPLES)
+        tree = config.model_dump()
+        tree["model"]["vocab_size"] = size
+        tree["data"] |= {"corpora": [CorpusConfig(path=Path(folder) / "corpus")], "skip": []}
+        tree["logging"]["tensorboard"] = False  # a comfort: no part of it
+        tree["run"]["dir"] = Path(folder) / "run"
+        config = RunConfig.model_validate(tree)
+        corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
+        run = directory.make(config, Path("bench"))
+        with _loader(config, corpora) as loader:
+            return Bench(config, corpora, run, loader, say).measure(rounds, advance)
+
+
+def _loader(config: RunConfig, corpora: Corpora) -> Loader:
+    return Loader(
+        corpora.train, Skips.of([]), 0, config.train.global_batch, config.train.micro_batch, 0, 1,
+        config.data.keep_documents_apart, config.data.prefetch, pin_memory=engine.device().type == "cuda",
+    )  # fmt: skip
+
+
+class Bench:
+    """An engine with its stability system, and one way to do each kind of step."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        corpora: Corpora,
+        run: RunDirectory,
+        loader: Loader,
+        say: Callable[[str], None],
+    ) -> None:
+        c, layout = config, Layout(1, 1, 1)
+        self.config, self.loader = config, loader
+        random.seed(c.run.seed)
+        torch.manual_seed(c.run.seed)
+        self.engine = Engine(c, deepspeed_json.build(c, 1), Topology(layout, 0, c.run.timeout))
+        held = LayoutState(**vars(layout), zero=c.parallel.zero, precision=c.precision.kind)
+        self.state = RunState(order_fingerprint=corpora.order_fingerprint, layout=held)
+        self.recovery = Recovery(
+            c, self.engine, corpora.train, run, Skipping(c, run), run.note, say, lambda _: None
+        )
+        with redirect_stdout(io.StringIO()):  # no progress line of a training run
+            self.observer = Observer(c, run, layout, self.engine.device, peak=1.0, done=0)
+        self.observer.live.console.quiet = True
+        self.observer.steps.flush_steps = sys.maxsize  # written here, when it is timed
+        self.batches = [next(loader) for _ in range(BATCHES)]
+        # As many steps as are remembered, whose samples are as hard as any: of the corpus there are too few.
+        drawn, size = np.random.default_rng(0), c.train.global_batch
+        self.trained = list[Trained]()
+        for n in range(self.recovery.points.trained.maxlen or 0):
+            positions = np.arange(n * size, (n + 1) * size)
+            self.trained.append(Trained(n, positions, drawn.standard_normal(size), applied=True))
+        self.pools: new_kinds.Pools = {}
+        self.disturbed = 0
+        self.order = random.Random(0)
+
+    def measure(self, rounds: int, advance: Callable[[], None]) -> Measurement:
+        """Warm up, then so many rounds of every kind of step."""
+        self._settle_in()
+        samples: dict[str, list[float]] = defaultdict(list)
+        began = machine(self.engine.device)
+        for number in range(rounds + 1):
+            found = self._round(self.batches[number % BATCHES], advance)
+            for name, seconds in found.items() if number else ():  # the first is for warming up
+                samples[name].append(seconds)
+        c = self.config
+        intervals = {
+            "snapshot": c.stability.snapshots.interval if self.recovery.points.ring.steps else 0,
+            "norms": c.logging.norms_interval,
+            "layers": c.logging.layers_interval,
+            "records": c.logging.flush_steps,
+        }
+        return Measurement(began, self._run(), rounds, self.disturbed, assess(samples, KINDS, intervals))
+
+    def _run(self) -> dict[str, Any]:
+        c = self.config
+        return {
+            "parameters": parameters(c.model),
+            "sequence_length": c.model.sequence_length,
+            "global_batch": c.train.global_batch,
+            "micro_batch": c.train.micro_batch,
+            "precision": c.precision.kind,
+            "zero": c.parallel.zero,
+            "optimizer": type(self.engine.optimizer).__name__,
+            "snapshots": len(self.recovery.points.ring.steps),
+        }
+
+    def _settle_in(self) -> None:
+        """As in the middle of a run: moments are there, the detector's windows full, the ring of snapshots too."""
+        for batch in self.batches:
+            measured, _ = self.engine.train_step(batch.micro_batches, RATE, _finite)
+        self.recovery.begin(self.state, self.loader)
+        # Snapshots are taken here, when their cost is measured.
+        self.recovery.points.ring.due = lambda step, urgent=False: False  # type: ignore[method-assign]
+        drawn = np.random.default_rng(0)
+        for _ in range(2 * self.config.stability.detector.window):
+            self.state.step += 1
+            loss = measured.loss + 0.01 * drawn.standard_normal()
+            norm = measured.grad_norm * np.exp(0.1 * drawn.standard_normal())
+            self.recovery.guard.judge(Signals(self.state.step, loss, norm, RATE), None)
+        for _ in range(self.config.stability.snapshots.keep + 1):
+            self.state.step += 1
+            self._snapshot()
+
+    def _round(self, batch: Step, advance: Callable[[], None]) -> dict[str, float]:
+        """Seconds of every kind of step, and by stopwatch."""
+        watch = Stopwatch(self.engine.device)
+        ways: dict[str, Callable[[], None]] = {
+            "bare": lambda: self._bare(batch),
+            "gate": lambda: self._gate(batch),
+            "guard": lambda: self._guard(batch),
+            "snapshot": lambda: self._with_snapshot(batch, watch),
+            "layers": lambda: self._with_layers(batch),
+            "timed gate": lambda: self._timed_gate(batch, watch),
+            "timed guard": lambda: self._timed_guard(batch, watch),
+            "timed layers": lambda: self._timed_layers(batch, watch),
+        }
+        gc.collect()
+        gc.disable()
+        try:
+            for kind in self.order.sample(KINDS, len(KINDS)):
+                with watch.time(kind):
+                    ways[kind]()
+                advance()
+            with watch.time("statistics"):
+                self.engine.statistics()
+            # As many as one file holds.
+            steps = self.observer.steps
+            steps.pending = steps.pending[-1:] * self.config.logging.flush_steps
+            with watch.time("write"):
+                steps.flush()
+        finally:
+            gc.enable()
+        return watch.seconds
+
+    # The kinds of step
+
+    def _bare(self, batch: Step) -> None:
+        """DeepSpeed's own update in place of the gate."""
+
+        def update(lr_kwargs: Any = None) -> None:
+            self.engine._update(lr_kwargs)
+            self.engine.measured = nothing
+
+        nothing = Measured(torch.empty(0), torch.empty(0), 0.0, (), 1.0)
+        with engine._instead(self.engine.ds, "_take_model_step", update):
+            self.engine.train_step(batch.micro_batches, RATE, _finite)
+
+    def _gate(self, batch: Step) -> None:
+        self.engine.train_step(batch.micro_batches, RATE, _finite)
+
+    def _guard(self, batch: Step) -> None:
+        self._settle(batch, *self.engine.train_step(batch.micro_batches, RATE, self._judge))
+
+    def _with_snapshot(self, batch: Step, watch: Stopwatch) -> None:
+        # Before the step: on a GPU the copies go on beside its forward and backward.
+        begin = time.perf_counter()
+        self._snapshot()
+        watch.seconds["take"] = time.perf_counter() - begin
+        self._guard(batch)
+
+    def _with_layers(self, batch: Step) -> None:
+        self.engine.probe.watch()
+        measured, applied = self.engine.train_step(batch.micro_batches, RATE, self._judge)
+        self._settle(batch, measured, applied, self.engine.statistics())
+
+    def _timed_gate(self, batch: Step, watch: Stopwatch) -> None:
+        """What the gate takes by itself: without the update, and without the norm that DeepSpeed needs anyway."""
+        inside = Stopwatch(self.engine.device)
+        e, t = self.engine, inside.seconds
+        calls = [
+            ("all", e.ds, "_take_model_step"), ("update", e, "_update"), ("norm", e, "_squared_norm"),
+            ("own norm", *self._own_norm()), ("collect", e, "_collect"), ("counters", e, "counters"),
+        ]  # fmt: skip
+        with _stopwatches(inside, calls):
+            e.train_step(batch.micro_batches, RATE, inside.timed("finite", _finite))
+        rest = t["all"] - t["update"] - t["norm"] - t["collect"] - t["finite"]
+        norm = t["norm"] - t["own norm"]
+        for name in ("collect", "finite", "counters"):
+            watch.seconds[name] = t[name]
+        watch.seconds |= {"norm": norm, "rest": rest, "losses": self._losses()}
+
+    def _timed_guard(self, batch: Step, watch: Stopwatch) -> None:
+        judge = watch.timed("judge", self._judge)
+        measured, applied = self.engine.train_step(batch.micro_batches, RATE, judge)
+        r, inside = self.recovery, Stopwatch(self.engine.device)
+        calls = [("samples", r.samples, "observe"), ("signs", r.signs, "after")]
+        with _stopwatches(inside, calls), watch.time("settle"):
+            self._settle(batch, measured, applied)
+        watch.seconds["settle"] -= sum(inside.seconds.values())
+        assert r.points.laboratory is not None
+        with inside.time("kinds"):
+            new_kinds.look(self.trained, r.points.laboratory, self.config.stability.samples, self.pools)
+        inside.seconds["kinds"] /= novelty.PERIOD
+        watch.seconds |= inside.seconds
+
+    def _timed_layers(self, batch: Step, watch: Stopwatch) -> None:
+        e, probe = self.engine, self.engine.probe
+        calls = [
+            (probe, "_before"), (probe, "_after"), (probe, "gradients"), (e, "_gradients"), (e, "flat_state"),
+        ]  # fmt: skip
+        with _stopwatches(watch, [("look", *call) for call in calls]):
+            with watch.time("look"):
+                probe.watch()
+            measured, applied = e.train_step(batch.micro_batches, RATE, self._judge)
+        with watch.time("tell"):
+            found = e.statistics()
+        with _stopwatches(watch, [("tell", self.observer.layers, "add")]):
+            self._settle(batch, measured, applied, found)
+
+    # What they consist of
+
+    def _judge(self, measured: Measured) -> bool:
+        return self.recovery.judge(measured, self.state.step + 1, RATE)
+
+    def _settle(
+        self, batch: Step, measured: Measured, applied: bool, found: Statistics | None = None
+    ) -> None:
+        """What train.py does after a step."""
+        s = self.state
+        before = s.model_copy()
+        s.step += 1
+        s.updates += applied
+        s.cursor = batch.next
+        s.recent_losses = [*s.recent_losses, measured.loss][-20:]
+        if found is not None:
+            self.recovery.indicators = found.indicators
+        self.recovery.signs.after(s, found)
+        self.observer.step(s, batch, measured, applied, RATE, 1.0, 0.0, found)
+        self.state = self.recovery.settle(batch, measured, applied, before, s, self.loader)
+        decision = self.recovery.decision
+        self.disturbed += decision is not None and decision.action is not Action.APPLY
+
+    def _snapshot(self) -> None:
+        recovery = self.recovery
+        recovery.points.take(self.state, recovery.guard.detector.state, recovery.samples.state)
+
+    def _losses(self) -> float:
+        """Seconds of what the loss function does for the per-sample losses of a step: in the bare step, too."""
+        c, watch = self.config, Stopwatch(self.engine.device)
+        loss = torch.zeros(c.model.sequence_length, c.train.micro_batch, device=self.engine.device)
+        with watch.time(""):
+            for _ in self.batches[0].micro_batches:
+                torch.stack((loss.detach().mean(0), loss.detach().mean(0)))
+        return watch.seconds[""]
+
+    def _own_norm(self) -> tuple[Any, str]:
+        """Where DeepSpeed computes the norm that it clips by."""
+        for name in ("scaled_global_norm", "_get_norm_groups"):  # ZeRO 1 and 2; ZeRO 3
+            if hasattr(self.engine.optimizer, name):
+                return self.engine.optimizer, name
+        return self.engine, "_squares"  # BF16_Optimizer: ours, in place of its own
+
+
+@contextmanager
+def _stopwatches(watch: Stopwatch, calls: list[tuple[str, Any, str]]) -> Iterator[None]:
+    """Time the calls of (name, owner, attribute)."""
+    with ExitStack() as stack:
+        for name, owner, attribute in calls:
+            timed = watch.timed(name, getattr(owner, attribute))
+            stack.enter_context(engine._instead(owner, attribute, timed))
+        yield
+
+
+def _finite(measured: Measured) -> bool:
+    return measured.finite

@@ -1,0 +1,230 @@
+"""The tests and benchmarks of a GPU host, one after the other in a budget of time, and one JSON with all of it.
+
+    python -m benchmarks.suite --json bench_gpu.json       (bash launch/bench_gpu.sh finds the Python for it)
+
+Every stage is a command of its own, ended when its time is over; one that fails leaves its last words, and the next
+one is begun. The JSON is written again after every stage, so that a host that goes away leaves what was measured.
+"""
+
+from __future__ import annotations
+
+import json as json_
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+from xml.etree import ElementTree
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from megastable.base import durable
+from megastable.base.errors import ConfigError, user_errors
+
+ROOT = Path(__file__).parents[1]
+TAIL = 4000  # characters of a stage's output that are kept
+LEAST = 10  # seconds, below which none is begun
+MARGIN = 20  # seconds between when a benchmark is told to be ready and its end: imports, leaving
+VOCABULARY = "model.vocab_size=32000"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """command: after the Python; {seconds} becomes what it is told that it has. seconds: at most, but that one may also
+    take what those before it have left. json: whether it takes --json FILE; of pytest every test's outcome is kept."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: int
+    json: bool = True
+
+
+def _train(size: str, rounds: int, peers: Sequence[str], *overrides: str) -> tuple[str, ...]:
+    options = ["--recipe", f"launch/recipes/{size}.yaml", "--rounds", str(rounds), "--seconds", "{seconds}"]
+    named = [word for peer in peers for word in ("--peers", peer)]
+    return ("tools/bench.py", "train", "--device", "cuda", *options, *named, VOCABULARY, *overrides)
+
+
+# Four at a time on one GPU: most of their time is compilation and setting up, on the CPU.
+_TESTS = ("-m", "pytest", "tests/gpu", "-v", "-n4", "--timeout=90", "-p", "no:cacheprovider")
+STAGES = (
+    Stage("tests", (*_TESTS, "-m", "not exact"), 90, json=False),
+    # With the environment of run.deterministic, which is read when CUDA starts.
+    Stage("tests-exact", (*_TESTS, "-m", "exact"), 50, json=False),
+    # By worth: what is not begun for want of time stands at the end.
+    # The peers that matter first: compiled whole, a model of 24 blocks takes a minute to be warm.
+    Stage("350m", _train("350m", 6, ["bare", "transformers", "plain", "transformers-deepspeed"]), 105),
+    Stage("1.3b", _train("1.3b", 4, ["bare", "transformers"]), 55),
+    # FP8 over our own bf16, the ratio of the row megastable-bf16: ours is in FP8 in these.
+    Stage("1.3b-fp8", _train("1.3b", 4, ["megastable-bf16"], "precision.fp8=current"), 50),
+    Stage(
+        # 94 GiB of state with bf16 moments (14 bytes a parameter), 14 of FP8 weights between forward and backward, at
+        # most 17 of activations: one GPU of 139 GiB. Built once: drawing the weights takes a minute on one core.
+        "7b-fp8",
+        _train(
+            "7b", 4, ["megastable-fp8-off"], "parallel.tensor=1", "parallel.sequence=false",
+            "parallel.recompute=selective", "optimizer.moments=bf16", "precision.fp8=current", "--together",
+        ),
+        100,
+    ),
+    # The planner's formulas beside what torch's allocator says.
+    Stage(
+        "memory",
+        ("-m", "benchmarks.footprint", "--layout", "one", "--layout", "one, selective", "--layout",
+         "one, full", "--layout", "one, compiled", "--layout", "one, FP8 current"),
+        40,
+    ),
+    Stage(
+        "stability",
+        ("tools/bench.py", "stability", "--recipe", "launch/recipes/350m.yaml", "--rounds", "4", VOCABULARY,
+         "train.global_batch=16"),
+        50,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Done:
+    """A stage. returned: its exit code, None when its time was over. result: its JSON, of one that was ended as far as
+    it had come; of pytest, every test's outcome. left_out: it was not begun, and why."""
+
+    command: str
+    returned: int | None
+    seconds: float
+    result: Any
+    tail: str
+    left_out: str = ""
+
+    @property
+    def outcome(self) -> str:
+        if self.left_out:
+            return f"left out: {self.left_out}"
+        if self.returned is None:
+            return "its time was over"
+        return "passed" if self.returned == 0 else f"failed with {self.returned}"
+
+
+def allowed(stage: Stage, later: Sequence[Stage], left: float) -> float:
+    """Seconds that a stage gets of those that are left: its own, and what the later ones do not need."""
+    return min(left, max(stage.seconds, left - sum(s.seconds for s in later)))
+
+
+def run(stage: Stage, python: str, seconds: float) -> Done:
+    """A stage in a process group of its own, ended with all of it after so many seconds."""
+    with tempfile.TemporaryDirectory(prefix="megastable-bench-") as folder:
+        found, output = Path(folder) / "found.json", Path(folder) / "output"
+        told = str(max(1, round(seconds - MARGIN)))
+        command = [python, *(part.replace("{seconds}", told) for part in stage.command)]
+        if stage.json:
+            command += ["--json", str(found)]
+        elif "pytest" in command:
+            command += [f"--junitxml={found}"]
+        returned: int | None = None
+        begin = time.perf_counter()
+        # Into a file: a pipe stays open as long as any child that was left behind holds it.
+        with output.open("wb") as said:
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+            )
+            try:
+                returned = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        took = time.perf_counter() - begin
+        said_all = output.read_text(errors="replace")
+        result = tests_of(found, said_all) if "pytest" in command else read(found)
+    return Done(" ".join(command[1:]), returned, round(took, 1), result, said_all[-TAIL:])
+
+
+def read(file: Path) -> Any:
+    """A stage's JSON; None if there is none."""
+    try:
+        return json_.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+LINE = re.compile(r"^(?:\[gw\d+\] \[ *\d+%\] )?(PASSED|FAILED|SKIPPED|ERROR) (\S.*?)\s*$", re.M)
+
+
+def tests_of(xml: Path, output: str) -> dict[str, str]:
+    """Outcomes by test: of pytest's report, or of what it printed, where it was ended before it wrote one."""
+    try:
+        cases = list(ElementTree.parse(xml).iter("testcase"))
+    except (OSError, ElementTree.ParseError):
+        return {name: outcome.lower() for outcome, name in LINE.findall(output)}
+    found = {}
+    for case in cases:
+        kinds = {part.tag for part in case} & {"failure", "error", "skipped"}
+        found[f"{case.get('classname')}::{case.get('name')}"] = {
+            "failure": "failed", "error": "error", "skipped": "skipped",
+        }[min(kinds)] if kinds else "passed"  # fmt: skip
+    return found
+
+
+def table(stages: dict[str, Done]) -> Table:
+    """For a person: what was run, how long, how it ended."""
+    shown = Table("stage", "seconds", "outcome", title="GPU", title_justify="left")
+    for name, done in stages.items():
+        shown.add_row(name, f"{done.seconds:.0f}", done.outcome)
+    return shown
+
+
+def write(path: Path, done: dict[str, Done]) -> None:
+    """What there is up to now. Raises DataError."""
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    found = {"date": when, "stages": {n: vars(d) | {"outcome": d.outcome} for n, d in done.items()}}
+    durable.write_output(path, json_.dumps(found, indent=1) + "\n")
+
+
+def main(
+    json: Annotated[Path, typer.Option(help="Where everything goes")] = Path("bench_gpu.json"),
+    seconds: Annotated[int, typer.Option(min=1, help="For all stages together")] = 540,
+    only: Annotated[list[str] | None, typer.Option(help="A stage; repeatable")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Only say what would be run")] = False,
+) -> None:
+    """The tests that need a GPU, and the benchmarks, in a budget of time."""
+    if unknown := set(only or ()) - {stage.name for stage in STAGES}:
+        raise ConfigError(f"--only {min(unknown)}: choose among {', '.join(s.name for s in STAGES)}")
+    wanted = [stage for stage in STAGES if not only or stage.name in only]
+    if listed:
+        for stage in wanted:
+            print(f"{stage.name:12} {stage.seconds:4} s  python {' '.join(stage.command)}")
+        return
+    console = Console()
+    end = time.monotonic() + seconds
+    done: dict[str, Done] = {}
+    write(json, done)  # a path that cannot be written is known now, not after minutes
+    for number, stage in enumerate(wanted):
+        left = end - time.monotonic()
+        if left < LEAST:
+            told = f"no time is left ({left:.0f} s; it takes {stage.seconds})"
+            done[stage.name] = Done(" ".join(stage.command), None, 0.0, None, "", told)
+            write(json, done)
+            continue
+        console.print(f"{stage.name} ...")
+        done[stage.name] = run(stage, sys.executable, allowed(stage, wanted[number + 1 :], left))
+        console.print(done[stage.name].tail, markup=False, highlight=False)
+        write(json, done)
+    console.print(table(done))
+    console.print(f"all of it: {json}")
+    if any(d.returned != 0 for d in done.values()):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(user_errors()(main))

@@ -1,0 +1,470 @@
+"""Training speed of ours and of others, side by side: tokens a second, MFU, memory, and the ratios.
+
+    speed = measure(config, ["megastable", "bare", "transformers"], rounds=9)    # in a process group of one; CPU or GPU
+
+All train the same model on the same random tokens with the same micro-batches (`peers`). Every round measures each
+once, in random order, after a warm-up that is counted apart: it is where compilation takes place (and whoever shares
+code with one before, as bare does with ours, finds it compiled). Where they do not fit into memory together, each is
+built, measured and given up in turn, in several passes ("apart").
+
+Memory, of each: what it holds between two steps, and the most that one step takes beside it. On a GPU both are those of
+torch's allocator. A CPU's resident bytes are shared by all, so there they are the bytes of all living tensors, and
+the sum of a step's allocations as torch.profiler sees them: without scratch space of oneDNN.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import signal
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from benchmarks.common import machine
+from benchmarks.peers import OURS, PEERS, Contestant, Task, Unavailable
+from benchmarks.speed import Entry, Memory, Peak, Speed, Work, assess
+from megastable.base.errors import ConfigError
+from megastable.base.hardware import measured_tflops, nominal_tflops
+from megastable.config import deepspeed_json
+from megastable.config.tree import ModelConfig, RunConfig
+from megastable.data.loader import MicroBatch
+from megastable.engine import engine
+from megastable.model.flops import flops_per_token, parameters
+
+SMALL, LARGE = 4_096, 32_000  # vocabularies, where the recipe leaves it to the tokenizer
+SMALL_HIDDEN = 512  # up to which width a model is small
+MICRO_BATCHES = 4  # of a step, at most
+SETTLING = 2  # steps after the first one, before anything is measured
+PASSES = 3  # over all contestants, when they are apart
+LEAST_SECONDS, MOST_STEPS = 0.3, 16  # that one measurement takes; steps in it
+LEAST_ROUNDS = 2  # however late it is
+ROOM = 0.8  # of the device's memory that may be planned with
+MEASURED = "a run whose memory counts"
+NO_TIME = "it was not warm in the time that there was: more --seconds, or fewer --peers"
+
+Say = Callable[[str], None]
+
+
+def resolve(config: RunConfig, micro_batches: int = MICRO_BATCHES) -> tuple[RunConfig, list[str]]:
+    """The config that is measured, and what was changed for it. Raises ConfigError for what cannot be compared here."""
+    deepspeed_json.build(config, 1)
+    if config.precision.kind == "fp16":
+        raise ConfigError(
+            "precision.kind=fp16: the others are trained without a loss scale; use bf16 or fp32"
+        )
+    notes, tree = [], config.model_dump()
+    if config.model.vocab_size is None:
+        size = SMALL if config.model.hidden <= SMALL_HIDDEN else LARGE
+        tree["model"]["vocab_size"] = size
+        notes.append(f"model.vocab_size={size:,}: the recipe leaves it to the tokenizer")
+    most = micro_batches * config.train.micro_batch
+    if config.train.global_batch > most:
+        tree["train"]["global_batch"] = most
+        notes.append(
+            f"train.global_batch={most} in place of {config.train.global_batch}: a step of at most {micro_batches} "
+            "micro-batches, so that an update weighs more here than in the run"
+        )
+    if config.kernels.compile == "auto":
+        tree["kernels"]["compile"] = True
+        notes.append('kernels.compile: true in place of "auto": what is measured is the steady state')
+    if config.optimizer.moments == "bf16":
+        notes.append("optimizer.moments=bf16 of ours; the others' moments are of the type of their weights")
+    if config.parallel.recompute != "none":
+        notes.append(
+            f"parallel.recompute={config.parallel.recompute} of ours and bare: the others recompute nothing"
+        )
+    if config.data.keep_documents_apart:
+        tree["data"]["keep_documents_apart"] = False
+        notes.append("data.keep_documents_apart=false: the others do not keep them apart")
+    return RunConfig.model_validate(tree), notes
+
+
+def random_batches(config: RunConfig, device: torch.device) -> list[MicroBatch]:
+    """The micro-batches of one step, in memory as a loader hands them on."""
+    c, generator = config, torch.Generator().manual_seed(config.run.seed)
+    assert c.model.vocab_size is not None
+    found = []
+    for number in range(deepspeed_json.accumulation(c, 1)):
+        b = c.train.micro_batch
+        drawn = torch.randint(c.model.vocab_size, (b, c.model.sequence_length + 1), generator=generator)
+        tokens, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+        if device.type == "cuda":
+            tokens, labels = tokens.pin_memory(), labels.pin_memory()
+        found.append(MicroBatch(tokens, labels, torch.arange(number * b, (number + 1) * b), None))
+    return found
+
+
+def memory_needed(c: ModelConfig, micro_batch: int, names: Sequence[str], width: int = 2) -> float:
+    """Bytes that the contestants take together, estimated: what each holds, and the largest step.
+
+    width: bytes of an activation. A block without recomputation keeps about 34 bytes of 16-bit activations a token and
+    hidden unit (Korthikanti et al., arXiv:2205.05198, section 4, without the scores); logits are there three times.
+    """
+    held = parameters(c) * (sum(PEERS[name].holds for name in names) + width)
+    tokens = micro_batch * c.sequence_length
+    return held + tokens * (17 * width * c.hidden * c.layers + (8 + width) * c.padded_vocab)
+
+
+def steps_needed(names: Sequence[str], rounds: int) -> int:
+    """How often `measure` calls `advance`, if all can run."""
+    return len(names) * (rounds + 1)
+
+
+def measure(
+    config: RunConfig,
+    names: Sequence[str],
+    rounds: int,
+    apart: bool | None = None,
+    advance: Callable[[], None] = lambda: None,
+    say: Say = lambda _: None,
+    after: Callable[[str, Contestant, torch.device], None] = lambda *_: None,
+    seconds: float | None = None,
+    partly: Callable[[Speed], None] | None = None,
+) -> Speed:
+    """Speeds of `names` (of `peers.PEERS`, ours among them) on this config's model, batch and precision.
+
+    The process group, of one rank, exists already. apart: None = where memory asks for it. advance: called for every
+    warm-up and measurement; after(name, contestant, device): when its last one is over. seconds: about how long all may
+    take; a peer that is not warm in time is a row (from the main thread only). partly: given what is known so far,
+    after every warm-up and measurement. A peer that cannot run is a row. Raises ConfigError where none can.
+    """
+    end = None if seconds is None else time.monotonic() + seconds
+    config, notes = resolve(config)
+    task = Task(config, engine.device(), random_batches(config, engine.device()))
+    if apart is None:
+        needed = memory_needed(config.model, config.train.micro_batch, names, task.dtype.itemsize)
+        apart = len(names) > 1 and needed > ROOM * _memory(task.device)
+        if apart:
+            notes.append(f"measured apart: together they take about {needed / 2**30:,.0f} GiB")
+    about = machine(task.device), _run(config)
+    if about[0]["load_average"] > about[0]["cores"] / 2:
+        notes.append(
+            f"the machine was busy before this began (load {about[0]['load_average']} on {about[0]['cores']} cores): "
+            "on a CPU such numbers say little"
+        )
+    size = 8192 if task.device.type == "cuda" else 1024
+    tflops = [measured_tflops(task.device, task.dtype, size, 1.0)]
+    known = None
+    if task.device.type == "cuda":
+        known = nominal_tflops(torch.cuda.get_device_name(task.device), task.dtype)
+    c, tokens = config.model, config.train.global_batch * config.model.sequence_length
+    work = Work(tokens, tokens * flops_per_token(c, False), tokens * flops_per_token(c, True))
+    about[1]["apart"] = apart
+
+    def found(*more: str) -> Speed:
+        about[1]["steps_in_a_measurement"] = bench.steps
+        peak = Peak(max(tflops), known)
+        told = [*notes, *more]
+        # Of a round that is not over some have a sample more.
+        rounds_done = min((len(of) for of in bench.samples.values() if of), default=0)
+        samples = {name: of[:rounds_done] for name, of in bench.samples.items()}
+        return assess(names, samples, bench.entries, bench.problems, work, peak, about, told)
+
+    def advanced() -> None:
+        advance()
+        if partly is not None:
+            partly(found("not finished: the time of it was over, or it was ended"))
+
+    bench = Bench(
+        task, names, advanced, say, lambda name, contestant: after(name, contestant, task.device), end
+    )
+    if apart:
+        bench.measure_apart(rounds)
+    else:
+        bench.measure_together(rounds)
+    tflops.append(measured_tflops(task.device, task.dtype, size, 1.0))
+    if (done := len(bench.samples[OURS])) < rounds:
+        return found(f"{done} rounds in place of {rounds}: the time was over")
+    return found()
+
+
+def _run(config: RunConfig) -> dict[str, Any]:
+    c = config
+    return {
+        "parameters": parameters(c.model),
+        "vocabulary": c.model.vocab_size,
+        "sequence_length": c.model.sequence_length,
+        "micro_batch": c.train.micro_batch,
+        "global_batch": c.train.global_batch,
+        "tokens": c.train.global_batch * c.model.sequence_length,
+        "precision": c.precision.kind,
+        "fp8": c.precision.fp8.recipe if c.precision.fp8 else None,
+        "zero": c.parallel.zero,
+        "recompute": c.parallel.recompute,
+        "moments": c.optimizer.moments,
+        "clip": c.optimizer.clip,
+    }
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes that there are."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(psutil.virtual_memory().available)
+
+
+class Bench:
+    """Contestants on one task, and what was found of them. samples: seconds a step, paired by place in the list."""
+
+    def __init__(
+        self,
+        task: Task,
+        names: Sequence[str],
+        advance: Callable[[], None],
+        say: Say,
+        after: Callable[[str, Contestant], None] = lambda *_: None,
+        end: float | None = None,
+    ) -> None:
+        """end: by time.monotonic, when all is to be over."""
+        self.task, self.names, self.advance, self.say, self.after = task, list(names), advance, say, after
+        self.end = end
+        self.round_seconds = 0.0  # of one contestant's part in a round
+        if any(PEERS[name].given for name in names):
+            assert task.weights  # made here, so that they are nobody's memory
+        self.device = task.device
+        self.entries: dict[str, Entry] = {}
+        self.problems: dict[str, str] = {}
+        self.samples: dict[str, list[float]] = defaultdict(list)
+        self.steps = 1  # in a measurement
+        self.order = random.Random(0)
+
+    def measure_together(self, rounds: int) -> None:
+        """All of them are there at once: every round measures each."""
+        living: dict[str, Contestant] = {}
+        try:
+            for name in self.names:
+                if (built := self._begin(name, (len(living) + 1) * rounds)) is not None:
+                    living[name] = built
+            for number in range(rounds):
+                if number >= LEAST_ROUNDS and self._left() < 0:
+                    break
+                self.say(f"round {number + 1} of {rounds}")
+                with _no_garbage():
+                    for name in self.order.sample(list(living), len(living)):
+                        self._sample(name, living[name])
+            for name, contestant in living.items():
+                self.after(name, contestant)
+        finally:
+            self._end(living)
+
+    def measure_apart(self, rounds: int) -> None:
+        """One is there at a time; in every pass each measures its part of the rounds, forwards and backwards in turn:
+        what changes slowly (heat, other jobs) falls on all."""
+        passes = min(PASSES, rounds)
+        for number in range(passes):
+            share = rounds * (number + 1) // passes - rounds * number // passes
+            for name in self.names if number % 2 == 0 else self.names[::-1]:
+                if name in self.problems:
+                    continue
+                built = self._begin(name, share)
+                if built is None:
+                    continue
+                living = {name: built}
+                del built
+                try:
+                    with _no_garbage():
+                        self.say(f"{name}, pass {number + 1} of {passes}")
+                        for _ in range(share):
+                            self._sample(name, living[name])
+                    if number == passes - 1:
+                        self.after(name, living[name])
+                finally:
+                    self._end(living)
+
+    def _left(self) -> float:
+        """Seconds until all is to be over."""
+        return math.inf if self.end is None else self.end - time.monotonic()
+
+    def _begin(self, name: str, turns: int) -> Contestant | None:
+        """Built and warmed up; None, and the reason is noted, if that fails or leaves no time for so many turns."""
+        self.say(f"{name}: warming up")
+        before = self._held()
+        built: Contestant | None = None
+        alarm = Alarm()
+        try:
+            begun = time.perf_counter()
+            patience = math.inf if name == OURS else self._left() - turns * self.round_seconds
+            with warnings.catch_warnings(), alarm.after(patience):
+                warnings.simplefilter("ignore")
+                built = PEERS[name].build(self.task)
+                at_build = time.perf_counter() - begun
+                begun = time.perf_counter()
+                loss = float(built.step())
+                self._wait()
+                first = time.perf_counter() - begun
+                begun = time.perf_counter()
+                for _ in range(SETTLING):
+                    built.step()
+                self._wait()
+            if not self.entries:  # of ours: the same number for all
+                last = (time.perf_counter() - begun) / SETTLING
+                self.steps = max(1, min(MOST_STEPS, math.ceil(LEAST_SECONDS / last)))
+                self.round_seconds = self.steps * last
+            if name not in self.entries:
+                self.advance()
+                memory = self._memory_of(built, before)
+                self.entries[name] = Entry(built.backends, at_build, first, loss, memory, built.same_weights)
+            return built
+        except Exception as error:
+            self._failed(name, Unavailable(NO_TIME) if alarm.rang else error)
+        built = None
+        self.samples.pop(name, None)
+        self._clean()
+        return None
+
+    def _failed(self, name: str, error: Exception) -> None:
+        """Others go on without it; without ours there is nothing to compare."""
+        if isinstance(error, Unavailable | ConfigError):
+            told = str(error)
+        elif isinstance(error, torch.OutOfMemoryError):
+            told = "out of memory: a smaller train.micro_batch, or parallel.recompute"
+        else:
+            first = (str(error).strip() or "no message").splitlines()[0]
+            told = f"failed: {type(error).__name__}: {first[:300]}"
+        if name == OURS:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise ConfigError(f"{OURS}: {told}") from error
+            raise error
+        self.problems[name] = told
+
+    def _sample(self, name: str, contestant: Contestant) -> None:
+        if name in self.problems:
+            return
+        try:
+            self._wait()
+            begun = time.perf_counter()
+            for _ in range(self.steps):
+                contestant.step()
+            self._wait()
+            self.samples[name].append((time.perf_counter() - begun) / self.steps)
+        except Exception as error:
+            self._failed(name, error)
+            self.samples.pop(name, None)
+        self.advance()
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _end(self, living: dict[str, Contestant]) -> None:
+        for contestant in living.values():
+            contestant.close()
+        living.clear()
+        torch._dynamo.reset()  # what it compiled holds on to the modules
+        self._clean()
+
+    def _clean(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # Memory
+
+    def _held(self) -> int:
+        """Bytes in tensors now: of torch's allocator, or of all that can be found."""
+        gc.collect()
+        if self.device.type == "cuda":
+            self._wait()
+            return torch.cuda.memory_allocated(self.device)
+        return living_bytes()
+
+    def _memory_of(self, contestant: Contestant, before: int) -> Memory:
+        """before: bytes held before it was built."""
+        held = self._held()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            contestant.step()
+            self._wait()
+            step = torch.cuda.max_memory_allocated(self.device) - held
+        else:
+            step = peak_of(contestant.step)
+        mine = held - before
+        return Memory(mine / 2**30, step / 2**30, (mine + step) / 2**30)
+
+
+class Alarm:
+    """Ends what the main thread does, compiling for one, after some seconds."""
+
+    rang = False  # what the exception comes out as depends on where it struck
+
+    @contextmanager
+    def after(self, seconds: float) -> Iterator[None]:
+        if not math.isfinite(seconds):
+            yield
+            return
+
+        def ring(*_: Any) -> None:
+            self.rang = True
+            raise TimeoutError
+
+        before = signal.signal(signal.SIGALRM, ring)
+        try:
+            # And again: an exception inside of a destructor is lost.
+            signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001), 5.0)
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """The collector stays out of what is timed."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def living_bytes() -> int:
+    """Bytes of the storages of all tensors that Python knows, and of their gradients; each storage once."""
+    storages: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), Tensor) or thing.device.type != "cpu" or thing.layout != torch.strided:
+            continue
+        if type(thing) not in (Tensor, torch.nn.Parameter):
+            continue  # what compilation traces with holds no memory
+        count(thing)
+        if thing.is_leaf and thing.grad is not None:
+            count(thing.grad)
+    return sum(storages.values())
+
+
+def peak_of(step: Callable[[], Any], again: int = 0) -> int:
+    """The most bytes that `step` has allocated on the CPU at once, beside what was there before it.
+
+    again: run it so many times more, and take the least of these. torch.profiler knows no memory that was there before
+    it, which a pipeline gives back in its first step; and gloo's threads release what they have sent with a delay.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        for _ in range(1 + again):
+            with torch.profiler.record_function(MEASURED):
+                step()
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = profile.profiler.kineto_results.events()
+    starts = sorted(e.start_ns() for e in events if e.name() == MEASURED)
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    peaks = []
+    for begin, end in zip(starts, [*starts[1:], math.inf], strict=True):
+        before = sum(size for at, size in changes if at < begin)
+        inside = (size for at, size in changes if begin <= at < end)
+        peaks.append(max(accumulate(inside, initial=before)) - before)
+    return min(peaks[min(again, 1) :])

@@ -1,0 +1,164 @@
+"""What goes wrong inside of a rank, put into a training process from outside: its own code has no place for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drills.plan import Fault, Plan
+from megastable import train
+from megastable.config.tree import ScheduleConfig
+from megastable.engine.engine import Engine
+from megastable.engine.flatstate import Fragment
+from megastable.fp8 import emulated
+from megastable.model.loss import Features, LossFunction
+from megastable.optim.schedule import rate
+
+GARBAGE = 4096  # first moments that are overwritten: 16 KiB, four pages
+TILE = 16  # columns of a product that a broken kernel gets wrong
+EXPONENT = 1 << 30  # the highest bit of an fp32 (and bf16) exponent: a weight of 0.02 becomes one of 10^36
+
+
+def install(plan: Plan) -> None:
+    """Make the fault of `plan` happen in this process."""
+    fault = plan.fault
+    if fault is None:
+        return
+    if fault.kind in LASTING:
+        LASTING[fault.kind](fault)
+        return
+    real, marker = Engine.train_step, plan.run / f".drilled-{fault.kind}"
+
+    def train_step(self: Engine, *args: Any, **options: Any) -> Any:
+        rank = self.topology.rank
+        mine = marker.with_name(f"{marker.name}-{rank}")
+        # The step is the engine's: it goes back with a rewind. A measurement is no step.
+        if self._probing or self.ds.global_steps + 1 != fault.step or mine.exists():
+            return real(self, *args, **options)
+        mine.touch()
+        with HAPPENS[fault.kind](self, rank == fault.rank, plan.seed):
+            return real(self, *args, **options)
+
+    Engine.train_step = train_step  # type: ignore[method-assign]
+
+
+def _mistake(fault: Fault) -> None:
+    def mistaken(schedule: ScheduleConfig, peak: float, total: int, updates: int) -> float:
+        wrong = fault.step - 1 <= updates < fault.step - 1 + fault.steps
+        return rate(schedule, peak, total, updates) * (fault.factor if wrong else 1.0)
+
+    train.rate = mistaken  # type: ignore[attr-defined]
+
+
+def _broken_kernel(fault: Fault) -> None:
+    """Of the emulation: the scale of another tile, say."""
+    product, step, broken = emulated.multiply, Engine.train_step, False
+
+    def multiply(*args: Any, **options: Any) -> Tensor:
+        result = product(*args, **options)
+        if broken:
+            result[..., :TILE] *= fault.factor
+        return result
+
+    def train_step(self: Engine, *args: Any, **options: Any) -> Any:
+        nonlocal broken
+        # A measurement is of the step that was refused last.
+        number = self.ds.global_steps + (not self._probing)
+        broken = fault.step <= number < fault.step + fault.steps
+        try:
+            return step(self, *args, **options)
+        finally:
+            broken = False
+
+    emulated.multiply = multiply
+    Engine.train_step = train_step  # type: ignore[method-assign]
+
+
+LASTING: dict[str, Callable[[Fault], None]] = {"high_rate": _mistake, "fp8": _broken_kernel}
+
+
+# Around one step: (engine, whether it happens on this rank, seed)
+
+
+@contextmanager
+def nan_gradient(engine: Engine, here: bool, seed: int) -> Iterator[None]:
+    def spoil(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient.view(-1)[0] = torch.nan
+        return gradient
+
+    parameter = _matrix(engine)
+    handle = parameter.register_hook(spoil) if here else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+@contextmanager
+def inf_loss(engine: Engine, here: bool, seed: int) -> Iterator[None]:
+    real = LossFunction.__call__
+
+    def infinite(self: LossFunction, given: Tensor | Features, labels: Tensor) -> Tensor:
+        loss = real(self, given, labels)
+        if len(self.samples) == 1:
+            self.samples[0] = self.samples[0] * torch.inf
+            loss = loss * torch.inf
+        return loss
+
+    if here:
+        LossFunction.__call__ = infinite  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        LossFunction.__call__ = real  # type: ignore[method-assign]
+
+
+@contextmanager
+def moments(engine: Engine, here: bool, seed: int) -> Iterator[None]:
+    if here:
+        held = _held(engine, "exp_avg")[:GARBAGE]
+        held.copy_(torch.randn(held.shape, generator=torch.Generator().manual_seed(seed)))
+    yield
+
+
+@contextmanager
+def bit_flip(engine: Engine, here: bool, seed: int) -> Iterator[None]:
+    if here:
+        held = _held(engine, "weight")
+        index = int(torch.randint(held.numel(), (1,), generator=torch.Generator().manual_seed(seed)))
+        held[index : index + 1].view(torch.int32).bitwise_xor_(EXPONENT)
+    engine.refresh_weights()  # collective: the copy that computes
+    yield
+
+
+Around = Callable[[Engine, bool, int], Any]
+HAPPENS: dict[str, Around] = {
+    "nan_gradient": nan_gradient,
+    "inf_loss": inf_loss,
+    "moments": moments,
+    "bit_flip": bit_flip,
+}
+
+
+def _matrix(engine: Engine) -> torch.nn.Parameter:
+    """A weight matrix in the middle of the model."""
+    matrices = [p for p in engine.ds.module.parameters() if p.dim() > 1]
+    return matrices[len(matrices) // 2]
+
+
+def _held(engine: Engine, kind: str) -> Tensor:
+    """The part of a block's weight matrix that this rank holds, fp32: the largest."""
+
+    def size(fragment: Fragment) -> int:
+        return fragment.numel if len(fragment.shape) > 1 and fragment.name.startswith("blocks.") else 0
+
+    flat = engine.flat_state()
+    piece = flat.piece(max(flat.fragments, key=size), kind)
+    assert piece is not None, "there are no moments before the first update"
+    return piece

@@ -1,0 +1,242 @@
+"""Real runs with planted faults: a few ranks on the CPU through the deepspeed launcher, ours under its supervisor."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from drills.fate import fate
+from drills.plan import Plan, Policy
+from drills.run_processes import Family
+from drills.scenario import Outside, Scenario
+from drills.score import Score, score
+from drills.stage import OVERRIDES, Stage
+from megastable.base import durable
+from megastable.base.errors import CheckpointError, MegastableError
+from megastable.checkpoint.store import newest_first
+from megastable.config.recipe import ROOT
+from megastable.data.manifest import Manifest
+from megastable.data.plant import Planted
+from megastable.run.directory import RunDirectory
+from megastable.supervise.processes import LAUNCHER, free_port
+
+WORKER = "drills.worker"
+POLL = 0.1
+LIMIT = 1200.0  # seconds of a run; alone on two cores, none takes a tenth of it
+HUNG = 20.0  # seconds without a step, after which a run that nobody looks after is given up
+
+# Code that has no influence on how a run goes: it may change between the runs of a table.
+JUDGING = {ROOT / "drills" / name for name in ("batch.py", "fate.py", "score.py", "table.py")}
+PREPARING = threading.Lock()  # runs at the same time share corpora
+POISONS: dict[Outside | None, Literal["weight", "second_moments"]] = {
+    "poison_weight": "weight",
+    "poison_moments": "second_moments",
+}
+
+Watch = Callable[[int], None]
+
+
+class Done(BaseModel):
+    """What a run directory does not say of a drilled run. conditions: all that decided it, hashed. struck: when it was
+    hit from outside, in unix time. exit: the exit code of the process that was started, None where that is gone and the
+    ranks went on. planted: what was bad in its corpus."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    conditions: str
+    planted: Planted | None
+    struck: float | None
+    exit: int | None
+    wall_seconds: float
+
+
+def drill(stage: Stage, scenario: Scenario, policy: Policy, watch: Watch, jobs: int = 1) -> Score:
+    """One run from its start to its end, or what is there of the same one. Leaves no process behind.
+
+    watch: is told the step, again and again; what it raises ends the run. jobs: so many runs share the machine.
+    Raises MegastableError for a run that does not begin.
+    """
+    with PREPARING:
+        corpus, planted = stage.corpus_of(scenario)
+    run = RunDirectory(stage.folder / "runs" / f"{scenario.name}-{policy}-{stage.seed}")
+    wanted = Plan(
+        policy=policy,
+        run=run.root,
+        seed=stage.seed,
+        fault=scenario.fault and scenario.fault.among(stage.ranks),
+    )
+    overrides = [*OVERRIDES[policy], *scenario.overrides]
+    overrides += [f"run.dir={run.root}", f"data.corpora=[{{path: {corpus}}}]"]
+    told = conditions(stage, scenario, wanted, overrides, corpus)
+    done = finished(run)
+    if done is None or done.conditions != told:
+        done = _run(stage, scenario, wanted, overrides, told, planted, watch, jobs)
+    return judged(run, scenario, policy, stage.seed, done)
+
+
+def judged(run: RunDirectory, scenario: Scenario, policy: Policy, seed: int, done: Done) -> Score:
+    """The score of a finished run."""
+    return score(
+        run.root, scenario, policy, seed, fate(run.root, done.planted), struck=done.struck, code=done.exit,
+        wall_seconds=done.wall_seconds,
+    )  # fmt: skip
+
+
+def conditions(stage: Stage, scenario: Scenario, plan: Plan, overrides: list[str], corpus: Path) -> str:
+    """A hash of all that decides how a run goes: its settings, its data, what is done to it, and the code."""
+    sources = sorted(
+        path
+        for part in ("megastable", "drills")
+        for path in (ROOT / part).rglob("*.py")
+        if path not in JUDGING
+    )
+    told = xxhash.xxh3_128(stage.recipe.read_bytes())
+    settings = [overrides, scenario.outside, scenario.step, stage.ranks]
+    told.update(json.dumps([*settings, plan.model_dump_json(), Manifest.load(corpus).fingerprint()]).encode())
+    for path in sources:
+        told.update(path.read_bytes())
+    return told.hexdigest()
+
+
+def finished(run: RunDirectory) -> Done | None:
+    """What was written down when the run ended; None where it did not, or that cannot be read."""
+    try:
+        return Done.model_validate_json(_beside(run, ".done").read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def _beside(run: RunDirectory, ending: str) -> Path:
+    return run.root.with_name(run.root.name + ending)
+
+
+def _run(
+    stage: Stage, scenario: Scenario, wanted: Plan, overrides: list[str], told: str, planted: Planted | None,
+    watch: Watch, jobs: int,
+) -> Done:  # fmt: skip
+    run, policy = RunDirectory(wanted.run), wanted.policy
+    plan, log, note = (_beside(run, ending) for ending in (".json", ".log", ".done"))
+    note.unlink(missing_ok=True)
+    log.unlink(missing_ok=True)
+    shutil.rmtree(run.root, ignore_errors=True)
+    run.root.mkdir(parents=True)
+    plan.write_text(wanted.model_dump_json(indent=1))
+    begin = time.monotonic()
+    line = command(policy, stage.recipe, overrides, stage.ranks)
+    with Family(plan, line, log, environment(stage.ranks * jobs)) as family:
+        struck = _attend(family, run, scenario, policy, stage.ranks, watch)
+        code = family.parent.poll()
+    seconds = time.monotonic() - begin
+    if not step_of(run) and not run.summary.exists():
+        said = log.read_text(errors="replace").strip().splitlines()[-5:]
+        raise MegastableError(
+            f"{run.root.name} ended before its first step. Its last words:\n" + "\n".join(said)
+        )
+    done = Done(conditions=told, planted=planted, struck=struck, exit=code, wall_seconds=round(seconds, 1))
+    durable.write_output(note, done.model_dump_json(indent=1) + "\n")
+    return done
+
+
+def command(policy: Policy, recipe: Path, overrides: list[str], ranks: int) -> list[str]:
+    """What starts a run: the supervisor for ours, the bare launcher for the others."""
+    count = ["--num_gpus", str(ranks)]
+    if policy is Policy.OURS:
+        supervise = str(ROOT / "launch/supervise.py")
+        return [sys.executable, supervise, "--module", WORKER, str(recipe), *overrides, "--", *count]
+    port = ["--master_port", str(free_port())]
+    return [*LAUNCHER, *count, *port, "--module", WORKER, str(recipe), *overrides]
+
+
+def environment(processes: int) -> dict[str, str]:
+    """processes: that share the cores."""
+    cores = len(os.sched_getaffinity(0))
+    path = os.pathsep.join(
+        filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    )  # where the worker is found
+    threads = str(max(1, min(8, cores // processes)))
+    return {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads, "PYTHONPATH": path}
+
+
+def _attend(
+    family: Family, run: RunDirectory, scenario: Scenario, policy: Policy, ranks: int, watch: Watch
+) -> float | None:
+    """Follow a run to its end, and do to it from outside what the scenario wants; when that was, in unix time."""
+    struck, end = None, time.monotonic() + LIMIT
+    step, moved = 0, time.monotonic()
+    while time.monotonic() < end:
+        over = family.parent.poll() is not None
+        now = step_of(run)
+        moved = moved if now == step else time.monotonic()
+        step = now
+        watch(step)
+        if (
+            scenario.outside is not None
+            and struck is None
+            and step >= scenario.step
+            and strike(family, run, scenario, ranks - 1)
+        ):
+            struck, moved = time.time(), time.monotonic()
+            continue
+        if over and scenario.outside == "kill_parent" and struck is not None:
+            if (
+                policy is Policy.OURS
+                and not run.summary.exists()
+                and family.parent.returncode == -signal.SIGKILL
+            ):
+                family.start()  # as the service manager of the machine would
+                continue
+            over = not any(True for _ in family.members())  # the ranks may go on as orphans
+        if over or (policy is not Policy.OURS and struck is not None and time.monotonic() - moved > HUNG):
+            break
+        time.sleep(POLL)
+    return struck
+
+
+def step_of(run: RunDirectory) -> int:
+    """Steps done so far, as rank 0 says."""
+    try:
+        return int(json.loads(run.progress.read_text())["step"] or 0)
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def strike(family: Family, run: RunDirectory, scenario: Scenario, victim: int) -> bool:
+    """Whether it could be done: processes may not be there just now. victim: the rank that is killed or stopped."""
+    if scenario.outside == "kill_parent":
+        family.parent.kill()
+        family.parent.wait()
+        return True
+    if scenario.outside == "damage_checkpoint":
+        damage(newest_first(run.checkpoints)[:1])
+    if scenario.outside in POISONS:
+        from drills.poison import poison
+
+        # A policy that keeps no checkpoints has none to go on from, either.
+        with suppress(CheckpointError):
+            poison(run.checkpoints, POISONS[scenario.outside])
+    return family.strike(victim, signal.SIGSTOP if scenario.outside == "stop_rank" else signal.SIGKILL)
+
+
+def damage(checkpoints: list[Path]) -> None:
+    """Change bytes in the middle of the largest file, as a bad disk does: size and time say nothing of it."""
+    for checkpoint in checkpoints:
+        largest = max(checkpoint.iterdir(), key=lambda file: file.stat().st_size)
+        before = largest.stat()
+        with largest.open("r+b") as file:
+            file.seek(before.st_size // 2)
+            piece = file.read(4096)
+            file.seek(before.st_size // 2)
+            file.write(bytes(byte ^ 0xFF for byte in piece))
+        os.utime(largest, ns=(before.st_atime_ns, before.st_mtime_ns))

@@ -1,0 +1,35 @@
+"""All faults of the drills, chosen from by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from drills.gross import CLEAN_EPOCHS, CLEAN_FP8, GROSS
+from drills.scenario import CLEAN, Scenario
+from drills.thin import THIN
+from megastable.base.errors import ConfigError
+
+QUICK_STEPS, QUICK_FAULT_STEP = 96, 62
+SCENARIOS = (*GROSS, *THIN)
+GROUPS = {
+    "all": SCENARIOS,
+    "gross": GROSS,
+    "thin": THIN,
+}
+QUICK = ("random-tokens", "killed-rank")
+NAMES = tuple(scenario.name for scenario in SCENARIOS)
+
+
+def choose(names: Sequence[str]) -> list[Scenario]:
+    """Scenarios by name or group, in the table's order; no name at all: every one. Raises ConfigError."""
+    if unknown := [name for name in names if name not in (*NAMES, *GROUPS)]:
+        raise ConfigError(f"{unknown[0]}: there is no such scenario: {', '.join([*GROUPS, *NAMES])}")
+    groups = {s.name for name in (names or ["all"]) for s in GROUPS.get(name, ())}
+    return [scenario for scenario in SCENARIOS if scenario.name in {*names, *groups}]
+
+
+def references(chosen: Sequence[Scenario]) -> list[Scenario]:
+    """The runs without a fault that those of `chosen` are compared with."""
+    return [
+        clean for clean in (CLEAN, CLEAN_EPOCHS, CLEAN_FP8) if any(s.reference == clean.name for s in chosen)
+    ]

@@ -1,0 +1,260 @@
+"""What a drilled run was worth, read from its run directory alone. Pure but for the reading."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from drills.fate import Fate
+from drills.plan import Policy
+from drills.scenario import Scenario
+from megastable.run.directory import RunDirectory
+from megastable.stability.actions import Cause
+
+REACH = 30  # steps after a fault in which an alarm may be its consequence: as long as an action is verified
+TARGET = 0.02  # nats: how much worse than the clean run ours may end
+WRONG = 12  # of so many causes one may be wrong
+WARNED = 100  # steps within which a run that begins badly must be warned of
+POISONED = {
+    "poison_weight",
+    "poison_moments",
+}  # what is done from outside and shows in the numbers of training
+
+Event = dict[str, Any]
+NOBODY = Fate()
+
+
+class Score(BaseModel):
+    """A row of the table. Losses in nats per token; None: not applicable, or not reached.
+
+    ended: "finished", "stopped" (by its own decision), "dead" (its processes ended or hung before the end). step: the
+    last one that was reached. exit: the exit code of the process that was started. excess: validation loss minus that
+    of `reference`, the same policy's clean run of the same seed. steps_lost: done again, or undone. discarded: batches
+    whose update was refused. fate: what became of the samples. seconds_to_recover: from the fault, or where it is
+    inside of a process from the decision to act, until the run trains on. incidents, rewinds, handovers, cuts (of the
+    learning rate, caps included), alerts: of the whole run. warnings: in the journal; warned: one came near the start,
+    where that is what is asked for. false_alarms: batches refused and incidents opened that the fault does not explain.
+    kinds, causes: of the incidents that it does explain. wall_seconds: of the whole run.
+    """
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    scenario: str
+    policy: Policy
+    seed: int
+    ended: str
+    step: int
+    exit: int | None = None
+    val_loss: float | None
+    reference: str = "clean"
+    excess: float | None = None
+    steps_lost: int
+    discarded: int
+    fate: Fate = Fate()
+    seconds_to_recover: float | None
+    incidents: int = 0
+    rewinds: int = 0
+    handovers: int = 0
+    cuts: int = 0
+    alerts: int = 0
+    warnings: int = 0
+    warned: bool | None = None
+    false_alarms: int
+    kinds: list[str]
+    causes: list[str]
+    kind_right: bool | None
+    cause_right: bool | None
+    wall_seconds: float
+
+    @property
+    def clean(self) -> bool:
+        """Whether it is a run that others are compared with."""
+        return self.scenario == self.reference
+
+
+def score(
+    run: Path,
+    scenario: Scenario,
+    policy: Policy,
+    seed: int,
+    fate: Fate = NOBODY,
+    *,
+    struck: float | None = None,
+    code: int | None = None,
+    wall_seconds: float = 0.0,
+) -> Score:
+    """fate: of the samples. struck: unix time of a fault from outside. code: the exit code."""
+    directory = RunDirectory(run)
+    events = list(directory.events())
+    summary = json.loads(directory.summary.read_text()) if directory.summary.exists() else {}
+    ours = policy is Policy.OURS
+    # Only ours undoes what has happened; under the others whatever comes later may be its consequence.
+    explained, unexplained = alarms(events, scenario, struck, REACH if ours else math.inf)
+    incidents = _latest(explained)
+    actions = [action for incident in _latest(events) for action in incident.get("actions", ())]
+    warnings = [event.get("step", 0) for event in events if event["event"] == "warning"]
+    kinds, causes = [i["kind"] for i in incidents], causes_of(incidents, events)
+    return Score(
+        scenario=scenario.name,
+        policy=policy,
+        seed=seed,
+        ended=ended(events, bool(summary)),
+        step=summary.get("steps") or reached(directory, events),
+        exit=code,
+        val_loss=None if summary.get("val_loss") is None else float(summary["val_loss"]),
+        reference=scenario.reference,
+        steps_lost=steps_lost(events),
+        discarded=sum(event["event"] == "discarded" for event in events),
+        fate=fate,
+        seconds_to_recover=_recovery(incidents, events, struck) if ours else None,
+        incidents=len(_latest(events)),
+        rewinds=sum(event["event"] == "incident" and event["what"] == "rewound" for event in events),
+        handovers=sum(event["event"] == "handover" for event in events),
+        cuts=sum(action in ("cut_lr", "cap_lr") for action in actions),
+        alerts=sum(action == "alert" for action in actions),
+        warnings=len(warnings),
+        warned=any(step <= WARNED for step in warnings) if ours and scenario.warning else None,
+        false_alarms=len(unexplained),
+        kinds=sorted(kinds),
+        causes=sorted(causes),
+        kind_right=set(kinds or [None]) <= scenario.kinds if ours else None,
+        cause_right=is_right(causes, scenario) if ours else None,
+        wall_seconds=round(wall_seconds, 1),
+    )
+
+
+def ended(events: Sequence[Event], finished: bool) -> str:
+    """How a run ended, in a word."""
+    if finished:
+        return "finished"
+    return "stopped" if any(event["event"] == "unstable" for event in events) else "dead"
+
+
+def is_right(named: Iterable[str], scenario: Scenario) -> bool:
+    """Whether the causes that were named are the right ones; see scenarios.py."""
+    found = {Cause(name) for name in named}
+    if not scenario.causes:
+        return found <= scenario.tolerated
+    return bool(found & scenario.causes) and found <= scenario.causes | scenario.tolerated
+
+
+def alarms(
+    events: Iterable[Event], scenario: Scenario, struck: float | None, reach: float = REACH
+) -> tuple[list[Event], list[Event]]:
+    """Refused updates and events of incidents: those that the fault explains; and the alarms that it does not.
+
+    reach: steps after it in which they may be its consequence.
+    """
+    explained: list[Event] = []
+    unexplained: list[Event] = []
+    foreign: set[int] = set()  # numbers of incidents that were opened for nothing
+    for event in events:
+        if event["event"] not in ("discarded", "incident"):
+            continue
+        incident = event["event"] == "incident"
+        if incident and event["what"] != "opened":
+            if event["number"] not in foreign:
+                explained.append(event)
+        elif _explains(scenario, event, struck, reach):
+            explained.append(event)
+        else:
+            unexplained.append(event)
+            if incident:
+                foreign.add(event["number"])
+    return explained, unexplained
+
+
+def _explains(scenario: Scenario, event: Event, struck: float | None, reach: float) -> bool:
+    if scenario.outside is not None:
+        # The numbers of training are as they always are: whatever the trainer complains about is nothing.
+        by_trainer = event["event"] == "discarded" or "policy" in event
+        disturbs = scenario.outside in POISONED
+        return struck is not None and event["time"] >= struck and (disturbs or not by_trainer)
+    if scenario.region is None and scenario.fault is None and not scenario.warning:
+        return False
+    step = event["step"] if "step" in event else event["summary"]["step"]
+    return bool(scenario.step <= step < scenario.step + scenario.steps + reach)
+
+
+def _latest(events: Iterable[Event]) -> list[Event]:
+    """The incidents as they were told last, in order."""
+    told = {e["number"]: e["summary"] for e in events if e["event"] == "incident"}
+    return [told[number] for number in sorted(told)]
+
+
+def causes_of(incidents: Sequence[Event], events: Iterable[Event]) -> set[str]:
+    """What was named. Without an incident: what was said of a refused update that was looked into."""
+    if incidents:
+        return {incident["cause"] for incident in incidents}
+    found = {event["kind"] for event in events if event["event"] == "located"}
+    return {Cause.HARDWARE.value for kind in found if kind in ("not reproduced", "state")}
+
+
+def steps_lost(events: Iterable[Event]) -> int:
+    """By going back in memory, and by restarts from a checkpoint."""
+    lost = reached = 0
+    for event in events:
+        what = event["event"]
+        if what == "incident" and event["what"] == "rewound":
+            lost, reached = lost + max(0, reached - event["to_step"]), event["to_step"]
+        elif what == "training":
+            lost, reached = lost + max(0, reached - event["step"]), event["step"]
+        elif isinstance(step := event.get("step"), int):
+            reached = max(reached, step)
+    return lost
+
+
+def reached(run: RunDirectory, events: Iterable[Event]) -> int:
+    """The last step that is known to have been done."""
+    try:
+        told = json.loads(run.progress.read_text())["step"]
+    except (OSError, ValueError, KeyError):
+        told = None
+    return told or max((e["step"] for e in events if isinstance(e.get("step"), int)), default=0)
+
+
+def _recovery(incidents: Sequence[Event], events: Iterable[Event], struck: float | None) -> float | None:
+    if struck is None:
+        return round(sum(incident["seconds"] for incident in incidents), 1)
+    after = [e for e in events if e["time"] > struck]
+    again = [e["time"] for e in after if e["event"] == "training"]
+    # Where the training did not end with its supervisor, the next one takes over.
+    watched = [e["time"] for e in after if e["event"] == "supervisor" and e["what"] == "took over"]
+    return round((again or watched)[0] - struck, 1) if again or watched else None
+
+
+def compare(scores: Sequence[Score]) -> list[Score]:
+    """With `excess` filled in, where a clean run of the same policy and seed is among them."""
+    clean = {(s.policy, s.scenario, s.seed): s.val_loss for s in scores if s.clean}
+
+    def excess(s: Score) -> float | None:
+        usual = clean.get((s.policy, s.reference, s.seed))
+        return None if usual is None or s.val_loss is None else s.val_loss - usual
+
+    return [s.model_copy(update={"excess": excess(s)}) for s in scores]
+
+
+def within(s: Score) -> bool:
+    """Whether a run ends no worse than the clean one; or was warned of, where that is what is asked for."""
+    if s.warned is not None:
+        return s.warned
+    return s.excess is not None and s.excess <= TARGET
+
+
+def better(s: Score) -> bool:
+    """Whether a run ends better than the clean one, by more than runs that should end alike differ."""
+    return s.excess is not None and s.excess < -TARGET
+
+
+def met(scores: Sequence[Score]) -> bool:
+    """Whether all of ours are within the targets: none ends worse or loses a clean sample for good, and of 12 causes at
+    most one is wrong."""
+    every = [s for s in scores if s.policy is Policy.OURS]
+    ours = [s for s in every if not s.clean]
+    wrong = sum(not s.cause_right for s in ours)
+    return all(map(within, ours)) and wrong <= len(ours) // WRONG and not any(s.fate.lost for s in every)

@@ -1,0 +1,80 @@
+"""What a device can do: whether there is a GPU, its peak for MFU, the memory in use; and who shares the host."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from megastable.base import products
+
+DEVICES = Path("/dev")
+# Dense bf16 and fp16 peaks by NVIDIA's data sheets, in TFLOP/s; a more special name goes before a shorter one.
+NOMINAL = {
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "B200": 2250.0,
+}
+
+
+def has_gpu() -> bool:
+    """Whether torch would find a GPU, without starting CUDA as torch.cuda.is_available() does: no process forked from
+    one that has started it can use a GPU (bench/ranks.py)."""
+    if not torch.backends.cuda.is_built():
+        return False
+    if torch.version.hip is not None:
+        return torch.cuda.device_count() > 0
+    count = torch.cuda._device_count_nvml()
+    # Containers may lack NVML, and it does not count parts of a GPU (MIG): then a device file is enough.
+    return count > 0 or (count < 0 and any(DEVICES.glob("nvidia[0-9]*")))
+
+
+def nominal_tflops(name: str, dtype: torch.dtype) -> float | None:
+    """The data sheet's figure for a GPU by its name; None where it is not known, or `dtype` is not of 16 bits."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return None  # fp32 products run as fp32 or TF32, as torch is set: only a measurement can tell
+    return next((peak for key, peak in NOMINAL.items() if key in name), None)
+
+
+def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """(TFLOP/s, where it comes from): a data sheet's figure for a known GPU, else a matrix product, measured."""
+    if device.type != "cuda":
+        return measured_tflops(device, dtype, 1024), "measured matrix product"
+    name = torch.cuda.get_device_name(device)
+    if nominal := nominal_tflops(name, dtype):
+        return nominal, f"nominal, {name}"
+    # A smaller product would measure how fast kernels are launched.
+    return measured_tflops(device, dtype, 8192), f"measured matrix product, {name}"
+
+
+def measured_tflops(device: torch.device, dtype: torch.dtype, size: int, seconds: float = 0.3) -> float:
+    """TFLOP/s of a square matrix product of `size`: the best of as many as fit into `seconds`."""
+    a = torch.randn(size, size, device=device).to(dtype)
+    best, end = 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < end or best == 0.0:
+        start = time.perf_counter()
+        products.mm(a, a)  # as the model makes them
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = max(best, 2 * size**3 / (time.perf_counter() - start) / 1e12)
+    return best
+
+
+def memory_gib(device: torch.device) -> float:
+    """GiB in use at the peak (GPU), or resident now (CPU)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return psutil.Process().memory_info().rss / 2**30
+
+
+def ranks_of_host() -> int:
+    """As the launcher says; 1 without one."""
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)

@@ -1,0 +1,244 @@
+"""A checkpoint made outside of training: a new run directory that goes on from given whole tensors.
+
+Reshaping, averaging and every import end here. It writes tensor by tensor: memory is that of one tensor and the shard
+that is cut from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import resource
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+import megastable
+from megastable.base import durable
+from megastable.base.errors import CheckpointError, ConfigError, DataError
+from megastable.base.text import visible
+from megastable.checkpoint import store
+from megastable.checkpoint.files import FileRecord, TensorFile, write_file
+from megastable.checkpoint.parts import write_head, write_manifest
+from megastable.checkpoint.pieces import Piece, Pieces, entry_name, part_name, statistics_of
+from megastable.checkpoint.store import RunState
+from megastable.checkpoint.whole import Described, parameters
+from megastable.config.tree import RunConfig
+from megastable.data.local_copy import staged_directory
+from megastable.engine.flatstate import KINDS
+from megastable.model import gpt
+from megastable.parallel.layout import Layout
+from megastable.parallel.pipeline import partition
+from megastable.parallel.sharding import shard
+from megastable.parallel.topology import TensorParallel
+from megastable.run.directory import RunDirectory
+
+Whole = Callable[[str, str], Tensor]
+
+
+def write_run(
+    out: Path,
+    run: RunConfig,
+    state: RunState,
+    whole: Whole,
+    *,
+    optimizer: bool,
+    origin: dict[str, Any],
+    ledgers: Path | None = None,
+    watch: Callable[[int], None] = lambda _: None,
+) -> Path:
+    """Make the run directory `out` with one checkpoint, and return the checkpoint's folder.
+
+    run: its recipe; tensor and pipeline size, ZeRO and precision are taken from it, the data-parallel size from
+    state.layout. whole(name, kind): whole tensors, any float dtype, asked for once each; optimizer: the moments, too.
+    origin: fields of the journal's event `imported`. ledgers: a run directory whose skips and blends go along.
+    watch: called with the bytes that were written since the last call.
+
+    Raises CheckpointError: `out` exists, a tensor is missing, of another shape or not finite, the disk is full. Nothing
+    is left behind then.
+    """
+    if out.exists() or out.is_symlink():
+        raise CheckpointError(f"{out} exists already: name a new directory")
+    p = run.parallel
+    layout = Layout(p.tensor, p.pipeline, state.layout.data, p.context)
+    saved = store.LayoutState(**vars(layout), zero=p.zero, precision=run.precision.kind)
+    state = state.model_copy(update={"layout": saved, "adam_step": state.adam_step if optimizer else 0.0})
+    try:
+        with staged_directory(out) as folder:
+            made = RunDirectory(folder)
+            for each in (made.steps, made.layers, made.checkpoints):
+                each.mkdir()
+            resolved = run.model_copy(update={"run": run.run.model_copy(update={"dir": out})})
+            made.freeze(resolved, [], {})
+            for name in ("skips.jsonl", "blends.jsonl") if ledgers is not None else ():
+                with contextlib.suppress(FileNotFoundError):
+                    write_file(folder / name, (ledgers / name).read_bytes())  # type: ignore[operator]
+            checkpoint = made.checkpoints / store.name_of(state.step)
+            checkpoint.mkdir()
+            write_checkpoint(
+                checkpoint, run, state, made.recipe.read_bytes(), whole, layout, optimizer, watch
+            )
+            durable.write_file(made.checkpoints / store.LATEST, checkpoint.name.encode())
+            made.commit("imported", step=state.step, **origin)
+    except OSError as error:
+        raise CheckpointError(_refused(out, error)) from None
+    except (DataError, ConfigError) as error:
+        raise CheckpointError(str(error)) from None
+    return out / "checkpoints" / store.name_of(state.step)
+
+
+def _refused(out: Path, error: OSError) -> str:
+    what = "the disk is full: make room" if error.errno == errno.ENOSPC else error.strerror or str(error)
+    return f"{out} could not be written: {what}. Nothing was left there"
+
+
+def write_checkpoint(
+    folder: Path,
+    run: RunConfig,
+    state: RunState,
+    recipe: bytes,
+    whole: Whole,
+    layout: Layout,
+    optimizer: bool,
+    watch: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Fill the empty directory `folder`. Raises OSError, CheckpointError."""
+    kinds = KINDS if optimizer else KINDS[:1]
+    files: dict[str, FileRecord] = {}
+    finite = True
+    for stage, held in enumerate(_stages(run, layout.pipeline)):
+        records, stage_finite = _write_stage(folder, held, stage, layout, kinds, whole, watch)
+        files |= records
+        finite &= stage_finite
+    if not finite:
+        raise CheckpointError(
+            f"{folder.name}: weights or moments are not finite: such a checkpoint is not written"
+        )
+    versions = {"megastable": megastable.__version__, "torch": torch.__version__}
+    state = state.model_copy(update={"versions": versions})
+    files |= write_head(folder, state, recipe)
+    write_manifest(folder, state, run.model, files)
+
+
+def _stages(run: RunConfig, count: int) -> list[dict[str, Described]]:
+    """The parameters of every pipeline stage; a tied weight counts where it is first."""
+    layers = gpt.layers(run.model, TensorParallel(), "none")
+    bounds = partition([layer.cost for layer in layers], count, [layer.is_block for layer in layers])
+    held = parameters(run.model)
+    return [
+        {name: d for name, d in held.items() if first <= d.layer < end}
+        for first, end in itertools.pairwise(bounds)
+    ]
+
+
+def _write_stage(
+    folder: Path,
+    held: dict[str, Described],
+    stage: int,
+    layout: Layout,
+    kinds: Sequence[str],
+    whole: Whole,
+    watch: Callable[[int], None],
+) -> tuple[dict[str, FileRecord], bool]:
+    """The files of the ranks of one stage, written side by side; whether all numbers are finite."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 4 * layout.data * layout.tensor:  # one file of each rank of the stage is open at a time
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    ranks = {(d, t): layout.rank(stage, d, t) for d in range(layout.data) for t in range(layout.tensor)}
+    wanted = {
+        place: {name: cut for name, of in held.items() if (cut := _cut(of, layout, *place)) is not None}
+        for place in ranks
+    }
+    pieces: dict[tuple[int, int], list[Piece]] = {place: [] for place in ranks}
+    records: dict[str, FileRecord] = {}
+    with contextlib.ExitStack() as stack:
+        files = {
+            place: stack.enter_context(
+                TensorFile(
+                    folder / f"{part_name(ranks[place])}.safetensors",
+                    [
+                        (entry_name(k, name), torch.float32, (numel,))
+                        for name, (_, _, numel) in mine.items()
+                        for k in kinds
+                    ],
+                )
+            )
+            for place, mine in wanted.items()
+        }
+        for name, of in held.items():
+            statistics: dict[tuple[int, int], dict[str, Any]] = {place: {} for place in ranks}
+            for kind in kinds:
+                tensor = _checked(whole(name, kind), name, of)
+                for t in range(layout.tensor):
+                    flat = None
+                    for d in range(layout.data):
+                        if name not in wanted[d, t]:
+                            continue
+                        if flat is None:
+                            flat = shard(tensor, of.placement, t, layout.tensor).flatten()
+                        _, start, numel = wanted[d, t][name]
+                        piece = flat[start : start + numel]
+                        files[d, t].write(entry_name(kind, name), piece)
+                        statistics[d, t][kind] = statistics_of(piece)
+                        watch(4 * numel)
+            for place in ranks:
+                if name in wanted[place]:
+                    shape, start, numel = wanted[place][name]
+                    pieces[place].append(
+                        Piece(
+                            name=name, dim=of.placement.dim, sections=of.placement.sections, shape=shape, start=start,
+                            numel=numel, statistics=statistics[place],
+                        )
+                    )  # fmt: skip
+        for place, rank in ranks.items():
+            records[f"{part_name(rank)}.safetensors"] = files[place].close()
+    finite = True
+    for place, rank in ranks.items():
+        part = Pieces(
+            rank=rank, stage=stage, tensor_rank=place[1], kinds=tuple(kinds), pieces=tuple(pieces[place])
+        )
+        finite &= part.finite
+        name = f"{part_name(rank)}.json"
+        records[name] = write_file(folder / name, part.model_dump_json().encode())
+    return records, finite
+
+
+def _cut(of: Described, layout: Layout, data: int, tensor: int) -> tuple[tuple[int, ...], int, int] | None:
+    """(shape of the shard, first element, how many) that a rank gets of a parameter: an even share, as ZeRO-3 cuts.
+    ZeRO 1 and 2 cut elsewhere, by what lies beside it; a load takes any range from any file."""
+    shape, dim = list(of.shape), of.placement.dim
+    if dim is None and tensor:
+        return None  # a replica: written once
+    if dim is not None:
+        shape[dim] //= layout.tensor
+    total = torch.Size(shape).numel()
+    share = -(-total // layout.data)
+    start = data * share
+    numel = min(share, total - start)
+    return (tuple(shape), start, numel) if numel > 0 else None
+
+
+def _checked(tensor: Tensor, name: str, of: Described) -> Tensor:
+    if tuple(tensor.shape) != of.shape:
+        raise CheckpointError(
+            f"{visible(name)} is {tuple(tensor.shape)}, in the recipe's model {of.shape}: it belongs to another model"
+        )
+    return tensor.float()
+
+
+def origin_of(checkpoint: Path, **more: Any) -> dict[str, Any]:
+    """What the journal of a new run says of the checkpoint that it began from: where it lay, and the xxh3-128 of its
+    manifest, which names all of its files."""
+    manifest = (checkpoint / store.MANIFEST).read_bytes()
+    return {
+        "source": str(checkpoint),
+        "manifest": xxhash.xxh3_128_hexdigest(manifest),
+        "time": time.time(),
+        **more,
+    }

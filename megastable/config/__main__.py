@@ -1,0 +1,66 @@
+"""`python -m megastable.config`: the resolved configuration of a recipe, and the DeepSpeed JSON of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+import yaml
+
+from megastable.base.errors import ConfigError, MegastableError, user_errors
+from megastable.config import deepspeed_json
+from megastable.config.recipe import find, load, read_yaml
+from megastable.config.tree import RunConfig
+from megastable.data.corpora import open_corpora
+from megastable.training import lint
+
+
+def _of_corpora(config: RunConfig) -> list[str]:
+    """A warning where the corpora cannot be trained on as they are found here; no error: it may be another host."""
+    try:
+        corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
+    except MegastableError as error:
+        return [f"{error}. As long as that is so, training is refused (code {error.code})"]
+    given = config.model.vocab_size
+    if given is not None and given < corpora.vocab_size:
+        return [
+            f"model.vocab_size={given} is smaller than the tokenizer's {corpora.vocab_size}: leave it out"
+        ]
+    return []
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`python -m megastable.config`: print the resolved tree and the DeepSpeed JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megastable.config",
+        description="Print the resolved configuration of a recipe and the DeepSpeed JSON that follows from it.",
+        epilog="example: python -m megastable.config launch/recipes/7b.yaml parallel.tensor=8 --world 64",
+    )
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", help="dotted overrides, e.g. model.layers=12")
+    parser.add_argument("--world", type=int, help="number of ranks (default: one data-parallel replica)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of YAML and JSON")
+    args = parser.parse_intermixed_args(arguments)
+    with user_errors():
+        config = load(args.recipe, args.overrides)
+        if not (args.overrides or read_yaml(find(args.recipe))):
+            raise ConfigError(
+                f"{args.recipe} is empty: it names no model and no corpus; begin with one of those in launch/recipes/"
+            )
+        replica = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
+        world = replica if args.world is None else args.world
+        ds = deepspeed_json.build(config, world)
+        for text in [*config.supervise.exposed, *lint.lint(config), *_of_corpora(config)]:
+            print(f"WARNING: {text}", file=sys.stderr)
+        tree = config.model_dump(mode="json")
+        if args.json:
+            print(json.dumps({"config": tree, "deepspeed": ds}, indent=2))
+        else:
+            print(f"# {args.recipe}, resolved\n{yaml.safe_dump(tree, sort_keys=False)}")
+            print(f"# DeepSpeed, {world} ranks\n{json.dumps(ds, indent=2)}")
+
+
+if __name__ == "__main__":
+    main()

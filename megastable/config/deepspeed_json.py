@@ -1,0 +1,214 @@
+"""The DeepSpeed JSON of a run: a file of ds_configs/, completed from the `RunConfig`. Pure; imports no DeepSpeed.
+
+The file holds what is DeepSpeed's alone (buckets, overlap, profilers). megastable fills in batch sizes,
+clipping, precision and the pipeline's settings, and refuses a file that says otherwise, or that holds a key which
+DeepSpeed would silently ignore.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from megastable.base.errors import ConfigError
+from megastable.config.recipe import find
+from megastable.config.tree import RunConfig
+
+# The keys that a file may hold, section by section: what megastable fills in, and what it has been run with.
+KNOWN: dict[str, set[str]] = {
+    "": {
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+        "zero_allow_untested_optimizer", "communication_data_type", "zero_optimization", "data_types", "bf16", "fp16",
+        "pipeline", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger",
+        "flops_profiler", "timers",
+    },
+    "zero_optimization": {
+        "stage", "allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter",
+        "reduce_bucket_size", "contiguous_gradients",
+        "use_multi_rank_bucket_allreduce", "ignore_unused_parameters",
+        "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
+        "stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
+        "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params",
+        "stage3_allgather_sequential", "log_trace_cache_warnings", "enable_sanity_checks",
+    },
+    "data_types": {"grad_accum_dtype"},
+    "bf16": {"enabled", "check_grad_overflow", "immediate_grad_update"},
+    "fp16": {
+        "enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis",
+        "min_loss_scale",
+    },
+    "pipeline": {"pipe_partitioned", "grad_partitioned", "use_reentrant"},
+}  # fmt: skip
+
+_OFFLOADING = (
+    "offloading is not supported: with pipelines and tied embeddings it lets the copies drift apart silently; use "
+    "more ranks or a higher parallel.zero"
+)
+_PIECES = "it lays out the pieces of the parameters in a way that checkpoints and norms here do not know"
+_QUANTIZED = (
+    "it rounds what the ranks exchange to a few bits: a resumed or reshaped run is no longer the same"
+)
+_LOW_MASTERS = (
+    "master weights and gradients are fp32 here: updates below the precision of the weights get lost"
+)
+
+# Keys of DeepSpeed that are not for a file of ours, with the reason.
+REFUSED = {
+    "optimizer": "the optimizer is set by optimizer.* in the recipe",
+    "scheduler": "the learning rate is set by schedule.* in the recipe",
+    "tensor_parallel": "tensor parallelism is megastable's own: parallel.tensor",
+    "activation_checkpointing": "use parallel.recompute",
+    "autotuning": "it restarts the job with other settings behind the run directory's back",
+    "elasticity": "DeepSpeed has removed it; a run goes on with another number of ranks when it is started again",
+    "amp": "use precision.kind",
+    "torch_autocast": "use precision.kind",
+    "curriculum_learning": "it changes the order of the data, which is a pure function here",
+    "data_efficiency": "it changes the order of the data, which is a pure function here",
+    "prescale_gradients": "ZeRO 2 and 3 do not do it; gradients are averaged in fp32 anyway",
+    "gradient_allreduce_op": "gradients are averaged over the data-parallel ranks, whatever it says",
+    "gradient_predivide_factor": "ZeRO 2 and 3 do not do it; gradients are averaged in fp32 anyway",
+    "tensorboard": "use logging.tensorboard",
+    "bf16.bf16_master_weights_and_grads": _LOW_MASTERS,
+    "bf16.bf16_optimizer_states": _LOW_MASTERS,
+    "fp16.fp16_master_weights_and_grads": _LOW_MASTERS,
+    "zero_optimization.zero_hpz_partition_size": _PIECES,
+    # 0.19.8 pairs parameters with each other's pieces under it (ran: 16 of 19 on two ranks).
+    "zero_optimization.round_robin_gradients": _PIECES,
+    "zero_optimization.mics_shard_size": _PIECES,
+    "zero_optimization.mics_hierarchical_params_gather": _PIECES,
+    "zero_optimization.zero_quantized_weights": _QUANTIZED,
+    "zero_optimization.zero_quantized_gradients": _QUANTIZED,
+    "zero_optimization.offload_optimizer": _OFFLOADING,
+    "zero_optimization.offload_param": _OFFLOADING,
+    "zero_optimization.cpu_offload": _OFFLOADING,  # this and the next: older names, which DeepSpeed still follows
+    "zero_optimization.cpu_offload_param": _OFFLOADING,
+}
+
+
+def data_parallel(config: RunConfig, world: int) -> int:
+    """Data-parallel size of `world` ranks, those of context parallelism among them; `ConfigError` when the layout does
+    not factor."""
+    p = config.parallel
+    model = p.tensor * p.pipeline
+    context = f" x parallel.context={p.context}" if p.context > 1 else ""
+    if world < 1 or world % (model * p.context):
+        raise ConfigError(
+            f"{world} ranks cannot be laid out as parallel.tensor={p.tensor} x parallel.pipeline={p.pipeline}{context}"
+            f": the number of ranks must be a multiple of {model * p.context}"
+        )
+    data = world // model
+    t, groups = config.train, data // p.context
+    if t.global_batch % (t.micro_batch * groups):
+        context = f" / context {p.context}" if p.context > 1 else ""
+        raise ConfigError(
+            f"train.global_batch={t.global_batch} is not a multiple of train.micro_batch={t.micro_batch} x {groups} "
+            f"data-parallel ranks ({world} ranks / tensor {p.tensor} / pipeline {p.pipeline}{context}): change one of "
+            "them"
+        )
+    return data
+
+
+def accumulation(config: RunConfig, world: int) -> int:
+    """Micro-batches per step and rank."""
+    samples = data_parallel(config, world) // config.parallel.context
+    return config.train.global_batch // (config.train.micro_batch * samples)
+
+
+def build(config: RunConfig, world: int) -> dict[str, Any]:
+    """The complete DeepSpeed configuration of `config` on `world` ranks."""
+    path = find(config.deepspeed.replace("{zero}", str(config.parallel.zero)))
+    given = _read(path)
+    _check(given, path, config.parallel.pipeline)
+    return _merge(given, _filled(config, world), path, "")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"deepspeed={path}: no such file; the ones that come along are in ds_configs/"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"deepspeed={path}: not a readable JSON file: {error}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"deepspeed={path}: expected a JSON object at the top")
+    return given
+
+
+def _check(given: dict[str, Any], path: Path, stages: int) -> None:
+    """Refuse what DeepSpeed would ignore, or follow to a bad end."""
+    for section, known in KNOWN.items():
+        content = given.get(section) if section else given
+        for key in content if isinstance(content, dict) else ():
+            name = f"{section}.{key}" if section else key
+            if name in REFUSED:
+                raise ConfigError(f"{path}: {name} is not used here: {REFUSED[name]}. Remove the key")
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}."
+                raise ConfigError(f"{path}: {name}: unknown key; {hint} Correct it, or remove it")
+    profiler = given.get("flops_profiler")
+    profiling = isinstance(profiler, dict) and profiler.get("enabled")
+    if stages > 1 and (given.get("wall_clock_breakdown") or profiling):
+        key = "wall_clock_breakdown" if given.get("wall_clock_breakdown") else "flops_profiler"
+        raise ConfigError(
+            f"{path}: {key} with parallel.pipeline={stages}: DeepSpeed's pipeline starts a timer twice and fails in "
+            "the first step; remove the key, or use parallel.pipeline=1"
+        )
+
+
+def _filled(config: RunConfig, world: int) -> dict[str, Any]:
+    kind, steps = config.precision.kind, accumulation(config, world)
+    filled: dict[str, Any] = {
+        # It knows no context parallelism: ranks that share a sample are data-parallel ranks to it.
+        "train_batch_size": config.train.global_batch * config.parallel.context,
+        "train_micro_batch_size_per_gpu": config.train.micro_batch,
+        "gradient_accumulation_steps": steps,
+        "gradient_clipping": config.optimizer.clip,
+        "zero_optimization": {"stage": config.parallel.zero},
+        "zero_allow_untested_optimizer": True,
+        # Gradients are reduced and accumulated in fp32 whatever the parameters are.
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "bf16": {"enabled": kind == "bf16"},
+        "fp16": {"enabled": kind == "fp16"},
+        # The defaults of these three corrupt activations under sequence parallelism or break the first stage.
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False, "use_reentrant": False},
+        # It waits for the device twice a micro-batch, for a report that nobody sees: records.py has the speed.
+        "timers": {"throughput": {"enabled": False}},
+    }
+    if kind == "bf16":
+        filled["bf16"]["check_grad_overflow"] = True
+        # A bf16 gradient goes into the fp32 buffer as soon as it is there, and away: else all of them are kept, zeroed
+        # and added up once more in every backward pass.
+        filled["bf16"]["immediate_grad_update"] = True
+    if kind == "fp16":
+        p = config.precision
+        filled["fp16"] |= {
+            "loss_scale": 0,
+            "initial_scale_power": p.initial_scale_power,
+            "loss_scale_window": p.scale_window,
+        }
+    return filled
+
+
+def _merge(given: dict[str, Any], filled: dict[str, Any], path: Path, prefix: str) -> dict[str, Any]:
+    merged = dict(given)
+    for key, value in filled.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            below = given.get(key, {})
+            if not isinstance(below, dict):
+                raise ConfigError(f"{path}: {name} must be an object, found {below!r}")
+            merged[key] = _merge(below, value, path, f"{name}.")
+        elif key in given and given[key] not in (value, "auto"):
+            raise ConfigError(
+                f"{path}: {name}={given[key]!r} contradicts the recipe, from which {value!r} follows: "
+                "leave the key out (megastable fills it in), or change the recipe"
+            )
+        else:
+            merged[key] = value
+    return merged

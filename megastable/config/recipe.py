@@ -1,0 +1,175 @@
+"""Recipes: YAML files and dotted overrides into a `RunConfig`, with messages a person can act on."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from megastable.base.errors import ConfigError
+from megastable.config.section import Part
+from megastable.config.tree import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def find(path: str | Path) -> Path:
+    """`path` from the working directory, or else from the project's root (so that recipes work from anywhere)."""
+    given = Path(path)
+    return (
+        given
+        if given.exists() or given.is_absolute()
+        else (ROOT / given if (ROOT / given).exists() else given)
+    )
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key stands once: the plain loader keeps the last one without a word."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key_node.value!r} stands here twice", key_node.start_mark
+                )
+            seen.add(str(key_node.value))
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; `ConfigError` with line and column when it is not one."""
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: no such recipe; the ones that come along are in launch/recipes/"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path}: expected keys such as 'model:' at the top, found a {type(content).__name__}"
+        )
+    return content
+
+
+def override(tree: dict[str, Any], assignment: str) -> None:
+    """Put one `a.b.c=value` into `tree`; the value is read as YAML."""
+    key, equals, text = assignment.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"{assignment!r}: an override is written key=value, e.g. model.layers=12")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{assignment!r}: the value is not valid YAML: {error}") from None
+    *parents, last = key.split(".")
+    node: Any = tree
+    for depth in range(len(parents)):
+        node = _child(node, parents[: depth + 1])
+    if isinstance(node, list):
+        node[_index(node, last, key)] = value
+        return
+    word = _part(parents).in_a_word.get(last)
+    if word is not None and isinstance(node.get(last), dict):
+        if value is True:
+            return
+        if isinstance(value, str) and value not in ("off", "none"):
+            node[last][word] = value  # the other keys stay
+            return
+    node[last] = value
+
+
+def _child(node: Any, path: Sequence[str]) -> Any:
+    *parents, name = path
+    if isinstance(node, list):
+        child = node[_index(node, name, ".".join(path))]
+    else:
+        child = node.setdefault(name, {})
+        word = _part(parents).in_a_word.get(name)
+        if child is None or (word is not None and child in (True, False, "off", "none")):
+            child = node[name] = {}
+        elif word is not None and isinstance(child, str):
+            child = node[name] = {word: child}
+    if not isinstance(child, dict | list):
+        raise ConfigError(f"{'.'.join(path)} is a value ({child!r}), it has no keys below it")
+    return child
+
+
+def _index(node: list[Any], name: str, path: str) -> int:
+    if not name.isdecimal() or int(name) >= len(node):
+        raise ConfigError(f"{path}: {name!r} is not an entry of a list of {len(node)}")
+    return int(name)
+
+
+def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a recipe, apply overrides in order, validate."""
+    path = find(recipe)
+    tree = read_yaml(path)
+    if "manifests" in tree and isinstance(tree.get("config"), dict):
+        tree = tree["config"]  # the frozen recipe of a run directory
+        if (path.parent / "checkpoints").is_dir():
+            # The run is where its recipe lies: a copy of a run directory is a run of its own.
+            override(tree, f"run.dir={json.dumps(str(path.parent))}")
+    for assignment in overrides:
+        override(tree, assignment)
+    return validate(tree, str(path))
+
+
+def validate(tree: dict[str, Any], where: str) -> RunConfig:
+    """A `RunConfig` of a plain tree, or a `ConfigError` that lists every problem."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        problems = "\n".join(f"  {_explain(detail)}" for detail in error.errors())
+        raise ConfigError(f"{where}:\n{problems}") from None
+
+
+def _explain(detail: ErrorDetails) -> str:
+    location = [str(part) for part in detail["loc"]]
+    key = ".".join(location)
+    if detail["type"] == "extra_forbidden":
+        *parents, last = location
+        siblings = list(_part(parents).model_fields)
+        near = [".".join((*parents, name)) for name in difflib.get_close_matches(last, siblings, n=1)]
+        if not near:  # a key of another part, perhaps
+            keys = {path: path.rpartition(".")[2] for path in _keys(RunConfig)}
+            best = difflib.get_close_matches(last, keys.values(), n=1, cutoff=0.8)
+            near = [path for path, name in keys.items() if name in best]
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(siblings)}"
+        return f"{key}: unknown key; {hint}"
+    if detail["type"] == "missing":
+        return f"{key}: missing"
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "value_error":
+        return f"{key}: {message}" if key else message
+    return f"{key}={detail['input']!r}: {message}"
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+
+
+def _part(location: Sequence[str]) -> type[Part]:
+    """The model at a place of the tree, e.g. CorpusConfig at ["data", "corpora", "0"]."""
+    model: type[Part] = RunConfig
+    for name in location:
+        if name in model.model_fields:
+            annotation = model.model_fields[name].annotation
+            for kind in (annotation, *get_args(annotation)):
+                if isinstance(kind, type) and issubclass(kind, Part):
+                    model = kind
+    return model

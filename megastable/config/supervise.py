@@ -1,0 +1,131 @@
+"""What the process above the training is told: when it loses patience, whom it tells. Part of the tree of config.py."""
+
+from __future__ import annotations
+
+import re
+from string import Template
+
+import yaml
+from pydantic import (
+    Field,
+    FieldSerializationInfo,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    field_serializer,
+)
+
+from megastable.config.section import Part
+
+REDACTED = "<redacted>"
+SECRETS = ("webhook", "command")  # keys that may hold a password
+# Of an address: what stands before the last @ of its host is a password, and so is what follows the host.
+ADDRESS = r"\b\w+://(?:(?P<user>[^/?#{0}]*)@)?(?P<host>[^/?#@{0}]*)[/?#]?(?P<rest>[^{0}]*)"
+WEBHOOK = re.compile(ADDRESS.format(r"\0"))
+# In a command: addresses, headers and options with a token.
+NAMES = r"[\w-]*(?:authorization|token|secret|passw(?:or)?d|api[-_]?key)"
+BLANK = r"[\s\\]"  # also one that is escaped
+COMMAND = re.compile(
+    ADDRESS.format(r"\s'\"")
+    + rf"|(?<![\w-])(?:{NAMES}['\"]?{BLANK}*[:=]{BLANK}*(?:(?:bearer|basic|token){BLANK}+)?"
+    + rf"|-{NAMES}{BLANK}+|bearer{BLANK}+)(?P<token>'[^']*'|\"[^\"]*\"|[^\s'\"]+)",
+    re.IGNORECASE,
+)
+HOST = re.compile(r"(?:[\w.${}-]*|\[[\w.:%]*\])(?::(?:\d|\$)[\w{}]*)?")
+
+
+def hidden(key: str, text: str) -> list[tuple[int, int]]:
+    """Where `text`, the value of `key`, holds passwords: the spans, in order. One that is a $VARIABLE is none."""
+    if key == "webhook":
+        whole = WEBHOOK.fullmatch(text)
+        spans = [(0, len(text))] if whole is None else _of(whole)
+    else:
+        spans = [span for found in COMMAND.finditer(text) for span in _of(found)]
+    return [(begin, end) for begin, end in spans if _written_out(text[begin:end])]
+
+
+def _of(found: re.Match[str]) -> list[tuple[int, int]]:
+    named = found.groupdict()
+    if named["host"] is not None and HOST.fullmatch(named["host"]):
+        del named["host"]
+    return sorted(found.span(name) for name, value in named.items() if value)
+
+
+def _written_out(text: str) -> bool:
+    """Whether there is more to it than variables and punctuation. $$ is a dollar."""
+    rest = Template.pattern.sub(lambda found: "" if found["named"] or found["braced"] else found[0], text)
+    return re.search(r"[^\W_]", rest.replace(REDACTED, "")) is not None
+
+
+def redacted(key: str, text: str) -> str:
+    """`text`, the value of `key`, without the passwords in it."""
+    for begin, end in reversed(hidden(key, text)):
+        text = text[:begin] + REDACTED + text[end:]
+    return text
+
+
+def redacted_override(assignment: str) -> str:
+    """An override of the command line, as it may be written down and shown to other users."""
+    path, equals, text = assignment.partition("=")
+    part, _, key = path.partition(".")
+    if part != "supervise" or (key and key not in SECRETS):
+        return assignment
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return f"{path}{equals}{REDACTED}"
+    if key:
+        shown = redacted(key, value) if isinstance(value, str) else value
+    elif isinstance(value, dict):
+        shown = {k: redacted(k, v) if k in SECRETS and isinstance(v, str) else v for k, v in value.items()}
+    else:
+        shown = value
+    if shown == value:
+        return assignment
+    written = yaml.safe_dump(shown, default_flow_style=True, sort_keys=False, width=1 << 30)
+    return f"{path}{equals}{written.strip().removesuffix('...').strip()}"
+
+
+class SuperviseConfig(Part):
+    """Budgets of restarts are in stability.policy, like all others.
+
+    Hangs: a step may take hang_factor times the median of the last ones, never less than hang_floor; all else (the
+    start, a checkpoint, a rewind) hang_unknown, or hang_factor times the longest of its kind where that is more. Ten
+    times is far beyond a slow file system and far below a night. grace_seconds: from a rank's death to the end of the
+    others, for their last words. stop_seconds: for the checkpoint after SIGTERM. backoff_seconds: at most, between
+    restarts that lead nowhere.
+
+    A webhook is a password but for its host, and so are the addresses and tokens in `command` (`hidden`): what is
+    written of this configuration has `REDACTED` instead.
+    """
+
+    hang_factor: PositiveFloat = 10.0
+    hang_floor: PositiveFloat = 30.0
+    hang_unknown: PositiveFloat = 1800.0
+    grace_seconds: NonNegativeFloat = 2.0
+    stop_seconds: PositiveFloat = 900.0
+    backoff_seconds: NonNegativeFloat = 60.0
+    command: str | None = None  # started on every incident: JSON on its standard input
+    webhook: str | None = None  # gets the same JSON by POST; best a $VARIABLE of the environment
+    notify_seconds: NonNegativeFloat = (
+        60.0  # at least, between two notifications; what comes in between is folded
+    )
+    hook_timeout: PositiveFloat = 10.0
+    metrics_port: NonNegativeInt = Field(default=0, le=65535)  # Prometheus on 127.0.0.1; 0 = none
+    gpu_hour_price: PositiveFloat | None = None  # for the costs in post-mortems
+    currency: str = "USD"
+
+    @field_serializer(*SECRETS)
+    def _without_secrets(self, value: str | None, info: FieldSerializationInfo) -> str | None:
+        return None if value is None else redacted(info.field_name, value)
+
+    @property
+    def exposed(self) -> list[str]:
+        """Warnings about passwords that are written out, without them."""
+        return [
+            f"supervise.{key} holds a password that is written out: whoever sees the recipe, the command line or the "
+            f"list of processes has it. Export it as a variable and name that: supervise.{key}='$NAME'. It is left out "
+            "of everything that is written here; make a recipe that holds it private (chmod 600)"
+            for key in SECRETS
+            if (value := getattr(self, key)) is not None and hidden(key, value)
+        ]

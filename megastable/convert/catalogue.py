@@ -1,0 +1,250 @@
+"""All checkpoints of a run in a list: where each stands, whether it proved healthy, what is wrong with it.
+
+Sizes are compared, nothing is hashed: `store.verify` does that. Whatever is damaged is listed with its problem.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from megastable.base import jsonl
+from megastable.base.errors import CheckpointError, DataError
+from megastable.base.text import duration, plural, size
+from megastable.checkpoint import markers, store
+from megastable.checkpoint.markers import Health, Pinned
+from megastable.checkpoint.quick_check import Found, Kind, found, glance, latest
+from megastable.checkpoint.store import LayoutState
+from megastable.config import recipe
+from megastable.report.sheet import Column, Sheet
+
+T = TypeVar("T")
+Standing = Literal["fresh", "healthy", "suspect", "rejected", "damaged", "incomplete"]
+
+UNFINISHED: dict[Kind, str] = {
+    "saving": "is being written, or its save was cut off: the next save deletes it",
+    "replaced": "was being replaced by a save that was cut off: the next start takes it back if there is no other",
+    "deleting": "is being deleted, or that was cut off: the next save goes on with it",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint of a run.
+
+    probes: mean loss of its probe samples when it was saved, None where it has none.
+    state: fresh = whole by its sizes, not proven yet; suspect = the run went back behind it; rejected = found damaged
+    when a run started; incomplete = being written or deleted. bytes: what lies on the disk. loss: mean of its last
+    training losses that are finite, nats per token; validation: the last validation loss up to it. age: seconds since
+    it was written. latest: whether `latest` names it. problem: what is wrong, "" when nothing is.
+    """
+
+    step: int
+    name: str
+    path: Path
+    state: Standing
+    bytes: int
+    layout: LayoutState | None
+    health: Health | None
+    pinned: Pinned | None
+    loss: float | None
+    probes: float | None
+    validation: float | None
+    age: float | None
+    latest: bool
+    problem: str
+
+
+def entries(run: Path) -> list[Entry]:
+    """The checkpoints of a run directory, or of its checkpoints/ folder, by step. Raises CheckpointError for what is
+    neither."""
+    try:
+        folder, journal = _folder(recipe.find(run))
+    except OSError as error:
+        raise CheckpointError(f"{run} cannot be read: {error.strerror}") from None
+    losses = _Validation(journal) if journal is not None else None
+    newest = latest(folder)
+    return [_entry(one, losses, one.path.name == newest) for one in found(folder)]
+
+
+def sheet(run: Path, listed: Sequence[Entry]) -> Sheet:
+    """The list for people, and with all fields for programs."""
+    named = [entry.name for entry in listed if entry.latest]
+    good = [entry.name for entry in listed if entry.state == "healthy"]
+    facts = [
+        ("checkpoints", f"{len(listed):,}"),
+        ("on the disk", size(sum(entry.bytes for entry in listed))),
+        ("latest", named[0] if named else "none"),
+        ("newest healthy", good[-1] if good else "none yet"),
+    ]
+    columns = [
+        Column("name", "checkpoint"),
+        Column("state", "state", help="fresh: not proven yet; healthy: later steps stayed on trend"),
+        Column("pinned", "pinned", help="not deleted until it is unpinned"),
+        Column("loss", "loss", "number", help="mean of its last training losses, nats per token"),
+        Column("probes", "probes", "number", help="mean loss of the probe samples when it was saved"),
+        Column("validation", "validation", "number", help="last validation loss up to it, nats per token"),
+        Column("size", "size"),
+        Column("written", "written"),
+        Column("bytes", "bytes", "count", wide=True),
+        Column("age", "seconds since", "number", wide=True),
+        Column("layout", "layout"),
+        Column("problem", "problem"),
+    ]
+    damaged = sum(entry.state == "damaged" for entry in listed)
+    notes = (
+        [f"{plural(damaged, 'checkpoint')} cannot be used as it stands: see its problem"] if damaged else []
+    )
+    return Sheet(
+        title=f"Checkpoints of {run}",
+        facts=facts,
+        columns=columns,
+        rows=[_row(e) for e in listed],
+        notes=notes,
+    )
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    """Keys that are no columns are for programs."""
+    health, pinned = entry.health, entry.pinned
+    return {
+        "name": entry.name, "step": entry.step, "path": str(entry.path), "state": entry.state, "latest": entry.latest,
+        "pinned": None if pinned is None else pinned.reason or "yes",
+        "proven_at": None if health is None else health.step,
+        "calm_steps": None if health is None else health.steps,
+        "loss": entry.loss, "probes": entry.probes, "validation": entry.validation,
+        "size": size(entry.bytes), "bytes": entry.bytes,
+        "written": None if entry.age is None else f"{duration(entry.age)} ago", "age": entry.age,
+        "layout": None if entry.layout is None else _short(entry.layout), "problem": entry.problem,
+    }  # fmt: skip
+
+
+def _folder(path: Path) -> tuple[Path, Path | None]:
+    """(the folder with the checkpoints, the run's journal where that is known)."""
+    if (path / store.MANIFEST).exists():
+        raise CheckpointError(f"{path} is a checkpoint: give the directory of its run, two levels above")
+    if path.absolute().name == "checkpoints" and path.is_dir():
+        return path, path.absolute().parent / "journal.jsonl"
+    inside = path / "checkpoints"
+    if inside.is_dir() or (path / store.RECIPE).is_file():
+        return inside, path / "journal.jsonl"
+    if path.is_dir() and found(path):  # copied out of their run
+        return path, None
+    raise CheckpointError(f"{path} is not the directory of a run: give one such as runs/quickstart")
+
+
+def _entry(one: Found, losses: _Validation | None, named: bool) -> Entry:
+    path = one.path
+    _, damage = _tried(glance, path)
+    state, unreadable = _tried(store.read_state, path)
+    # What is wrong with state.json follows mostly from what the manifest says of it.
+    problem = UNFINISHED.get(one.kind) or damage or unreadable
+    ruling, accepted = markers.convicted(path), markers.accepted(path)
+    doubt = state.vitals.doubt if state is not None and state.vitals is not None else ""
+    problems = [
+        *([problem] if problem else []), *([f"convicted: {ruling.reason}"] if ruling else []),
+        *([f"accepted by a person: {accepted.reason}"] if accepted else []),
+        *([f"will not count as healthy: {doubt}"] if doubt else []), *markers.problems(path),
+    ]  # fmt: skip
+    health = markers.healthy(path)
+    standing = _standing(one.kind, bool(damage or unreadable), health)
+    return Entry(
+        step=one.step, name=path.name, path=path, state=standing, bytes=_bytes(path),
+        layout=state.layout if state else None, health=health, pinned=markers.pinned(path),
+        loss=state.recent_loss if state else None,
+        probes=store.finite_mean(state.vitals.losses) if state and state.vitals else None,
+        validation=losses.until(one) if losses else None,
+        age=_age(path), latest=named, problem="; ".join(problems).replace(f"{path}{os.sep}", ""),
+    )  # fmt: skip
+
+
+def _tried(read: Callable[[Path], T], path: Path) -> tuple[T | None, str]:
+    """What was read, or why not."""
+    try:
+        return read(path), ""
+    except CheckpointError as error:
+        return None, str(error)
+    except RecursionError:
+        return None, f"{path / store.STATE}: damaged (nested too deep)"
+
+
+def _standing(kind: Kind, damaged: bool, health: Health | None) -> Standing:
+    if kind in UNFINISHED:
+        return "incomplete"
+    if kind == "suspect" or kind == "rejected":
+        return kind
+    if damaged:
+        return "damaged"
+    return "fresh" if health is None else "healthy"
+
+
+class _Validation:
+    """Validation losses in a journal. A checkpoint that was put aside has those of before, though the run may have come
+    by its step again."""
+
+    def __init__(self, journal: Path) -> None:
+        self._by_step: dict[int, float] = {}
+        self._aside: dict[str, float | None] = {}
+        try:
+            lines = jsonl.read(journal)[0]
+        except DataError:
+            return  # without losses the list is still worth something
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(event, dict):
+                self._take(event)
+
+    def until(self, one: Found) -> float | None:
+        """The last loss at or before a checkpoint."""
+        if one.kind in ("suspect", "rejected") and one.path.name in self._aside:
+            return self._aside[one.path.name]
+        return self._last(one.step)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        kind, step, name = event.get("event"), event.get("step"), event.get("name")
+        if kind == "evaluated" and type(step) is int:
+            try:
+                self._by_step[step] = float(event["loss"])
+            except (KeyError, TypeError, ValueError, OverflowError):
+                self._by_step.pop(step, None)
+        elif kind in ("checkpoint_suspect", "checkpoint_rejected") and isinstance(name, str):
+            number = name.removeprefix("step-")
+            if number.isascii() and number.isdigit() and len(number) < 19:
+                self._aside[f"{kind.removeprefix('checkpoint_')}-{name}"] = self._last(int(number))
+
+    def _last(self, step: int) -> float | None:
+        before = [at for at in self._by_step if at <= step]
+        return self._by_step[max(before)] if before else None
+
+
+def _bytes(path: Path) -> int:
+    total = 0
+    try:
+        for entry in os.scandir(path):
+            if entry.is_file(follow_symlinks=False):
+                total += entry.stat(follow_symlinks=False).st_size
+    except OSError:
+        pass  # it is being deleted, or may not be read: its problem says so
+    return total
+
+
+def _age(path: Path) -> float | None:
+    for written in (path / store.MANIFEST, path):
+        try:
+            return max(0.0, time.time() - written.stat().st_mtime)
+        except OSError:
+            continue
+    return None
+
+
+def _short(layout: LayoutState) -> str:
+    context = f" (CP{layout.context})" if layout.context > 1 else ""
+    return f"TP{layout.tensor} PP{layout.pipeline} DP{layout.data}{context} ZeRO-{layout.zero} {layout.precision}"

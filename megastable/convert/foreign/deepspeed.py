@@ -1,0 +1,171 @@
+"""A checkpoint that DeepSpeed itself wrote, as a new run of ours: weights, Adam's moments and step.
+
+    import_deepspeed(Path("old/checkpoints"), Path("runs/new"), run, print)
+
+The parameters may have the names of our layers ("1.attention.qkv.weight": older runs of ours, and what trains our model
+without our loop), or those of Hugging Face's Llama, Qwen2, Qwen3 and OLMo 2, behind any common prefix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megastable.base.errors import CheckpointError, ConfigError
+from megastable.base.text import visible
+from megastable.checkpoint.new_run import write_run
+from megastable.checkpoint.target import refuse_existing
+from megastable.checkpoint.whole import Described, parameters
+from megastable.config.tree import ModelConfig, RunConfig
+from megastable.convert.foreign import unpickle
+from megastable.convert.foreign.begin import state_of, with_vocabulary
+from megastable.convert.foreign.zero import ZeroState
+from megastable.convert.huggingface.names import Part, merge, table
+from megastable.engine.flatstate import KINDS
+from megastable.model.gpt import GPT
+from megastable.parallel.sharding import placement_of
+from megastable.parallel.topology import TensorParallel
+
+Parts = Mapping[str, tuple[Part, ...]]
+
+
+@dataclass(frozen=True)
+class Naming:
+    """whose: for people; parts: what each of our parameters is over there."""
+
+    whose: str
+    parts: Parts
+
+
+def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str], None]) -> Path:
+    """Make the run directory `out` of DeepSpeed's checkpoint: `folder` with `latest`, or one global_step*/. Returns
+    the checkpoint's folder.
+
+    run: the recipe that goes on; its model must be the checkpoint's. Moments travel where there are some of all
+    weights; the data begins at 0, unless client_state holds a "cursor". Raises CheckpointError, ConfigError, DataError;
+    nothing of `out` is left then.
+    """
+    refuse_existing(out)
+    source = find(folder)
+    state = ZeroState(source)
+    say(
+        f"warning: {source}: DeepSpeed writes no checksums of a checkpoint, and no list of its files: that it is whole "
+        "and unchanged cannot be verified, only that it is consistent"
+    )
+    run = with_vocabulary(run)
+    held = parameters(run.model)
+    naming, prefix = naming_of(run.model, held, state, source)
+    optimizer = state.kinds == KINDS
+    say(
+        f"{source}: ZeRO {state.stage}, step {state.steps}, parameters named as {naming.whose}, "
+        + ("with Adam's moments" if optimizer else "without Adam's moments: they begin at zero")
+    )
+    c = run.model
+    say(
+        f"note: {source}: nothing in it says how many heads there are, nor rope_theta and norm_eps: taken are the "
+        f"recipe's, heads={c.heads} kv_heads={c.key_value_heads} rope_theta={c.rope_theta:g} norm_eps={c.norm_eps:g}"
+        + (f" rope_scaling=({c.rope_scaling})" if c.rope_scaling else "")
+    )
+
+    def whole(name: str, kind: str) -> Tensor:
+        parts = {part.name: state.tensor(prefix + part.name, kind) for part in naming.parts[name]}
+        return merge(parts, naming.parts[name], held[name].shape[0])
+
+    cursor = unpickle.number(state.client.get("cursor")) or 0
+    updates = state.adam_step or state.steps - state.skipped
+    at = state_of(
+        run,
+        step=state.steps,
+        updates=int(max(updates, 0)),
+        cursor=int(max(cursor, 0)),
+        adam_step=state.adam_step,
+        scaler={"cur_scale": state.loss_scale} if run.precision.kind == "fp16" and state.loss_scale else {},
+    )
+    origin = {"source": str(source), "how": "imported from DeepSpeed", "steps": state.steps}
+    return write_run(out, run, at, whole, optimizer=optimizer, origin=origin)
+
+
+def find(folder: Path) -> Path:
+    """The folder with the files: `folder` itself, the one that its `latest` names, or the only global_step*/ in it."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such folder")
+    latest = folder / "latest"
+    steps = sorted(path for path in folder.glob("global_step*") if path.is_dir())
+    if any(folder.glob("*_model_states.pt")):
+        return folder
+    if latest.is_file():
+        try:
+            tag = latest.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{latest}: cannot be read: {error}") from None
+        if not tag or "/" in tag or tag in (".", "..") or not (folder / tag).is_dir():
+            there = f"; there are {', '.join(visible(path.name) for path in steps)}" if steps else ""
+            raise CheckpointError(f"{latest} names {visible(tag, 100)!r}, which is not there{there}")
+        return folder / tag
+    if len(steps) == 1:
+        return steps[0]
+    if steps:
+        raise CheckpointError(
+            f"{folder}: holds several checkpoints and no `latest`: name one, such as {steps[-1]}"
+        )
+    return folder
+
+
+def naming_of(
+    config: ModelConfig, held: Mapping[str, Described], state: ZeroState, where: Path
+) -> tuple[Naming, str]:
+    """How the checkpoint's parameters are named, and what stands before each name. All of them must be of the model.
+
+    Raises CheckpointError that names the first one that is missing, left over or of another shape.
+    """
+    namings = [Naming("our layers", _own(config, held))]
+    with contextlib.suppress(ConfigError):  # no architecture there is like this model
+        namings.append(Naming("Hugging Face's", table(config)))
+    names = state.shapes
+    for naming in namings:
+        anchor = next(iter(naming.parts.values()))[0].name
+        # The shortest: "0.weight" ends other names, too.
+        for found in sorted((n for n in names if n == anchor or n.endswith(f".{anchor}")), key=len):
+            prefix = found.removesuffix(anchor)
+            if all(n.startswith(prefix) for n in names):
+                _check(naming.parts, held, state, prefix, where)
+                return naming, prefix
+    some = ", ".join(visible(name, 100) for name in list(names)[:3])
+    known = " or ".join(f"{next(iter(n.parts.values()))[0].name!r} ({n.whose})" for n in namings)
+    raise CheckpointError(
+        f"{where}: its parameters are named {some}, ...: those of a model that is known here are named {known}"
+    )
+
+
+def _own(config: ModelConfig, held: Mapping[str, Described]) -> Parts:
+    """By the names of the modules of `GPT`, as DeepSpeed sees them."""
+    with torch.device("meta"):
+        gpt = GPT(config, TensorParallel(), recompute="none", seed=0)
+    names = {placement_of(parameter).name: key for key, parameter in gpt.named_parameters()}
+    return {name: (Part(names[name], 0, of.shape),) for name, of in held.items()}
+
+
+def _check(parts: Parts, held: Mapping[str, Described], state: ZeroState, prefix: str, where: Path) -> None:
+    """That the checkpoint's parameters are those of `parts`, in shape, too."""
+    wanted = {prefix + part.name: part for of in parts.values() for part in of}
+    for name, part in wanted.items():
+        shape = state.shapes.get(name)
+        if shape is None:
+            raise CheckpointError(
+                f"{where}: {visible(name, 200)} is missing: the recipe's model is another one"
+            )
+        if shape != part.shape:
+            raise CheckpointError(
+                f"{where}: {visible(name, 200)} is {shape}, in the recipe's model {part.shape}: correct the recipe's "
+                "model section"
+            )
+    if left := sorted(set(state.shapes) - set(wanted)):
+        raise CheckpointError(
+            f"{where}: {visible(left[0], 200)} has no home in the recipe's model ({len(left)} such): it is of another "
+            "model"
+        )

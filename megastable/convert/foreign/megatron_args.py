@@ -1,0 +1,219 @@
+"""Megatron's arguments, as they lie in its checkpoints, and our model's configuration. Pure.
+
+Megatron writes all of its arguments, under names that changed over the years; only those are looked at that say what
+the model computes. One that our model has no home for is refused by its name.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from megastable.base.errors import CheckpointError, ConfigError
+from megastable.base.text import visible
+from megastable.config.tree import ModelConfig, RopeScalingConfig, RunConfig
+from megastable.convert.foreign.unpickle import number
+
+Args = Mapping[str, Any]
+
+# Arguments, and the values of each that our model has. One that is missing or None was not in use.
+ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "add_bias_linear": ((False,), "its only biases are those of q, k and v"),
+    "disable_bias_linear": ((True,), "its only biases are those of q, k and v"),
+    **dict.fromkeys(
+        ("apply_layernorm_1p", "layernorm_zero_centered_gamma"), ((False,), "its norms multiply by their weight")
+    ),
+    "normalization": (("RMSNorm",), "its norms are RMSNorm"),
+    "apply_residual_connection_post_layernorm": ((False,), "its residuals begin before the norms"),
+    "swiglu": ((True,), "its MLP is a SwiGLU"),
+    **dict.fromkeys(("squared_relu", "openai_gelu", "quick_geglu"), ((False,), "its MLP is a SwiGLU")),
+    **dict.fromkeys(("glu_linear_offset",), ((0, None), "its MLP is a SwiGLU")),
+    "activation_func_clamp_value": ((None,), "its MLP is a SwiGLU"),
+    "rotary_percent": ((1,), "it rotates whole heads"),
+    "rotary_interleaved": ((False,), "its rotary embeddings are half-split"),
+    "rotary_seq_len_interpolation_factor": ((None, 1), "its positions are whole; use_rope_scaling is known"),
+    "no_rope_freq": ((None, 0), "every layer has rotary embeddings"),
+    **dict.fromkeys(("num_experts", "num_moe_experts"), ((None, 0), "it has no experts")),
+    "multi_latent_attention": ((False,), "its attention is multi-head or grouped-query"),
+    "qk_l2_norm": ((False,), "its QK-norm is an RMSNorm with weights"),
+    "attention_output_gate": ((False,), "its attention has no gate"),
+    "softmax_type": (("vanilla", None), "its softmax is the plain one"),
+    "softmax_scale": ((None,), "its scores are scaled by the square root of the head's width"),
+    "window_size": ((None,), "it attends to all that came before"),
+    "experimental_attention_variant": ((None,), "its attention is softmax attention"),
+    "linear_attention_freq": ((None, 0), "its attention is softmax attention"),
+    **dict.fromkeys(
+        ("hybrid_layer_pattern", "hybrid_override_pattern"), ((None, ""), "all of its layers are attention and MLP")
+    ),
+    **dict.fromkeys(
+        ("is_hybrid_model", "heterogeneous_block_specs"), ((False,), "all of its layers are the same")
+    ),
+    "heterogeneous_layers_config_path": ((None, ""), "all of its layers are the same"),
+    "mtp_num_layers": ((None, 0), "it predicts one token"),
+    "use_mup": ((False,), "its embeddings, scores and logits are not scaled"),
+    "enable_mhc_connections": ((False,), "its residual stream is one"),
+    "spec": ((None, []), "its layers are Megatron's own"),
+    "virtual_pipeline_model_parallel_size": (
+        (None, 1), "interleaved stages are not read: save it again without virtual pipeline stages",
+    ),
+    "expert_model_parallel_size": ((None, 1), "it has no experts"),
+}  # fmt: skip
+SAME = {  # model keys that must agree, and where they stand
+    "layers": ("num_layers", "encoder_num_layers"),
+    "hidden": ("hidden_size",),
+    "heads": ("num_attention_heads",),
+    "head_dim": ("kv_channels",),
+    "ffn": ("ffn_hidden_size",),
+    "rope_theta": ("rotary_base",),
+    "norm_eps": ("norm_epsilon", "layernorm_epsilon"),
+}
+# What Megatron's use_rope_scaling means, beside a factor (megatron/core, RotaryEmbedding._apply_scaling).
+LLAMA3 = RopeScalingConfig(kind="llama3", factor=8, original_length=8192)
+AT_HOME = frozenset(
+    "layers hidden heads kv_heads head_dim ffn sequence_length max_positions vocab_size vocab_multiple rope_theta "
+    "rope_scaling norm_eps qk_norm qkv_bias norms tied init_std z_loss attention".split()
+)
+
+
+def model_of(args: Args, where: object) -> dict[str, Any]:
+    """What the arguments say of our model: keys of `ModelConfig`, but for the vocabulary. Raises CheckpointError."""
+    for key, (allowed, why) in ONLY.items():
+        value = allowed[0] if args.get(key) is None else args[key]
+        if not any(
+            value is other or (type(value) in (int, float, str, list) and value == other) for other in allowed
+        ):
+            raise CheckpointError(
+                f"{where}: {key}={visible(value, 100)}: this model cannot be like that: {why}"
+            )
+    kind = args.get("position_embedding_type", "rope")
+    if kind != "rope" and args.get("use_rotary_position_embeddings") is not True:
+        raise CheckpointError(
+            f"{where}: position_embedding_type={visible(kind, 100)}: this model has rotary embeddings (rope)"
+        )
+    found: dict[str, Any] = {}
+    if args:
+        found |= {"norms": "before", "qkv_bias": args.get("add_qkv_bias") is True, "rope_scaling": None}
+    if args.get("use_rope_scaling") is True:
+        factor = number(args.get("rope_scaling_factor")) or LLAMA3.factor
+        found["rope_scaling"] = LLAMA3.model_dump() | {"factor": float(factor)}
+    for key, names in SAME.items():
+        value = next((n for n in (number(args.get(name)) for name in names) if n is not None), None)
+        if value is not None:
+            found[key] = value if key in ("rope_theta", "norm_eps") else int(value)
+    grouped = args.get("group_query_attention") is True
+    groups = number(args.get("num_query_groups")) if grouped else found.get("heads")
+    if groups is not None:
+        found["kv_heads"] = int(groups)
+    for key, name, flip in (
+        ("qk_norm", "qk_layernorm", False),
+        ("tied", "untie_embeddings_and_output_weights", True),
+    ):
+        if isinstance(value := args.get(name), bool):
+            found[key] = value != flip
+    length, positions = number(args.get("seq_length")), number(args.get("max_position_embeddings"))
+    if longest := length or positions:
+        found["sequence_length"] = int(longest)
+    if positions:
+        found["max_positions"] = int(positions)
+    return found
+
+
+def missing(found: Args) -> list[str]:
+    """The arguments that say too little for a recipe."""
+    named = {key: names[0] for key, names in SAME.items()}
+    named |= {"qk_norm": "qk_layernorm", "tied": "untie_embeddings_and_output_weights"}
+    return [name for key, name in named.items() if key not in found]
+
+
+def dropout_of(args: Args) -> str:
+    """The dropout that the model was trained with, as "key=value"; "" for none."""
+    both = {key: number(args.get(key)) or 0 for key in ("hidden_dropout", "attention_dropout")}
+    return ", ".join(f"{key}={value:g}" for key, value in both.items() if value)
+
+
+def vocabulary_of(args: Args, rows: int, tensor: int) -> dict[str, int]:
+    """vocab_size and a vocab_multiple that pads it to their `rows`, where that can be."""
+    known = number(args.get("vocab_size"))
+    size = int(known) if known and known <= rows else rows
+    by = int(number(args.get("make_vocab_size_divisible_by")) or 0) * tensor
+    multiple = next(m for m in (128, by, rows) if m > 0 and -(-size // m) * m == rows)
+    return {"vocab_size": size, "vocab_multiple": multiple}
+
+
+def disagreements(found: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    """What the arguments say otherwise than a recipe, as "key=ours, Megatron's ...". Lengths may differ."""
+    mine = {
+        **model.model_dump(),
+        "kv_heads": model.key_value_heads, "head_dim": model.head_width, "ffn": model.ffn_width,
+    }  # fmt: skip
+    return [
+        f"model.{key}={mine[key]}, in the checkpoint {value}"
+        for key, value in found.items()
+        if key not in ("sequence_length", "max_positions") and mine[key] != value
+    ]
+
+
+def check_home(run: RunConfig, tensor: int, pipeline: int) -> None:
+    """Raises ConfigError for a model that Megatron has not, or a layout that it cannot be cut into."""
+    c = run.model
+    assert c.vocab_size is not None
+    for key, field in type(c).model_fields.items():
+        if key not in AT_HOME and getattr(c, key) != field.default:
+            raise ConfigError(
+                f"model.{key}={getattr(c, key)}: Megatron's GPT has no such thing that is known here"
+            )
+    if c.qk_norm == "full":
+        raise ConfigError(
+            "model.qk_norm=full: Megatron's QK-norm is of each head; there is no home for it there"
+        )
+    if c.rope_scaling is not None and c.rope_scaling.model_copy(update={"factor": LLAMA3.factor}) != LLAMA3:
+        raise ConfigError(
+            f"model.rope_scaling=({c.rope_scaling}): Megatron scales as Llama 3.1 only: kind=llama3 with "
+            "original_length=8192, low_freq_factor=1, high_freq_factor=4, and any factor"
+        )
+    if c.norms != "before":
+        raise ConfigError(f"model.norms={c.norms}: Megatron's norms are before attention and MLP")
+    if min(tensor, pipeline) < 1:
+        raise ConfigError(f"tensor={tensor}, pipeline={pipeline}: sizes begin at 1")
+    for key, size in (("heads", c.heads), ("ffn", c.ffn_width), ("vocab_multiple", c.vocab_multiple)):
+        if size % tensor:
+            raise ConfigError(f"tensor={tensor} does not divide model.{key}={size}: use another size")
+    if c.key_value_heads % tensor and tensor % c.key_value_heads:
+        raise ConfigError(
+            f"tensor={tensor} and model.kv_heads={c.key_value_heads}: neither divides the other: use another size"
+        )
+    if c.layers % pipeline:
+        raise ConfigError(
+            f"pipeline={pipeline} does not divide model.layers={c.layers}: use another number of stages"
+        )
+
+
+def args_of(run: RunConfig, tensor: int, pipeline: int, implementation: str, step: int) -> Namespace:
+    """Arguments for Megatron's --use-checkpoint-args, under the names of 2023 to 2026. `vocab_size` must be known."""
+    c = run.model
+    theta = int(c.rope_theta) if c.rope_theta == int(c.rope_theta) else c.rope_theta
+    return Namespace(
+        num_layers=c.layers, encoder_num_layers=c.layers, hidden_size=c.hidden, ffn_hidden_size=c.ffn_width,
+        num_attention_heads=c.heads, group_query_attention=c.key_value_heads != c.heads,
+        num_query_groups=c.key_value_heads, kv_channels=c.head_width,
+        seq_length=c.sequence_length, encoder_seq_length=c.sequence_length,
+        max_position_embeddings=c.longest,
+        position_embedding_type="rope", add_position_embedding=True, use_rotary_position_embeddings=False,
+        rotary_base=theta, rotary_percent=1.0, rotary_interleaved=False, rotary_seq_len_interpolation_factor=None,
+        use_rope_scaling=c.rope_scaling is not None,
+        rope_scaling_factor=c.rope_scaling.factor if c.rope_scaling else LLAMA3.factor, no_rope_freq=None,
+        normalization="RMSNorm", norm_epsilon=c.norm_eps, layernorm_epsilon=c.norm_eps, apply_layernorm_1p=False,
+        layernorm_zero_centered_gamma=False, apply_residual_connection_post_layernorm=False,
+        add_bias_linear=False, add_qkv_bias=c.qkv_bias, swiglu=True, squared_relu=False, openai_gelu=False,
+        quick_geglu=False, qk_layernorm=bool(c.qk_norm), qk_l2_norm=False, multi_latent_attention=False,
+        softmax_type="vanilla", window_size=None, num_experts=None, mtp_num_layers=None,
+        untie_embeddings_and_output_weights=not c.tied, attention_dropout=0.0, hidden_dropout=0.0,
+        apply_query_key_layer_scaling=False, init_method_std=c.init_std,
+        vocab_size=c.vocab_size, padded_vocab_size=c.padded_vocab,
+        make_vocab_size_divisible_by=c.vocab_multiple // tensor,
+        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=None, expert_model_parallel_size=1,
+        transformer_impl=implementation, bf16=run.precision.kind == "bf16", fp16=run.precision.kind == "fp16",
+        data_parallel_random_init=False, iteration=step, consumed_train_samples=0, consumed_valid_samples=0,
+    )  # fmt: skip

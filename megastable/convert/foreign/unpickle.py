@@ -1,0 +1,172 @@
+"""Files of torch.save that others wrote: their tensors and plain data, without running anything that stands in them.
+
+    content = load(Path("global_step100/mp_rank_00_model_states.pt"))
+
+Such files hold objects of the framework that wrote them (a loss scaler, an enum, argparse's Namespace). They are read
+by torch's `weights_only` unpickler, which imports nothing and calls only what makes tensors; every other class or
+function in the pickle becomes a `StandIn`, which keeps what it was given and does nothing.
+"""
+
+from __future__ import annotations
+
+import _compat_pickle
+import math
+import pickle
+import pickletools
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from megastable.base.errors import CheckpointError
+from megastable.base.text import visible
+
+BLOCK = 1 << 24  # bytes
+LEGACY_PICKLES = (
+    4  # before the tensors' bytes, in files of torch before 1.6: magic number, protocol, system, content
+)
+
+
+class StandIn:
+    """In place of an object whose class is not ours to run. path: full name of the class; args, state: its pickle's."""
+
+    path = ""
+
+    def __new__(cls, *args: Any) -> StandIn:
+        made = super().__new__(cls)
+        made.args, made.state = args, None
+        return made
+
+    def __init__(self, *args: Any) -> None:
+        self.args: tuple[Any, ...] = args
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"<{visible(self.path, 80)}>"
+
+
+def fields(value: Any) -> dict[str, Any]:
+    """The attributes of a pickled object, or a mapping itself; nothing of anything else."""
+    state = value.state if isinstance(value, StandIn) else value
+    return {key: v for key, v in state.items() if isinstance(key, str)} if isinstance(state, dict) else {}
+
+
+def dense(value: Any) -> Tensor | None:
+    """A tensor of floating point numbers that lies in memory as usual; None for anything else."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
+        return None
+    return value.detach() if value.is_floating_point() else None
+
+
+def number(value: Any) -> float | None:
+    """A finite number: plain, as a tensor of one element, or as an enum's member; None where it is none."""
+    if isinstance(value, StandIn) and len(value.args) == 1:
+        value = value.args[0]
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex() or value.is_meta:
+            return None
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def load(path: Path) -> Any:
+    """What `torch.save` wrote into `path`; tensors on the CPU, mapped where the format allows it, not read.
+
+    A zip's CRC-32 of every entry is compared first (torch itself does not look at them); files of torch before 1.6
+    have none. Raises CheckpointError for whatever cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            zipped = file.read(2) == b"PK"
+            file.seek(0)
+            names = _in_zip(path, file) if zipped else _in_legacy(file)
+        with _only(names), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (
+        Exception
+    ) as error:  # torch, zipfile and pickletools raise nearly everything for a file that is none
+        raise CheckpointError(
+            f"{path}: not a file of tensors that can be read safely ({_why(error)}): it is damaged, cut off, or holds "
+            "what is not data; get it again from where it was written, or save only tensors in it"
+        ) from None
+
+
+def _why(error: Exception) -> str:
+    """The line of an error that says what is wrong. Torch wraps it in advice to run whatever is in the file."""
+    inner = error.__context__ if isinstance(error, pickle.UnpicklingError) else None
+    lines = str(inner or error).strip().splitlines()
+    return visible(lines[0], 200) if lines else type(error).__name__
+
+
+def _in_zip(path: Path, file: IO[bytes]) -> set[str]:
+    """The names of what the pickle of a zip wants to import; every entry has been compared with its CRC-32."""
+    with zipfile.ZipFile(file) as archive:
+        pickles = []
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise CheckpointError(f"{path}: holds compressed entries, which torch.save never writes")
+            if info.filename.endswith("/data.pkl"):
+                pickles.append(info)
+            if info.CRC:  # 0: torch was told not to compute them
+                with archive.open(info) as entry:
+                    while entry.read(BLOCK):
+                        pass
+        if len(pickles) != 1:
+            raise CheckpointError(f"{path}: a zip, but not one of torch.save: it has no data.pkl")
+        with archive.open(pickles[0]) as entry:
+            return set(_wanted(entry))
+
+
+def _in_legacy(file: IO[bytes]) -> set[str]:
+    return {name for _ in range(LEGACY_PICKLES) for name in _wanted(file)}
+
+
+def _wanted(pickled: IO[bytes]) -> Iterator[str]:
+    """The full names of classes and functions in the next pickle of a stream, as a Python of today calls them."""
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name == "GLOBAL":
+            module, _, name = str(argument).partition(" ")
+            module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
+            yield f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"
+
+
+# Containers of the standard library that are data: as the plain ones that the unpickler can fill.
+_PLAIN: dict[str, Callable[..., Any]] = {
+    "collections.defaultdict": lambda *_: OrderedDict(),
+    "collections.deque": lambda *_: [],
+}
+
+
+@contextmanager
+def _only(names: set[str]) -> Iterator[None]:
+    """Let the unpickler make stand-ins of `names`; what others in this process have allowed it does not hold here."""
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+            (_PLAIN.get(name) or type("StandIn", (StandIn,), {"path": name}), name) for name in names
+        ]
+        torch.serialization.add_safe_globals(allowed)
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)

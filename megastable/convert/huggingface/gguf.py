@@ -1,0 +1,226 @@
+"""An exported folder as one GGUF file for llama.cpp: the same weights, and a tokenizer that gives the same ids."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megastable.base.durable import sync_directory
+from megastable.base.errors import CheckpointError, DataError
+from megastable.base.text import visible
+from megastable.checkpoint.target import refuse_existing
+from megastable.config.tree import ModelConfig
+from megastable.convert.huggingface.folder import Folder
+from megastable.convert.huggingface.llama_cpp import KNOWN, Vocabulary, vocabulary
+from megastable.convert.huggingface.names import LLAMA, OLMO2, architecture_of
+from megastable.convert.huggingface.tokenizer_export import CONFIG, CONTROL, FILE, NORMAL
+from megastable.data.local_copy import remove_abandoned, staging_of
+from megastable.data.tokenizer import load_tokenizer
+from megastable.model.rope import Rope, frequencies
+
+TEMPLATE = "chat_template.jinja"
+INSTALL = "bash launch/install.sh gguf"
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """What was made. notes: on which texts llama.cpp gives other ids."""
+
+    out: Path
+    architecture: str
+    dtype: str
+    tensors: int
+    bytes: int
+    notes: tuple[str, ...]
+
+
+def to_gguf(folder: Path, out: Path, watch: Callable[[int, int], None] = lambda done, total: None) -> Gguf:
+    """Write `out`, which must not exist, from a folder that `to-hf` made (or a fine-tuned one of the same kind).
+
+    Matrices stay in their dtype, what has one dimension is fp32, as llama.cpp wants it. Memory: two tensors.
+    Raises CheckpointError for a tokenizer or model that llama.cpp has not.
+    """
+    refuse_existing(out, "file")
+    source = Folder(folder)
+    if importlib.util.find_spec("gguf") is None:
+        raise CheckpointError(f"the package gguf is not installed, which writes such files: {INSTALL}")
+    import gguf
+
+    config, kind = source.config, architecture_of(source.config)
+    if kind is OLMO2 and config.head_width * config.heads != config.hidden:
+        raise CheckpointError(
+            f"{folder}: llama.cpp's OLMo 2 has heads of hidden / heads = {config.hidden / config.heads:g}, and this "
+            f"model has head_dim {config.head_width}"
+        )
+    factors = _factors(config)
+    if factors is not None and kind is not LLAMA:
+        raise CheckpointError(
+            f"{folder}: llama.cpp scales rotary embeddings as llama3 only in a Llama, not in {kind.name}"
+        )
+    assert config.vocab_size is not None
+    words, settings = _tokenizer(source.path, config.vocab_size)
+    writer = gguf.GGUFWriter(None, kind.type)
+    _describe(writer, source, kind.type)
+    _add_vocabulary(writer, words, settings)
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, kind.type.upper()), config.layers)
+    given = {
+        names.get_name(part.name, (".weight", ".bias")): part.name
+        for parts in source.parts.values() for part in parts
+    }  # fmt: skip
+    if kind is OLMO2 and config.tied:  # llama.cpp's has a head of its own
+        given["output.weight"] = "model.embed_tokens.weight"
+    for name, theirs in given.items():
+        shape, (dtype, raw) = source.shape(theirs), _kind(source, theirs)
+        size = dtype.itemsize * int(np.prod(shape))
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), size, gguf.GGMLQuantizationType[raw])
+    if factors is not None:
+        kept = gguf.GGMLQuantizationType.F32
+        writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes, kept)
+    tensors, total, done = len(writer.tensors[0]), sum(t.nbytes for t in writer.tensors[0].values()), 0
+    temporary = staging_of(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(out)
+        writer.write_header_to_file(temporary)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for theirs in given.values():
+            tensor = source.tensor(theirs).to(_kind(source, theirs)[0])
+            if kind is LLAMA and theirs.endswith(("q_proj.weight", "k_proj.weight")):
+                tensor = _interleaved(tensor, config.head_width)
+            content = tensor.contiguous().view(torch.uint8).numpy()
+            writer.write_tensor_data(content)
+            done += content.nbytes
+            watch(done, total)
+        if factors is not None:
+            writer.write_tensor_data(factors)
+        writer.fout[0].flush()
+        os.fsync(writer.fout[0].fileno())
+        writer.close()
+        os.replace(temporary, out)
+        sync_directory(out.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{out} could not be written ({total / 1e9:.2f} GB): {error.strerror or error}. Nothing was left there"
+        ) from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    precision = _kind(source, "model.embed_tokens.weight")[1].lower()
+    return Gguf(out, kind.name, precision, tensors, out.stat().st_size, words.notes)
+
+
+def _kind(source: Folder, name: str) -> tuple[torch.dtype, str]:
+    held = source.dtype(name)
+    if len(source.shape(name)) == 1 or held not in (torch.bfloat16, torch.float16):
+        return torch.float32, "F32"
+    return held, "BF16" if held == torch.bfloat16 else "F16"
+
+
+def _factors(config: ModelConfig) -> npt.NDArray[np.float32] | None:
+    """What llama.cpp divides the frequencies of a Llama 3 by, fp32 [head_width / 2]; None of other models."""
+    if config.rope_scaling is None or config.rope_scaling.kind == "linear":
+        return None
+    rope, cpu = Rope.of(config), torch.device("cpu")
+    return np.asarray((frequencies(rope._replace(scaling=None), cpu) / frequencies(rope, cpu)).numpy())
+
+
+def _interleaved(tensor: Tensor, width: int) -> Tensor:
+    """llama.cpp's Llama rotates neighbours, Hugging Face's the halves of a head. tensor: [heads x width, hidden]."""
+    rows, columns = tensor.shape
+    return tensor.view(rows // width, 2, width // 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def _describe(writer: Any, source: Folder, kind: str) -> None:
+    import gguf
+
+    c = source.config
+    writer.add_name(visible(source.path.resolve().name))
+    writer.add_type(gguf.GGUFType.MODEL)
+    types = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
+    raw = _kind(source, "model.embed_tokens.weight")[1]
+    writer.add_file_type(gguf.LlamaFileType[types[raw]])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_context_length(c.longest)
+    writer.add_embedding_length(c.hidden)
+    writer.add_block_count(c.layers)
+    writer.add_feed_forward_length(c.ffn_width)
+    writer.add_head_count(c.heads)
+    writer.add_head_count_kv(c.key_value_heads)
+    writer.add_key_length(c.head_width)
+    writer.add_value_length(c.head_width)
+    writer.add_rope_dimension_count(c.head_width)
+    writer.add_rope_freq_base(c.rope_theta)
+    if c.rope_scaling is not None and c.rope_scaling.kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(c.rope_scaling.factor)
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+
+
+def _tokenizer(folder: Path, size: int) -> tuple[Vocabulary, dict[str, Any]]:
+    """What tokenizer.json does, and {"bos", "eos", "pad", "unk": ids or None, "template": a chat template or None}."""
+    try:
+        model = load_tokenizer(folder / FILE, eod=0).model  # type: ignore[attr-defined]
+        content = json.loads(model.to_str())
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        template = config.get("chat_template")
+        if (folder / TEMPLATE).is_file():
+            template = (folder / TEMPLATE).read_text(encoding="utf-8")
+        words = vocabulary(content, size)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / FILE}: {error}. {KNOWN}") from None
+    except DataError as error:
+        raise CheckpointError(str(error)) from None
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from None
+    except (ValueError, AttributeError, IndexError, RecursionError) as error:
+        raise CheckpointError(
+            f"{folder}: {FILE}, {CONFIG} or {TEMPLATE} is not what tokenizers write: {visible(repr(error), 200)}"
+        ) from None
+    if words.begin and words.begin != _content(config.get("bos_token")):
+        raise CheckpointError(
+            f"{folder / FILE} puts {words.begin!r} before every text, llama.cpp only the bos_token of {CONFIG}: name it"
+        )
+    named = {
+        key: token for key in ("bos", "eos", "pad", "unk") if (token := _content(config.get(f"{key}_token")))
+    }  # fmt: skip
+    ids = {key: model.token_to_id(token) for key, token in named.items()}
+    for id in ids.values():  # in transformers, to be named there makes a token special
+        if id is not None and words.types[id] == NORMAL:
+            words.types[id] = CONTROL
+    return words, ids | {"template": template}
+
+
+def _content(token: Any) -> str:
+    return str(token["content"]) if isinstance(token, dict) else str(token or "")
+
+
+def _add_vocabulary(writer: Any, words: Vocabulary, settings: dict[str, Any]) -> None:
+    writer.add_tokenizer_model(words.model)
+    writer.add_tokenizer_pre(words.pre)
+    writer.add_token_list(words.tokens)
+    writer.add_token_types(words.types)
+    if words.scores:
+        writer.add_token_scores(words.scores)
+    if words.merges:
+        writer.add_token_merges(words.merges)
+    for key in ("bos", "eos", "pad", "unk"):
+        if settings.get(key) is not None:
+            getattr(writer, f"add_{key}_token_id")(settings[key])
+    writer.add_add_bos_token(bool(words.begin))
+    writer.add_add_eos_token(False)
+    writer.add_add_space_prefix(words.space)
+    if isinstance(settings["template"], str):
+        writer.add_chat_template(settings["template"])

@@ -1,0 +1,135 @@
+"""The one table of names, for both directions: which rows of which of our tensors are which of theirs. Pure.
+
+Ours are fused where they are multiplied together (q, k and v; gate and up), and the vocabulary is padded; theirs are
+single, without padding. Rotary embeddings are half-split in both, so that nothing is permuted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megastable.base.errors import ConfigError
+from megastable.config.tree import ModelConfig
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """type: "model_type" of config.json; name: the class; norms: what the norms of a block's two halves are called."""
+
+    type: str
+    name: str
+    norms: tuple[str, str]
+
+
+BEFORE = ("input_layernorm", "post_attention_layernorm")
+QWEN3 = Architecture("qwen3", "Qwen3ForCausalLM", BEFORE)
+QWEN2 = Architecture("qwen2", "Qwen2ForCausalLM", BEFORE)
+LLAMA = Architecture("llama", "LlamaForCausalLM", BEFORE)
+MISTRAL = Architecture("mistral", "MistralForCausalLM", BEFORE)  # read only: without its window it is a Llama
+OLMO2 = Architecture("olmo2", "Olmo2ForCausalLM", ("post_attention_layernorm", "post_feedforward_layernorm"))
+
+# By model.qk_norm, model.norms and model.qkv_bias. Another combination has no architecture there.
+ARCHITECTURES = {
+    (True, "before", False): QWEN3, (False, "before", False): LLAMA, (False, "before", True): QWEN2,
+    ("full", "after", False): OLMO2,
+}  # fmt: skip
+# Options that theirs have, too, or that change nothing of what a trained model computes.
+AT_HOME = frozenset(
+    "layers hidden heads kv_heads head_dim ffn sequence_length max_positions vocab_size vocab_multiple rope_theta "
+    "rope_scaling norm_eps qk_norm qkv_bias norms tied init_std z_loss attention".split()
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows [first, first + shape[0]) of one of our tensors are the tensor `name` of theirs."""
+
+    name: str
+    first: int
+    shape: tuple[int, ...]
+
+
+def architecture_of(config: ModelConfig) -> Architecture:
+    """What computes the same as this model. Raises ConfigError that names the option without a home there."""
+    for key, field in type(config).model_fields.items():
+        value = getattr(config, key)
+        if key not in AT_HOME and value != field.default:
+            raise ConfigError(
+                f"model.{key}={value}: no architecture of Hugging Face that is known here has it"
+            )
+    found = ARCHITECTURES.get((config.qk_norm, config.norms, config.qkv_bias))
+    if found is None:
+        homes = "; ".join(
+            f"qk_norm={q} norms={n} qkv_bias={b} ({a.name})" for (q, n, b), a in ARCHITECTURES.items()
+        )
+        raise ConfigError(
+            f"model.qk_norm={config.qk_norm} with model.norms={config.norms} and model.qkv_bias={config.qkv_bias}: no "
+            f"architecture of Hugging Face has these together; those that have a home: {homes}"
+        )
+    return found
+
+
+def table(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
+    """Every parameter of ours, in the model's order, and what it is over there. `vocab_size` must be known.
+
+    Raises ConfigError as `architecture_of`.
+    """
+    assert config.vocab_size is not None
+    kind, c = architecture_of(config), config
+    hidden, vocabulary = config.hidden, config.vocab_size
+    q, kv = c.heads * c.head_width, c.key_value_heads * c.head_width
+    found = {"embedding.weight": _rows(("model.embed_tokens.weight", vocabulary), width=hidden)}
+    for i in range(c.layers):
+        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        found[f"{ours}.attention_norm.weight"] = _rows((f"{theirs}.{kind.norms[0]}.weight", hidden))
+        found[f"{ours}.attention.qkv.weight"] = _rows(
+            (f"{attention}.q_proj.weight", q), (f"{attention}.k_proj.weight", kv),
+            (f"{attention}.v_proj.weight", kv), width=hidden,
+        )  # fmt: skip
+        if c.qkv_bias:
+            found[f"{ours}.attention.qkv.bias"] = _rows(
+                (f"{attention}.q_proj.bias", q),
+                (f"{attention}.k_proj.bias", kv),
+                (f"{attention}.v_proj.bias", kv),
+            )
+        if c.qk_norm:
+            widths = (q, kv) if c.qk_norm == "full" else (c.head_width, c.head_width)
+            for name, width in zip(("q_norm", "k_norm"), widths, strict=True):
+                found[f"{ours}.attention.{name}.weight"] = _rows((f"{attention}.{name}.weight", width))
+        found[f"{ours}.attention.out.weight"] = _rows((f"{attention}.o_proj.weight", hidden), width=q)
+        found[f"{ours}.mlp_norm.weight"] = _rows((f"{theirs}.{kind.norms[1]}.weight", hidden))
+        found[f"{ours}.mlp.gate_up.weight"] = _rows(
+            (f"{mlp}.gate_proj.weight", c.ffn_width), (f"{mlp}.up_proj.weight", c.ffn_width), width=hidden
+        )
+        found[f"{ours}.mlp.down.weight"] = _rows((f"{mlp}.down_proj.weight", hidden), width=c.ffn_width)
+    found["final_norm.weight"] = _rows(("model.norm.weight", hidden))
+    if not c.tied:
+        found["head.weight"] = _rows(("lm_head.weight", vocabulary), width=hidden)
+    return found
+
+
+def _rows(*named: tuple[str, int], width: int | None = None) -> tuple[Part, ...]:
+    parts, first = list[Part](), 0
+    for name, count in named:
+        parts.append(Part(name, first, (count,) if width is None else (count, width)))
+        first += count
+    return tuple(parts)
+
+
+def split(whole: Tensor, parts: tuple[Part, ...]) -> dict[str, Tensor]:
+    """Theirs, as views of one of ours; rows beyond them are padding."""
+    return {part.name: whole[part.first : part.first + part.shape[0]] for part in parts}
+
+
+def merge(theirs: Mapping[str, Tensor], parts: tuple[Part, ...], rows: int) -> Tensor:
+    """Ours, fp32 with `rows` rows, of theirs; rows beyond them are zero. The inverse of `split`."""
+    whole = torch.empty((rows, *parts[0].shape[1:]))
+    for part in parts:
+        whole[part.first : part.first + part.shape[0]] = theirs[part.name]
+    whole[parts[-1].first + parts[-1].shape[0] :] = 0
+    return whole

@@ -1,0 +1,291 @@
+"""Does the folder compute what the checkpoint does? Logits of both in fp32, side by side.
+
+Ours come from the model that trains, with the checkpoint's weights rounded to what the folder holds (so that one
+limit serves an fp32 and a bf16 export); theirs from transformers. A wrong layout of the rotary embeddings shows here,
+and not in text that is sampled.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megastable.base import free_memory
+from megastable.base.errors import CheckpointError, MegastableError
+from megastable.base.text import plural, size
+from megastable.checkpoint.whole import WholeState, run_of
+from megastable.config.tree import RunConfig
+from megastable.convert.huggingface import logits
+from megastable.convert.huggingface.folder import Folder
+from megastable.convert.huggingface.names import merge, split, table
+from megastable.convert.huggingface.tokenizer_export import real_text
+from megastable.data.corpora import open_corpora
+from megastable.data.tokenizer import load_tokenizer
+from megastable.report.sheet import Column, Sheet
+
+LARGEST = 1e-4  # difference of two logits
+KL = 1e-10  # nats per token, the mean
+ROWS = 2  # of random tokens, and of text
+LENGTH = 512  # tokens of a row, at most
+WORK = 4e12  # multiply-adds and additions of one model, about; less text for a larger one
+LOGITS = 1 << 27  # bytes of fp32 logits of either; positions are left out where there would be more
+INSTALL = "bash launch/install.sh hf"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """tokens: positions compared; largest: absolute difference of two logits; kl: of theirs from ours, nats per token,
+    the mean; agree: share of positions with the same likeliest token; scale: the largest logit."""
+
+    of: str
+    tokens: int
+    largest: float
+    kl: float
+    agree: float
+    scale: float
+
+    @property
+    def same(self) -> bool:
+        return self.largest < LARGEST and self.kl < KL
+
+
+@dataclass
+class Checked:
+    """why: what kept logits from being compared, "" where nothing did. unequal: tensors of the folder whose bits are
+    not those of the checkpoint; settings: what config.json says otherwise, which logits need not show; precision: what
+    the folder holds; how: in which way transformers had the weights."""
+
+    checkpoint: Path
+    folder: Path
+    rows: list[Row] = field(default_factory=list)
+    unequal: list[str] = field(default_factory=list)
+    settings: list[str] = field(default_factory=list)
+    tensors: int = 0
+    precision: str = ""
+    how: str = ""
+    transformers: str = ""
+    why: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        """Compared, and not the same."""
+        return bool(self.unequal or self.settings) or not all(row.same for row in self.rows)
+
+    @property
+    def verdict(self) -> str:
+        if self.why and not self.failed:
+            return f"NOT CHECKED: {self.why}. All {self.tensors} tensors are the same, bit for bit"
+        if not self.failed:
+            return (
+                f"the same: all {self.tensors} tensors bit for bit, differences of logits below {LARGEST:g}, "
+                f"KL divergence below {KL:g}"
+            )
+        problems = list(self.settings)
+        if self.unequal:
+            problems.append(
+                f"{len(self.unequal)} of {self.tensors} tensors have other numbers, the first is {self.unequal[0]}"
+            )
+        for row in self.rows:
+            if not row.same:
+                problems.append(
+                    f"on {row.of} logits differ by up to {row.largest:.3g} (limit {LARGEST:g}), KL divergence "
+                    f"{row.kl:.3g} (limit {KL:g})"
+                )
+        return f"NOT THE SAME: {'; '.join(problems)}"
+
+
+def compare(
+    checkpoint: Path, folder: Path, say: Say = lambda _: None, accept: Collection[str] = (), seed: int = 0
+) -> Checked:
+    """checkpoint: a folder step-N that was found and verified; accept: as for `Folder`. Raises CheckpointError,
+    ConfigError."""
+    theirs, run = Folder(folder, accept), run_of(checkpoint)
+    found = Checked(checkpoint, folder, tensors=sum(map(len, theirs.parts.values())))
+    _same_model(checkpoint, run, theirs)
+    for key in ("rope_theta", "rope_scaling", "norm_eps"):
+        mine, other = getattr(run.model, key), getattr(theirs.config, key)
+        if mine != other:
+            found.settings.append(f"model.{key} is {other} there, and {mine} in the checkpoint")
+    held = {theirs.dtype(part.name) for parts in theirs.parts.values() for part in parts}
+    found.precision = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in held))
+    weights = _Rounded(WholeState(checkpoint), theirs)
+    samples = _samples(run, theirs, seed, found.notes)
+    whole, largest = _memory(theirs, samples)
+    free = free_memory.free()
+    if importlib.util.find_spec("transformers") is None:
+        found.why = f"transformers is not installed, and nothing else can tell: {INSTALL}, then run `check`"
+    elif largest > free:
+        need = f"it would take {size(largest)} of memory, and {size(free)} are free"
+        found.why = f"{need}: run `check` on a larger machine"
+    if found.why:
+        found.unequal = weights.all_unequal()
+        return found
+    tokens = torch.cat([t for _, t in samples])
+    at = _positions(tokens, theirs)
+    # Not inference_mode: the table of positions that the model keeps is for gradients, too.
+    with torch.no_grad():
+        say("our logits")
+        mine = logits.ours(run, checkpoint, weights, tokens, at)
+        found.unequal = sorted(weights.unequal)
+        say("logits of transformers")
+        found.how = "loaded whole" if whole <= free else "loaded layer by layer, for want of memory"
+        other, found.transformers = logits.theirs(theirs, tokens, at, whole <= free)
+    first = 0
+    for of, rows in samples:
+        found.rows.append(_row(of, mine[first : first + len(rows)], other[first : first + len(rows)]))
+        first += len(rows)
+    return found
+
+
+def _same_model(checkpoint: Path, run: RunConfig, folder: Folder) -> None:
+    """Whether both speak of one model at all. Raises CheckpointError that names what differs."""
+    ours, theirs = run.model, folder.config
+    for key, a, b in (
+        ("layers", ours.layers, theirs.layers), ("hidden", ours.hidden, theirs.hidden),
+        ("heads", ours.heads, theirs.heads), ("kv_heads", ours.key_value_heads, theirs.key_value_heads),
+        ("head_dim", ours.head_width, theirs.head_width), ("ffn", ours.ffn_width, theirs.ffn_width),
+        ("vocab_size", ours.vocab_size, theirs.vocab_size), ("qk_norm", ours.qk_norm, theirs.qk_norm),
+        ("qkv_bias", ours.qkv_bias, theirs.qkv_bias),
+        ("norms", ours.norms, theirs.norms), ("tied", ours.tied, theirs.tied),
+    ):  # fmt: skip
+        if a != b:
+            raise CheckpointError(
+                f"{folder.path} is another model than {checkpoint}: model.{key} is {b} there, and {a} in the checkpoint"
+            )
+
+
+def _samples(run: RunConfig, folder: Folder, seed: int, notes: list[str]) -> list[tuple[str, Tensor]]:
+    """What to compare on: (what it is, int64 [rows, length])."""
+    vocabulary = folder.config.vocab_size
+    assert vocabulary is not None
+    budget = int(WORK / (2 * folder.numel) / (2 * ROWS))
+    length = min(run.model.sequence_length, folder.config.sequence_length, LENGTH, max(32, budget))
+    drawn = torch.Generator().manual_seed(seed)
+    found = [("random tokens", torch.randint(vocabulary, (ROWS, length), generator=drawn))]
+    try:
+        source = open_corpora(run.data.corpora, length, run.run.seed).validation
+        if source is not None:
+            text = torch.from_numpy(source.samples(np.arange(ROWS)))[:, :-1]
+            if int(text.max()) < vocabulary:
+                return [*found, ("text of the validation corpus", text)]
+    except (MegastableError, IndexError):
+        pass  # the corpora need not be on this machine
+    try:
+        ids = load_tokenizer(folder.path, eod=0).encode(real_text())
+    except MegastableError:
+        notes.append("compared on random tokens alone: neither the run's corpora nor a tokenizer are there")
+        return found
+    rows = min(ROWS, len(ids) // length)
+    text = torch.tensor(ids[: rows * length]).view(rows, length)
+    return (
+        [*found, ("text of Python's own library", text)] if rows and int(text.max()) < vocabulary else found
+    )
+
+
+def _memory(folder: Folder, samples: Sequence[tuple[str, Tensor]]) -> tuple[int, int]:
+    """Bytes that transformers take with the whole model, and with a layer at a time."""
+    c, tokens = folder.config, torch.cat([t for _, t in samples])
+    rows, length = tokens.shape
+    # Activations of a layer: its MLP, and scores of attention; logits of both, and what is computed from them.
+    scores, answers = rows * c.heads * length**2, len(_positions(tokens, folder)) * rows * (c.vocab_size or 0)
+    activations = 4 * (tokens.numel() * (6 * c.hidden + 4 * c.ffn_width) + 3 * scores + 6 * answers)
+    outside = 4 * c.hidden * (c.vocab_size or 0) * 2
+    layer = (4 * folder.numel - outside // (2 if c.tied else 1)) // c.layers
+    return int(1.1 * 4 * folder.numel) + activations, outside + 2 * layer + activations
+
+
+def _positions(tokens: Tensor, folder: Folder) -> Tensor:
+    """Which positions of a row are compared: all, or as many as there is room for, evenly, with the last."""
+    rows, length = tokens.shape
+    most = max(1, min(length, LOGITS // (4 * (folder.config.vocab_size or 1) * rows)))
+    return torch.linspace(length - 1, 0, most).round().long().flip(0)
+
+
+class _Rounded:
+    """The checkpoint's weights as the folder should hold them; says which ones it does not."""
+
+    def __init__(self, whole: WholeState, folder: Folder) -> None:
+        self.whole, self.folder, self.unequal = whole, folder, set[str]()
+        self.table = table(folder.config)
+
+    def __call__(self, name: str) -> Tensor:
+        """fp32, with the padding of the vocabulary as it is."""
+        tensor, parts = self.whole.tensor(name, "weight"), self.table[name]
+        rounded = {}
+        for theirs, part in split(tensor, parts).items():
+            held = self.folder.tensor(theirs)
+            if held.dtype == torch.float64:  # as it is read
+                held = held.float()
+            mine = part.to(held.dtype)
+            if not torch.equal(mine.view(torch.uint8), held.view(torch.uint8)):  # -0.0 is not 0.0, nan is nan
+                self.unequal.add(theirs)
+            rounded[theirs] = mine.float()
+        return merge(rounded, parts, len(tensor))
+
+    def all_unequal(self) -> list[str]:
+        for name in self.table:
+            self(name)
+        return sorted(self.unequal)
+
+
+def _row(of: str, ours: Tensor, theirs: Tensor) -> Row:
+    """ours, theirs: fp32 [rows, positions, vocabulary]."""
+    mine, other = ours.flatten(0, 1), theirs.flatten(0, 1)
+    if mine.shape != other.shape:
+        raise CheckpointError(f"transformers give logits {tuple(theirs.shape)}, ours are {tuple(ours.shape)}")
+    largest = scale = total = 0.0
+    for a, b in zip(mine.split(64), other.split(64), strict=True):
+        p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+        total += float((p.exp() * (p - q)).sum())
+        # max() of Python would drop a nan.
+        largest = (
+            float(np.fmax(largest, float((a - b).abs().max())))
+            if bool((a - b).isfinite().all())
+            else math.nan
+        )
+        scale = max(scale, float(a.abs().max()))
+        if math.isnan(largest):
+            break
+    agree = float((mine.argmax(-1) == other.argmax(-1)).double().mean())
+    # max() of Python would make 0 of a nan.
+    kl = math.nan if math.isnan(largest) else float(np.maximum(0.0, total / len(mine)))
+    return Row(of, len(mine), largest, kl, agree, scale)
+
+
+def sheet(found: Checked) -> Sheet:
+    """What a person, or a program, is shown."""
+    facts = [
+        ("checkpoint", str(found.checkpoint)),
+        ("folder", str(found.folder)),
+        ("weights there", found.precision),
+    ]
+    if found.rows:
+        facts.append(("transformers", f"{found.transformers}, {found.how}"))
+    facts.append(("tensors", f"{plural(found.tensors, 'tensor')}, {len(found.unequal)} with other numbers"))
+    columns = (
+        Column("of", "compared on"), Column("tokens", "positions", "count"),
+        Column("largest", "largest difference", "text"), Column("kl", "KL, nats/token", "text"),
+        Column("agree", "same likeliest token", "share"), Column("scale", "largest logit", "number"),
+    )  # fmt: skip
+    rows = [
+        {"of": r.of, "tokens": r.tokens, "largest": f"{r.largest:.3g}", "kl": f"{r.kl:.3g}", "agree": r.agree,
+         "scale": r.scale}
+        for r in found.rows
+    ]  # fmt: skip
+    notes = [
+        *found.notes,
+        f"Both in fp32, the checkpoint's weights rounded to what the folder holds. Limits: {LARGEST:g}, {KL:g}.",
+    ]
+    return Sheet(
+        found.verdict, facts=facts, columns=columns, rows=rows, notes=notes if found.rows else found.notes
+    )

@@ -1,0 +1,327 @@
+"""The tokenizer of a run as transformers' AutoTokenizer loads it, with the same ids for every text.
+
+A SentencePiece model is written as a tokenizer.json of the tokenizers library. Where the model keeps every space and
+spells what it lacks in bytes, as ours do, its pieces hold spaces themselves and not their sign "▁": so a literal "▁" is
+not taken for a space, which it never was in training. That the ids are the same is tried on real and on random text
+each time: what differs is refused, not written.
+
+Special tokens in a text are special over there: fine-tuning programs write "</s>" for the end of a text, and chat
+templates theirs. Text from data must not forge them, which is why prepare_data and generate take them as characters
+(megastable.data.tokenizer); over there it is `split_special_tokens=True` of a call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import inspect
+import json
+import random
+import string
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import Tokenizer as HuggingFaceModel
+
+from megastable.base.errors import CheckpointError
+from megastable.data.local_copy import write_file
+from megastable.data.tokenizer import SPACE, Tokenizer
+
+FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+Json = dict[str, Any]
+
+# Kinds of pieces (sentencepiece_model.proto, ModelProto.SentencePiece.Type), and types of models.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+UNIGRAM, BPE = 1, 2
+RANDOM_TEXTS = 300
+CUT_AT_SPACES: Json = {
+    "type": "Split", "pattern": {"Regex": " +[^ ]*|[^ ]+"}, "behavior": "Isolated", "invert": False
+}  # fmt: skip
+# What pads a batch, in this order: never the end, whose label would be masked with the padding. Qwen's files pad with
+# <|endoftext|>, fine-tunes of Llama with <unk>.
+PADS = (
+    "<pad>",
+    "[PAD]",
+    "<|pad|>",
+    "<|padding|>",
+    "<|finetune_right_pad_id|>",
+    "<|endoftext|>",
+    "<unk>",
+    "[UNK]",
+)
+WITHOUT = "to go on without a tokenizer: --no-tokenizer"
+MANY_LANGUAGES = (
+    "Zażółć gęślą jaźń", "Съешь же ещё этих мягких булок", "敏捷的棕色狐狸跳过了懒狗", "いろはにほへと ちりぬるを",
+    "다람쥐 헌 쳇바퀴에 타고파", "نص حكيم له سر قاطع", "ऋषियों को सताने वाले", "👩\u200d👩\u200d👧 🏳\ufe0f e\u0301 ﬁ Å",
+    "\u202eabc\u2066\ufeff\x00\x1b[0m", f"a{SPACE}b {SPACE}{SPACE}  c", "   a  b\t\tc \n\n d   \r\n",
+    "x = 0.000000000001234567890", "-" * 99, " " * 99, "",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Written:
+    """content: of tokenizer.json, complete; problem: how its ids differ on the texts that are tried, "" where they do
+    not; pad: the id that pads a batch."""
+
+    content: Json
+    problem: str
+    pad: int
+
+
+def write_tokenizer(
+    tokenizer: Tokenizer, folder: Path, longest: int, exact: bool = True, begins: bool = True
+) -> Written:
+    """tokenizer.json, tokenizer_config.json, and the SentencePiece model where it was one, as other programs want it.
+
+    longest: tokens of a sequence; begins: the end of a document also begins one. A tokenizer's `bos` is put before
+    every text. Raises CheckpointError when ids differ and `exact` is asked for, DataError.
+    """
+    given = fast(tokenizer)
+    if tokenizer.bos is not None:
+        given["post_processor"] = _begun(given, tokenizer.bos)
+    text = json.dumps(given, ensure_ascii=False, separators=(",", ":")).encode()
+    try:
+        model = HuggingFaceModel.from_str(text.decode())
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(f"{tokenizer.file} cannot be written as a {FILE}: {error}; {WITHOUT}") from None
+    model.encode_special_tokens = True
+    problem = _compared(tokenizer, model)
+    if problem and exact:
+        raise CheckpointError(
+            f"{tokenizer.file} cannot be written as a {FILE} that gives the same ids: {problem}. To accept that: "
+            f"--inexact-tokenizer; {WITHOUT}"
+        )
+    write_file(folder / FILE, text)
+    if tokenizer.kind == "sentencepiece":
+        write_file(folder / "tokenizer.model", tokenizer.content)
+    content: Json = json.loads(model.to_str())  # older files leave out what goes without saying
+    pad = _pad(model, tokenizer.eod)
+    config = _config(tokenizer, pad, model, longest, begins, spaced(content))
+    write_file(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+    return Written(content, problem, pad)
+
+
+def _pad(model: HuggingFaceModel, end: int) -> int:
+    special = {token.content: id for id, token in model.get_added_tokens_decoder().items() if token.special}
+    return next((special[name] for name in PADS if special.get(name, end) != end), end)
+
+
+def spaced(content: Json) -> bool:
+    """Whether a tokenizer.json puts a space before every text, as Llama 2's does."""
+    return any(
+        step.get("add_prefix_space") is True
+        or step.get("type") == "Prepend"
+        or (step.get("type") == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+        for step in steps(content)
+    )
+
+
+def steps(content: Json) -> list[Json]:
+    """The normalizers and pre-tokenizers of a tokenizer.json, in their order; sequences are taken apart."""
+    found, todo = list[Json](), [content.get("pre_tokenizer"), content.get("normalizer")]
+    while todo:
+        step = todo.pop()
+        if step is not None and step.get("type") == "Sequence":
+            todo += reversed(step.get("normalizers", step.get("pretokenizers", [])))
+        elif step is not None:
+            found.append(step)
+    return found
+
+
+def _compared(tokenizer: Tokenizer, model: HuggingFaceModel) -> str:
+    samples, problems = texts(tokenizer), list[str]()
+    begin = [] if tokenizer.bos is None else [tokenizer.bos]
+    for sample in samples:
+        ours, theirs = [*begin, *tokenizer.encode(sample)], model.encode(sample).ids
+        if ours != theirs:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs))
+            )
+            problems.append(
+                f"of the text {sample[:60]!r} the token {at} is {_at(ours, at)} and would be {_at(theirs, at)}"
+            )
+    return f"{problems[0]} ({len(problems)} of {len(samples)} texts differ)" if problems else ""
+
+
+def _at(ids: Sequence[int], index: int) -> str:
+    return str(ids[index]) if index < len(ids) else "none"
+
+
+def fast(tokenizer: Tokenizer) -> Json:
+    """The content of a tokenizer.json that gives the same ids and adds none. Raises CheckpointError."""
+    if tokenizer.kind == "sentencepiece":
+        return _of_sentencepiece(tokenizer)
+    content: Json = json.loads(tokenizer.content)
+    content["truncation"] = content["padding"] = None
+    # Many put a beginning before every text; in training there was none.
+    content["post_processor"] = _without_additions(content.get("post_processor"))
+    return content
+
+
+def _without_additions(processor: Json | None) -> Json | None:
+    if processor is None or processor.get("type") == "ByteLevel":  # it only moves offsets
+        return processor
+    kept = [p for p in map(_without_additions, processor.get("processors", [])) if p is not None]
+    return {"type": "Sequence", "processors": kept} if kept else None
+
+
+def _begun(content: Json, bos: int) -> Json:
+    """A post-processor that puts the token `bos` before every text, as it stood before every document."""
+    name = HuggingFaceModel.from_str(json.dumps(content)).id_to_token(bos)
+    token = {"SpecialToken": {"id": name, "type_id": 0}}
+    one, other = ({"Sequence": {"id": which, "type_id": 0}} for which in "AB")
+    template: Json = {
+        "type": "TemplateProcessing", "single": [token, one], "pair": [token, one, token, other],
+        "special_tokens": {name: {"id": name, "ids": [bos], "tokens": [name]}},
+    }  # fmt: skip
+    before = content.get("post_processor")
+    if before is None:
+        return template
+    rest = before["processors"] if before["type"] == "Sequence" else [before]
+    return {"type": "Sequence", "processors": [*rest, template]}
+
+
+def _of_sentencepiece(tokenizer: Tokenizer) -> Json:
+    proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    proto.ParseFromString(tokenizer.content)
+    kind, rules = proto.trainer_spec.model_type, proto.normalizer_spec
+    if kind not in (UNIGRAM, BPE) or proto.trainer_spec.treat_whitespace_as_suffix:
+        raise CheckpointError(
+            f"{tokenizer.file}: only models of type BPE and unigram can be written as a {FILE}"
+        )
+    spells = sum(piece.type == BYTE for piece in proto.pieces) == 256
+    literal = spells and not (
+        rules.add_dummy_prefix or rules.remove_extra_whitespaces or rules.precompiled_charsmap
+    )
+    pieces = [
+        p.piece.replace(SPACE, " ") if literal and p.type in (NORMAL, USER_DEFINED, UNUSED) else p.piece
+        for p in proto.pieces
+    ]
+    kinds, scores = [p.type for p in proto.pieces], [p.score for p in proto.pieces]
+    unknown = kinds.index(UNKNOWN)
+    added = [
+        {"id": i, "content": piece, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": kinds[i] != USER_DEFINED}
+        for i, piece in enumerate(pieces) if kinds[i] in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]  # fmt: skip
+    decoders: list[Json] = [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    if not literal:
+        decoders.insert(0, {"type": "Replace", "pattern": {"String": SPACE}, "content": " "})
+        if rules.add_dummy_prefix:
+            decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        "normalizer": None if literal else _normalizer(rules),
+        "pre_tokenizer": _cut_at_spaces(pieces) if literal and kind == BPE else None,
+        "post_processor": None, "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": _bpe(pieces, kinds, scores, unknown, spells) if kind == BPE
+        else _unigram(pieces, kinds, scores, unknown, spells),
+    }  # fmt: skip
+
+
+def _bpe(pieces: list[str], kinds: list[int], scores: list[float], unknown: int, spells: bool) -> Json:
+    """Merges in the order of their scores: SentencePiece always makes the best piece that two neighbours give, from the
+    left; which two they are does not matter to it."""
+    normal = {piece: i for i, piece in enumerate(pieces) if kinds[i] == NORMAL}
+    merges = []
+    for piece, i in normal.items():
+        for cut in range(1, len(piece)):
+            if piece[:cut] in normal and piece[cut:] in normal:
+                merges.append((-scores[i], i, cut, [piece[:cut], piece[cut:]]))
+    return {
+        "type": "BPE", "dropout": None, "unk_token": pieces[unknown], "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": spells, "ignore_merges": False,
+        "vocab": {piece: i for i, piece in enumerate(pieces)}, "merges": [pair for *_, pair in sorted(merges)],
+    }  # fmt: skip
+
+
+def _unigram(pieces: list[str], kinds: list[int], scores: list[float], unknown: int, spells: bool) -> Json:
+    # Bytes are for what has no piece: a text that spells out "<0x0A>" must not get the byte.
+    never = min(scores) - 1000.0
+    vocab = [
+        [piece, never if kinds[i] in (BYTE, CONTROL, UNKNOWN, UNUSED) else scores[i]]
+        for i, piece in enumerate(pieces)
+    ]
+    return {"type": "Unigram", "unk_id": unknown, "vocab": vocab, "byte_fallback": spells}
+
+
+def _normalizer(rules: Any) -> Json:
+    steps: list[Json] = []
+    if rules.precompiled_charsmap:
+        charsmap = base64.b64encode(rules.precompiled_charsmap).decode()
+        steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
+    if rules.remove_extra_whitespaces:
+        steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    if rules.add_dummy_prefix:
+        steps.append({"type": "Prepend", "prepend": SPACE})
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
+    return {"type": "Sequence", "normalizers": steps}
+
+
+def _cut_at_spaces(pieces: list[str]) -> Json | None:
+    """Cut texts before runs of spaces, where that changes no id: a library that takes them whole is slow."""
+    if any(" " in piece.lstrip(" ") for piece in pieces):
+        return None
+    return CUT_AT_SPACES
+
+
+def _config(
+    tokenizer: Tokenizer, pad: int, model: HuggingFaceModel, longest: int, begins: bool, space: bool
+) -> Json:
+    # A document of the training began after the end of another, unless they were kept apart.
+    end, begin = tokenizer.eod, tokenizer.bos
+    begin = end if begin is None and begins else begin
+    unknown = next((t for t in ("<unk>", "[UNK]") if model.token_to_id(t) is not None), None)
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        # Transformers 4 would add token_type_ids, which no model here takes.
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": longest,
+        **({"bos_token": model.id_to_token(begin)} if begin is not None else {}),
+        "eos_token": model.id_to_token(end),
+        "pad_token": model.id_to_token(pad),
+        **({"unk_token": unknown} if unknown else {}),
+        "add_bos_token": tokenizer.bos is not None,
+        "add_eos_token": False,
+        # Transformers 4 and llama.cpp's converter would choose for themselves.
+        "add_prefix_space": space,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+@lru_cache(maxsize=1)
+def real_text() -> str:
+    """Some real text that is on every machine: from Python's own library."""
+    return inspect.getsource(argparse) + inspect.getsource(string) + inspect.getsource(textwrap)
+
+
+def texts(tokenizer: Tokenizer, seed: int = 0) -> list[str]:
+    """Real and random texts to compare two tokenizers on."""
+    drawn = random.Random(seed)
+    ids = range(tokenizer.vocab_size)
+    found = [*MANY_LANGUAGES, *(SPACE.join(MANY_LANGUAGES),), real_text()]
+    found += [f"a{name} {name}b" for name in ("<s>", "</s>", "<unk>", "<|endoftext|>", "<0x0A>", "<pad>")]
+    for number in range(RANDOM_TEXTS):
+        length = drawn.randrange(1, 60)
+        if number % 3 == 0:
+            found.append(tokenizer.decode(drawn.choices(ids, k=length)))
+        elif number % 3 == 1:
+            found.append("".join(drawn.choices(" =-_a\n0#*\t" + SPACE, k=length)))
+        else:
+            highest = drawn.choice((0x80, 0x800, 0xD800))
+            found.append("".join(chr(drawn.randrange(highest)) for _ in range(length)))
+    return found
+
+
+def difference(one: Tokenizer, other: Tokenizer) -> str:
+    """How two tokenizers differ on some texts; "" where they do not."""
+    for sample in texts(one):
+        if one.encode(sample) != other.encode(sample):
+            return f"of the text {sample[:60]!r} they make {one.encode(sample)[:8]} and {other.encode(sample)[:8]} ..."
+    return ""

@@ -1,0 +1,63 @@
+"""`import-deepspeed`, `import-megatron`, `export-megatron`: checkpoints that others wrote, or read."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megastable.base.errors import ConfigError
+from megastable.base.text import visible
+from megastable.checkpoint import store
+from megastable.checkpoint.target import refuse_existing
+from megastable.config import recipe
+from megastable.convert.foreign.deepspeed import import_deepspeed
+from megastable.convert.foreign.megatron import export_megatron, import_megatron
+from megastable.convert.reshaping import Made
+from megastable.convert.tool.verifying import good
+
+
+def from_deepspeed(folder: Path, out: Path, recipe_path: Path, overrides: Sequence[str]) -> Made:
+    """Raises CheckpointError, ConfigError."""
+    refuse_existing(out)
+    run = recipe.load(recipe_path, overrides)
+    return made_of(out, import_deepspeed(folder, out, run, say))
+
+
+def from_megatron(folder: Path, out: Path, recipe_path: Path | None, overrides: Sequence[str]) -> Made:
+    """recipe_path: None for a recipe of Megatron's arguments. Raises CheckpointError, ConfigError."""
+    refuse_existing(out)
+    if recipe_path is None and overrides:
+        raise ConfigError(f"{overrides[0]}: overrides are of a recipe: give one with --recipe")
+    run = None if recipe_path is None else recipe.load(recipe_path, overrides)
+    made = made_of(out, import_megatron(folder, out, run, say))
+    if run is None:
+        say(
+            "note: its recipe has the model of Megatron's arguments, and defaults for all else: to train, add "
+            "data.corpora='[{path: data/...}]', optimizer.lr=... and train.steps=..."
+        )
+    return made
+
+
+def to_megatron(checkpoint: Path, out: Path, tensor: int, pipeline: int, local: bool, as_json: bool) -> str:
+    """What was written, for a person or a machine. Raises CheckpointError, ConfigError."""
+    refuse_existing(out)
+    written = export_megatron(good(checkpoint, as_json), out, tensor, pipeline, local=local)
+    if as_json:
+        return json.dumps({"folder": str(out), "checkpoint": str(written)})
+    return visible(
+        f"{written}: load it with --load {shlex.quote(str(out))} --use-checkpoint-args --no-load-optim --no-load-rng"
+    )
+
+
+def made_of(out: Path, checkpoint: Path) -> Made:
+    """What to say of a run that begins with an import: it has no ledgers, and misses none."""
+    state = store.read_state(checkpoint)
+    return Made(out, checkpoint, state.step, state.layout, state.adam_step > 0, out)
+
+
+def say(text: str) -> None:
+    """On stderr: the standard output is for what was made."""
+    print(visible(text), file=sys.stderr, flush=True)

@@ -1,0 +1,100 @@
+"""`reshape`, `export` and `average`: new runs, and how to go on from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megastable.base.errors import CheckpointError, ConfigError
+from megastable.base.progress_bar import bar
+from megastable.checkpoint.target import refuse_existing
+from megastable.checkpoint.whole import WholeState
+from megastable.convert.average import average
+from megastable.convert.reshaping import Made, reshape
+from megastable.convert.tool.verifying import checkpoints_of, good
+
+
+def make_reshaped(
+    checkpoint: Path,
+    out: Path,
+    tensor: int | None = None,
+    pipeline: int | None = None,
+    zero: int | None = None,
+    data: int | None = None,
+    micro_batch: int | None = None,
+    optimizer: bool = True,
+    silent: bool = False,
+) -> Made:
+    """`reshape` with everything around it: found, verified, with a bar."""
+    refuse_existing(out)
+    found = good(checkpoint, silent)
+    with bar("writing", written_bytes(found, optimizer), silent) as watch:
+        return reshape(
+            found, out, tensor, pipeline, zero, data, micro_batch, optimizer=optimizer, watch=watch
+        )
+
+
+def make_average(
+    paths: Sequence[Path], weights: str | None = None, last: int | None = None, silent: bool = False
+) -> Made:
+    """`average` of `paths` but the last one, which is where it goes. last: so many of the newest of one run instead."""
+    *given, out = paths
+    if not given:
+        raise ConfigError("name what to average, and last the new directory: average A B OUT")
+    refuse_existing(out)
+    if last is not None:
+        if len(given) != 1:
+            raise ConfigError("--last K is of one run: average --last 5 RUN OUT")
+        there = checkpoints_of(given[0])
+        if len(there) < last:
+            raise CheckpointError(
+                f"{given[0]}: {len(there)} checkpoints, --last {last} wants more: give fewer"
+            )
+        given = there[:last][::-1]
+    numbers = None if weights is None else numbers_of(weights)
+    checkpoints = [good(path, silent) for path in given]
+    if len(checkpoints) < 2:
+        raise ConfigError("a mean is of at least two checkpoints: give more, or use export for a single one")
+    with bar("averaging", written_bytes(checkpoints[0], False), silent) as watch:
+        return average(checkpoints, out, numbers, watch)
+
+
+def numbers_of(text: str) -> list[float]:
+    """0.1,0.2 as numbers. Raises ConfigError."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"--weights {text}: expected numbers with commas between, e.g. 0.1,0.2,0.7"
+        ) from None
+
+
+def written_bytes(checkpoint: Path, optimizer: bool) -> int:
+    """Of weights, and moments where there are some and they are wanted."""
+    whole = WholeState(checkpoint)
+    elements = sum(math.prod(whole.shape(name)) for name in whole.names)
+    return 4 * elements * (len(whole.kinds) if optimizer else 1)
+
+
+def text_of(made: Made) -> str:
+    """What was made, what is missing in it, and how to go on."""
+    lines = [f"{made.checkpoint}: step {made.step}, {made.layout}"]
+    if not made.optimizer:
+        lines.append("Without Adam's moments: training goes on from it with fresh ones.")
+    if made.ledgers is None:
+        lines.append(
+            "The checkpoint did not lie in its run: skips.jsonl and blends.jsonl, if the run had some, must be copied "
+            f"to {made.out} before it goes on, or the samples are others."
+        )
+    return "\n".join([*lines, f"Go on from it: {made.command}"])
+
+
+def dict_of(made: Made) -> dict[str, Any]:
+    """For machines."""
+    return {
+        "run": str(made.out), "checkpoint": str(made.checkpoint), "step": made.step,
+        "layout": made.layout.model_dump(), "world": made.layout.world, "optimizer": made.optimizer,
+        "ledgers": None if made.ledgers is None else str(made.ledgers), "command": made.command,
+    }  # fmt: skip

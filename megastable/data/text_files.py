@@ -1,0 +1,301 @@
+"""Documents out of files, one after another: plain text, JSON lines, tables and archives, compressed or not.
+
+The ending of a name decides: `.jsonl`, `.ndjson` and `.json` hold one JSON object per line; `.parquet`, `.arrow`,
+`.feather`, `.csv` and `.tsv` a table; `.tar` files of all these (but Parquet) or the samples of a WebDataset; any other
+file is one document. `.gz`, `.zst`, `.xz` and `.bz2` may follow each but Parquet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from megastable.base.errors import DataError
+from megastable.data.archive import Member, Sample, is_webdataset, members, samples, split_name, text_endings
+from megastable.data.decompress import decompress
+from megastable.data.input_files import (
+    ABOUT,
+    HIDDEN,
+    TOKENS,
+    Format,
+    find_files,
+    format_of,
+    is_about_data,
+    is_data,
+    is_datatrove,
+)
+from megastable.data.left_out import LeftOut
+from megastable.data.table_files import Cells, Flaw, arrow_cells, csv_cells, parquet_cells
+
+CHUNK = 1 << 20  # bytes read at a time
+SNIFFED = 8192  # a NUL byte among the first so many makes a file binary, as for git
+
+BINARY = "binary files"
+EMPTY = "empty files"
+BAD = "bad documents"
+NOT_READ = "archives and tables of kinds that are not read"
+NOT_PLAIN = "links, devices and sparse files in archives"
+OTHER_PARTS = "other parts of WebDataset samples"
+
+
+class Corpus:
+    """The documents of files and folders, in order, as often as one iterates; none is empty.
+
+    inputs, globs: as of `find_files`. A document that cannot be used (broken JSON, no text under `key`, not UTF-8)
+    raises a DataError that names file and line; with `skip_bad` it is left out and counted. So is a file that is no
+    text though it is named in `inputs`, or is of a kind that holds documents and is not read. A file that is damaged or
+    ends too early always raises.
+
+    `total_bytes` is the size of the files, `read_bytes` how much of it the current iteration has consumed,
+    `left_out` has what it left out, by reason; of bad documents the first of each file, and how many more.
+    """
+
+    def __init__(
+        self, inputs: Sequence[Path], key: str = "text", skip_bad: bool = False, globs: Sequence[str] = ()
+    ) -> None:
+        self._found = find_files(inputs, globs)
+        self.files, self.key, self.skip_bad = self._found.paths, key, skip_bad
+        self.total_bytes = sum(path.stat().st_size for path in self.files if path.exists())
+        self.read_bytes = 0
+        self._reading = ""
+        self.left_out = LeftOut(self._found.left_out)
+        for path in self.files:  # before hours are spent on the others
+            if format_of(path.name).kind == "unread":
+                self._unread(str(path))
+
+    def __iter__(self) -> Iterator[str]:
+        self.read_bytes = 0
+        self.left_out = LeftOut(self._found.left_out)
+        for path in self.files:
+            self._reading = str(path)
+            try:
+                for text in self._documents(path):
+                    if text:
+                        yield text
+                    else:
+                        self.left_out.document("empty documents")
+            except OSError as error:
+                raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+    def _documents(self, path: Path) -> Iterator[str]:
+        where, form = str(path), format_of(path.name)
+        if form.kind == "parquet":
+            yield from self._rows(where, self._parquet(path))
+        elif form.kind == "tar":
+            yield from self._archive(path, form)
+        else:
+            yield from self._content(
+                where, form, self._chunks(path, self._consumed), path in self._found.named
+            )
+
+    def _content(
+        self, where: str, form: Format, chunks: Iterable[bytes], named: bool = False, group: str | None = None
+    ) -> Iterator[str]:
+        """The documents of a file or member. named: a person asked for it. group: as of `LeftOut.file`."""
+        if form.kind in ("unread", "parquet", "tar"):
+            self._unread(where, group)
+            return
+        if form.codec:
+            chunks = decompress(where, chunks, form.codec)
+        if form.kind == "json lines":
+            yield from self._json_lines(where, chunks)
+        elif form.kind == "arrow":
+            yield from self._rows(where, arrow_cells(where, chunks, self.key))
+        elif form.kind == "text":
+            yield from self._whole(where, chunks, named, group)
+        else:
+            yield from self._rows(
+                where, csv_cells(where, chunks, self.key, "," if form.kind == "csv" else "\t")
+            )
+
+    def _consumed(self, count: int) -> None:
+        self.read_bytes += count
+
+    def _chunks(self, path: Path, consumed: Callable[[int], None]) -> Iterator[bytes]:
+        # Unbuffered: a buffered read of a slow pipe waits for a whole chunk, deaf to Ctrl-C.
+        with path.open("rb", buffering=0) as file:
+            while chunk := file.read(CHUNK):
+                consumed(len(chunk))
+                yield chunk
+
+    def _archive(self, path: Path, form: Format) -> Iterator[str]:
+        where = str(path)
+
+        def opened(consumed: Callable[[int], None], note: Callable[[str], None]) -> Iterator[Member]:
+            chunks = self._chunks(path, consumed)
+            return members(where, decompress(where, chunks, form.codec) if form.codec else chunks, note)
+
+        # To look at its first members it is opened once more, as a pipe cannot be: there each member is a file.
+        webdataset = path.is_file() and is_webdataset(opened(_ignore, _ignore), self.key)
+        found = opened(self._consumed, lambda name: self.left_out.file(NOT_PLAIN, f"{where}!{name}"))
+        if webdataset:
+            for sample in samples(found):
+                yield from self._sample(where, sample)
+            return
+        # A pipe knows only of the data that came by.
+        folders = _DataFolders(member.name for member in (opened(_ignore, _ignore) if path.is_file() else ()))
+        for name, chunks in found:
+            inside = PurePosixPath(name)
+            group = f"{where}!{inside.suffix}"
+            folders.add(inside)
+            if _is_hidden(inside):
+                self.left_out.file(HIDDEN, f"{where}!{name}", group=where)
+            elif is_datatrove(inside.name):
+                self.left_out.file(TOKENS, f"{where}!{name}", group)
+            elif is_about_data(inside.name) and inside.parent in folders:
+                self.left_out.file(ABOUT, f"{where}!{name}", group)
+            else:
+                yield from self._content(f"{where}!{name}", format_of(name), chunks, group=group)
+
+    def _sample(self, where: str, sample: Sample) -> Iterator[str]:
+        endings, parts = text_endings(self.key), dict[str, tuple[str, bytes]]()
+        for name, chunks in sample.members:
+            ending = split_name(name)[1]
+            if ending not in endings:
+                self.left_out.file(OTHER_PARTS, f"{where}!{name}", group=f"{where}!{ending}")
+            elif ending in parts:
+                self._bad(f"{where}!{name}", "there twice in one sample")
+            else:
+                parts[ending] = name, b"".join(chunks)
+        for ending in endings:
+            if ending in parts:
+                name, content = parts.pop(ending)
+                for other, (unused, _) in parts.items():
+                    self.left_out.file(OTHER_PARTS, f"{where}!{unused}", group=f"{where}!{other}")
+                text = self._decode(f"{where}!{name}", content)
+                if text is not None and (ending != "json" or self.key == "json"):
+                    yield text
+                elif text is not None:
+                    yield from self._record(f"{where}!{name}", text)
+                return
+        self._bad(
+            f"{where}!{sample.key}",
+            f"a sample without {' or '.join('.' + ending for ending in endings)}, name another with --key",
+        )
+
+    def _whole(self, where: str, chunks: Iterable[bytes], named: bool, group: str | None) -> Iterator[str]:
+        content = bytearray()
+        for chunk in chunks:
+            content += chunk
+            if b"\0" in content[:SNIFFED]:
+                if named and not self.skip_bad:
+                    raise DataError(f"{where} is a binary file, not text: leave it out, or give its text")
+                self.left_out.file(BINARY, where, group)
+                return
+        text = self._decode(where, bytes(content))
+        if text == "":
+            self.left_out.file(EMPTY, where, group)
+        elif text is not None:
+            yield text
+
+    def _json_lines(self, path: str, chunks: Iterable[bytes]) -> Iterator[str]:
+        for number, raw in enumerate(_lines(chunks), start=1):
+            where = f"{path}:{number}"
+            line = self._decode(where, raw)
+            if line is not None and line.strip():
+                yield from self._record(where, line)
+
+    def _record(self, where: str, line: str) -> Iterator[str]:
+        """The text of one JSON object."""
+        lines = " (jq -c '.[]' makes lines of an array)" if line.lstrip().startswith("[") else ""
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            self._bad(where, f"not one JSON object per line ({error}){lines}")
+            return
+        if not isinstance(record, dict):
+            self._bad(where, f"not one JSON object per line (a {type(record).__name__}){lines}")
+            return
+        if self.key not in record:
+            keys = ", ".join(map(repr, list(record)[:8])) or "none"
+            self._bad(where, f"no key {self.key!r} (its keys: {keys}), name another with --key")
+            return
+        text = record[self.key]
+        if not isinstance(text, str):
+            self._bad(where, f"{self.key!r} is {type(text).__name__}, not text")
+        elif not _is_unicode(text):
+            self._bad(where, f"{self.key!r} contains half of a surrogate pair")
+        else:
+            yield text
+
+    def _parquet(self, path: Path) -> Cells:
+        before, size = self.read_bytes, path.stat().st_size
+        for cell, share in parquet_cells(path, self.key):
+            self.read_bytes = before + int(size * share)
+            yield cell
+
+    def _rows(self, path: str, cells: Cells) -> Iterator[str]:
+        for row, cell in enumerate(cells, start=1):
+            where = f"{path}: row {row}"
+            if isinstance(cell, Flaw):
+                self._bad(where, cell.problem)
+            elif (text := self._decode(where, cell)) is not None:
+                yield text
+
+    def _decode(self, where: str, raw: bytes) -> str | None:
+        try:
+            return raw.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            self._bad(where, f"not UTF-8 (byte {error.start} is 0x{raw[error.start]:02x})")
+            return None
+
+    def _bad(self, where: str, problem: str) -> None:
+        if not self.skip_bad:
+            raise DataError(f"{where}: {problem}; correct it, or leave such documents out with --skip-bad")
+        self.left_out.file(BAD, where, group=self._reading)  # the first of each file, and how many more
+
+    def _unread(self, where: str, group: str | None = None) -> None:
+        if not self.skip_bad:
+            raise DataError(
+                f"{where} is an archive or table of a kind that is not read here: unpack or convert it (to JSON lines "
+                "or Parquet), choose other files with --glob, or leave it out with --skip-bad"
+            )
+        self.left_out.file(NOT_READ, where, group)
+
+
+class _DataFolders:
+    """The folders of an archive with data files in or below them; of its names it reads as many as it takes to tell."""
+
+    def __init__(self, names: Iterator[str]) -> None:
+        self._names, self._found = names, set[PurePosixPath]()
+
+    def add(self, member: PurePosixPath) -> None:
+        if is_data(member.name) and not _is_hidden(member):
+            self._found.update(member.parents)
+
+    def __contains__(self, folder: PurePosixPath) -> bool:
+        while folder not in self._found and (name := next(self._names, None)) is not None:
+            self.add(PurePosixPath(name))
+        return folder in self._found
+
+
+def _is_hidden(member: PurePosixPath) -> bool:
+    return any(part.startswith(".") and part != ".." for part in member.parts)
+
+
+def _ignore(what: object) -> None:
+    pass
+
+
+def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    rest: list[bytes] = []
+    for chunk in chunks:
+        first, *others = chunk.split(b"\n")
+        rest.append(first)
+        if others:
+            yield b"".join(rest)
+            yield from others[:-1]
+            rest = [others[-1]]
+    yield b"".join(rest)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether `text` can be written as UTF-8; JSON can spell half of a surrogate pair."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

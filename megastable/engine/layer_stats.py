@@ -1,0 +1,290 @@
+"""What goes on inside the model and the optimizer, looked at now and then; equal under every parallel layout.
+
+    probe.watch()                            # before a step: what its blocks put out, what its attention sees
+    ... forward and backward ...
+    probe.gradients(flat, pieces, scale)     # before the optimizer runs
+    ... update ...
+    statistics = probe.collect(flat, applied)    # the one place that communicates
+
+Everything is a sum of squares, a count and a maximum that each rank takes over the part that it holds, so two
+all-reduces at the end (sums, maxima) make them those of the whole model and global batch. A step that is not watched
+runs without hooks. What attention sees: its largest logit (Dehghani et al., arXiv:2302.05442 section 2) and its
+entropy, whose collapse goes before divergence (Zhai et al., arXiv:2303.06296).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from megastable.base.collectives import gathered
+from megastable.engine.flatstate import CHUNK, FlatState
+from megastable.fp8.amax_history import SLOTS
+from megastable.fp8.controller import Fp8
+from megastable.model.gpt import Block
+from megastable.parallel.sharding import placement_of
+from megastable.parallel.topology import TensorParallel, Topology
+
+INDICATORS = (
+    "second_moment_norm", "second_moment_max", "attention_logit", "update_ratio", "fp8_saturation", "fp8_underflow",
+)  # fmt: skip
+SHARES = tuple(
+    f"{slot}_{fate}" for slot in SLOTS for fate in ("saturation", "underflow")
+)  # of what FP8 quantizes
+KINDS = ("gradient", "weight", "update", "second_moment", "activation", "attention", *SHARES)
+SCORES = 1 << 24  # attention scores in memory at a time: 64 MiB in fp32, and their exponentials
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a probe found; the same numbers on every rank. What was not measured, or is not there yet, has no key.
+
+    overall: "parameter_norm", "second_moment_norm": global L2 norms of the fp32 masters and of Adam's second moments;
+    "second_moment_max": the largest of these; "update_ratio": |w after - w before| / |w after| of the step, if its
+    update was applied. Of a watched step also "attention_logit", the largest pre-softmax logit q k / sqrt(d) of any
+    block, and "attention_entropy", the mean of the block where it is lowest, nats; in FP8 "fp8_saturation" and
+    "fp8_underflow", the largest share of any tensor that was cut to the format's largest number, or became zero.
+    layers: by parameter and block, what `records.LayerRecord` holds; empty unless the step was watched.
+    """
+
+    overall: dict[str, float]
+    layers: dict[str, dict[str, float]]
+
+    @property
+    def indicators(self) -> dict[str, float]:
+        """What the detector hears, for `Signals.indicators`."""
+        return {name: self.overall[name] for name in INDICATORS if name in self.overall}
+
+
+class Tally:
+    """Sums, counts and maxima by row (a parameter or block) and kind. No host synchronisation until `reduce`."""
+
+    def __init__(self, rows: Sequence[str], device: torch.device) -> None:
+        self.rows, self.device = {name: i for i, name in enumerate(rows)}, device
+        self.clear()
+
+    def clear(self) -> None:
+        self._cells: list[int] = []
+        self._counts: list[int] = []
+        self._totals: list[Tensor] = []
+        self._highest: list[Tensor] = []
+
+    def add(self, row: str, kind: str, total: Tensor, count: int, highest: Tensor) -> None:
+        """Count in `count` numbers of a cell: their sum or that of their squares, fp64, and maximum, fp32."""
+        self._cells.append(self.rows[row] * len(KINDS) + KINDS.index(kind))
+        self._counts.append(count)
+        self._totals.append(total)
+        self._highest.append(highest)
+
+    def add_moments(self, row: str, kind: str, x: Tensor, scale: float = 1.0) -> None:
+        """Count in the squares and the largest magnitude of x / scale; x of any shape and dtype."""
+        for part in x.detach().reshape(-1).split(CHUNK):
+            norm = torch.linalg.vector_norm(part, dtype=torch.float64)
+            low, high = torch.aminmax(part)
+            self.add(
+                row, kind, (norm / scale).square(), part.numel(), torch.maximum(high, -low).float() / scale
+            )
+
+    def reduce(self) -> Tensor:
+        """Totals, counts and maxima over all ranks, fp64 [3, rows, kinds] on the CPU; collective over the world."""
+        cells = len(self.rows) * len(KINDS)
+        sums = torch.zeros(2, cells, dtype=torch.float64, device=self.device)
+        maxima = torch.full((cells,), -math.inf, dtype=torch.float64, device=self.device)
+        if self._cells:
+            where = torch.tensor(self._cells, device=self.device)
+            counts = torch.tensor(self._counts, dtype=torch.float64, device=self.device)
+            sums.index_add_(1, where, torch.stack((torch.stack(self._totals), counts)))
+            # Libraries differ in what the maximum of a nan and a number is.
+            highest = torch.stack(self._highest).double().nan_to_num(math.inf, math.inf, -math.inf)
+            maxima.scatter_reduce_(0, where, highest, "amax")
+        dist.all_reduce(sums)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        return torch.cat((sums, maxima[None])).view(3, len(self.rows), len(KINDS)).cpu()
+
+
+class Probe:
+    """The probe of this rank's part of the model. Built, and `collect`ed, on all ranks together."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        topology: Topology,
+        tp: TensorParallel,
+        device: torch.device,
+        fp8: Fp8 | None = None,
+    ) -> None:
+        self._fp8 = fp8
+        self.blocks = [m for m in module.modules() if isinstance(m, Block)]
+        # Between the blocks x is the same on all ranks of a tensor group, unless they share out the sequence.
+        self._counts_activations = topology.tensor_rank == 0 or tp.sequence
+        mine = [placement_of(p).name for p in module.parameters()], [b.name for b in self.blocks]
+        everyone = gathered(mine)
+        # Ranks are numbered stage by stage: this is the order of the model.
+        rows = dict.fromkeys(name for kind in (0, 1) for held in everyone for name in held[kind])
+        self.tally = Tally(list(rows), device)
+        self.watching = False
+        self._hooks: list[RemovableHandle] = []
+
+    def watch(self) -> None:
+        """Look at the coming step: at the output and the attention of every block."""
+        self._look_away()
+        self.tally.clear()
+        self.watching = True
+        for block in self.blocks:
+            self._hooks.append(block.register_forward_pre_hook(self._before))
+            self._hooks.append(block.register_forward_hook(self._after))
+        if self._fp8 is not None:
+            self._fp8.watch(self._quantized)
+
+    def _look_away(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._fp8 is not None:
+            self._fp8.watch(None)
+
+    def _before(self, block: nn.Module, args: tuple[Any, ...]) -> None:
+        # Before the block, which then saves its own activations: what is made here is gone by then.
+        assert isinstance(block, Block)
+        (stream,) = args
+        segments = stream[1] if isinstance(stream, tuple) else None
+        for entropy, highest in attention_chunks(*block.queries_and_keys(stream), segments):
+            self.tally.add(
+                block.name, "attention", entropy.sum(dtype=torch.float64), entropy.numel(), highest.amax()
+            )
+
+    def _after(self, block: nn.Module, _: Any, output: Any) -> None:
+        assert isinstance(block, Block)
+        if self._counts_activations:
+            x = output[0] if isinstance(output, tuple) else output
+            self.tally.add_moments(block.name, "activation", x)
+
+    def _quantized(self, layer: str, slot: str, saturated: Tensor, lost: Tensor, count: int) -> None:
+        for fate, number in (("saturation", saturated), ("underflow", lost)):
+            nothing = torch.zeros((), device=number.device)
+            self.tally.add(f"{layer}.weight", f"{slot}_{fate}", number, count, nothing)
+
+    def gradients(self, flat: FlatState, pieces: Mapping[tuple[int, int], Tensor], scale: float) -> None:
+        """Count in the gradients of a watched step, before the optimizer runs. Local.
+
+        pieces: by (group, offset) of a fragment, the mean over the global batch times `scale`.
+        """
+        self._look_away()
+        for f in flat.fragments:
+            if f.counted:
+                piece = pieces[f.group, f.offset].reshape(-1)[: f.numel]
+                self.tally.add_moments(f.name, "gradient", piece, scale)
+
+    def collect(self, flat: FlatState, applied: bool) -> Statistics:
+        """Weights, moments and, if it was `applied`, the last update; with what was watched. Collective."""
+        watched, self.watching = self.watching, False
+        if not watched:
+            self.tally.clear()
+        for f in flat.fragments:
+            if not f.counted:
+                continue
+            for kind, key in (("weight", "weight"), ("second_moment", "exp_avg_sq")):
+                piece = flat.piece(f, key)
+                if piece is not None:
+                    self.tally.add_moments(f.name, kind, piece)
+            for update in flat.updates(f) if applied else ():
+                self.tally.add_moments(f.name, "update", update)
+        numbers = self.tally.reduce()
+        self.tally.clear()
+        return _statistics(numbers, list(self.tally.rows), watched)
+
+
+def _statistics(numbers: Tensor, rows: Sequence[str], watched: bool) -> Statistics:
+    """numbers: [3, rows, kinds], see `Tally.reduce`."""
+    column = {kind: numbers[:, :, i] for i, kind in enumerate(KINDS)}
+    total = {kind: float(of[0].sum()) for kind, of in column.items()}
+    highest = {kind: float(of[2].max()) for kind, of in column.items() if of[1].any()}
+    layers = {
+        name: _row({kind: of[:, i].tolist() for kind, of in column.items()})
+        for i, name in enumerate(rows if watched else ())
+    }
+    overall = {
+        "parameter_norm": math.sqrt(total["weight"]),
+        "second_moment_norm": math.sqrt(total["second_moment"]),
+    }
+    if "second_moment" in highest:
+        overall["second_moment_max"] = highest["second_moment"]
+    if "update" in highest:
+        overall["update_ratio"] = _ratio(total["update"], total["weight"])
+    if "attention" in highest:
+        overall["attention_logit"] = highest["attention"]
+        overall["attention_entropy"] = min(
+            r["attention_entropy"] for r in layers.values() if "attention_entropy" in r
+        )
+    for fate in ("saturation", "underflow"):
+        shares = [r[kind] for r in layers.values() for kind in SHARES if kind.endswith(fate) and kind in r]
+        if shares:
+            overall[f"fp8_{fate}"] = max(shares)
+    return Statistics(overall, layers)
+
+
+def _row(cells: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """What a parameter or block is recorded with, of its (total, count, maximum) by kind."""
+    found: dict[str, float] = {}
+    for kind, (total, count, highest) in cells.items():
+        if not count:
+            continue
+        if kind == "attention":
+            found |= {"attention_logit": highest, "attention_entropy": total / count}
+        elif kind in SHARES:
+            found[kind] = total / count
+        elif kind == "update":
+            found["update_ratio"] = _ratio(total, cells["weight"][0])
+        else:
+            found |= {f"{kind}_rms": math.sqrt(total / count), f"{kind}_max": highest}
+    return found
+
+
+def _ratio(squares: float, of: float) -> float:
+    return math.sqrt(squares / of) if of else math.nan
+
+
+@torch.no_grad()
+def attention_chunks(
+    q: Tensor, k: Tensor, segments: Tensor | None, scores: int = SCORES
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Entropy (nats) and largest logit of causal attention, both fp32 [b, k, q / k, c], for c queries at a time.
+
+    q [b, q, s, d], k [b, k, s, d], after the rotation; segments [b, s]: attention stays inside documents. At most
+    `scores` scores, though at least those of one query of each head, are in memory at a time; those of keys after a
+    chunk are not computed.
+    """
+    b, heads, s, _ = q.shape
+    kv, groups = k.shape[1], heads // k.shape[1]
+    # An eighth at most: a chunk's first query is compared with the keys of its last.
+    at_a_time = max(1, min(scores // (b * heads * s), -(-s // 8)))
+    q, k = q.unflatten(1, (kv, groups)), k.float().transpose(-2, -1)
+    index = torch.arange(s, device=q.device)
+    for begin in range(0, s, at_a_time):
+        end = min(begin + at_a_time, s)
+        refused = index[begin:end, None] < index[:end]
+        if segments is not None:
+            refused = refused | (segments[:, begin:end, None] != segments[:, None, :end])
+            refused = refused[:, None, None]
+        yield _entropy(q[..., begin:end, :], k[..., :end], refused)
+
+
+def _entropy(q: Tensor, k: Tensor, refused: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a chunk: q [b, k, q / k, c, d], k fp32 [b, k, d, n], refused broadcastable to [b, k, q / k, c, n]. A function,
+    so that its scores are gone before the next chunk's."""
+    rows = q.float().flatten(2, 3) / math.sqrt(q.shape[-1])
+    logits = (rows @ k).unflatten(2, q.shape[2:4])
+    # Finite, so that its product with a probability of zero is zero.
+    logits.masked_fill_(refused, -1e30)
+    highest = logits.amax(-1)
+    logits -= highest.unsqueeze(-1)
+    weights = logits.exp()
+    norm = weights.sum(-1)
+    return norm.log() - weights.mul_(logits).sum(-1) / norm, highest

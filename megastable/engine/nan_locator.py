@@ -1,0 +1,379 @@
+"""Where the first non-finite number of a refused step arose: in the state already, or where in forward or backward.
+
+    found = diagnose.locate(engine, micro_batches)   # right after the refused step, on every rank
+    journal.note("located", **asdict(found))
+
+The state is looked through first. If it is finite, the same micro-batches run again on the same weights, with hooks
+on every layer that see values and gradients; what is found is the earliest over all ranks. The replay leaves no trace.
+If the replay is finite, that is all it reports: recovery.py tells the cause from several replays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megastable.base.collectives import gathered
+from megastable.data.loader import MicroBatch
+from megastable.engine.engine import Engine
+from megastable.engine.flatstate import KINDS
+from megastable.model.gpt import Block, Head
+from megastable.model.loss import Features, LossFunction, projected
+from megastable.parallel.sharding import placement_of
+
+Kind = Literal["state", "forward", "backward", "sum", "not reproduced"]
+STATE = dict(zip(KINDS, ("fp32 master of", "first moment of", "second moment of"), strict=True)) | {
+    "computing": "computing copy of"  # what forward and backward use, in the run's precision
+}
+NAMED = 8  # so many parameters, ranks or positions are named in a message; the rest is counted
+
+# Between two modules something happens that is none: what enters the left is what the right gave, ...
+GIVEN_BY = {".attention.out": ".attention.core", ".mlp.down": ".mlp.swiglu", "loss": "head"}
+# ... and a gradient that reaches the left's output has come through the right.
+TAKEN_BY = {
+    ".attention.qkv": ".attention.core",
+    ".attention.q_norm": ".attention.core",
+    ".attention.k_norm": ".attention.core",
+    ".mlp.gate_up": ".mlp.swiglu",
+}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Where it began; the same on every rank. Fields that do not apply are None or empty.
+
+    kind: "state": a weight or moment is poisoned already. "forward", "backward": a layer's output, or a gradient.
+    "sum": every tensor was finite, but not the gradients' sum over micro-batches and ranks, or its norm.
+    "not reproduced": the replay was finite.
+    rank ... tensor_rank: who saw it first. seen_by: all ranks that saw it at the same place: more than one after
+    a sum over the tensor group, or an exchange in the context group, where it cannot be told whose part was bad.
+    layer: its name in the whole model, e.g. "blocks.7.mlp.down". tensor: which of its tensors ("output", "weight
+    gradient", ...). value: "nan" or "inf". micro_batch: from 0, within the step.
+    parameters: for "state", as `poisoned` gives them.
+    positions, losses: the samples of that micro-batch, absolute, and their losses in the replay (nats).
+    sentence: all of this in one line.
+    """
+
+    kind: Kind
+    sentence: str
+    rank: int | None = None
+    host: str | None = None
+    stage: int | None = None
+    data_rank: int | None = None
+    tensor_rank: int | None = None
+    seen_by: tuple[int, ...] = ()
+    layer: str | None = None
+    tensor: str | None = None
+    value: str | None = None
+    micro_batch: int | None = None
+    parameters: tuple[str, ...] = ()
+    positions: tuple[int, ...] = ()
+    losses: tuple[float, ...] = ()
+
+    @property
+    def reproduced(self) -> bool:
+        return self.kind != "not reproduced"
+
+
+def poisoned(engine: Engine) -> list[str]:
+    """The parameters of which a master, moment or computing copy is not finite, e.g. "first moment of
+    blocks.0.mlp.down.weight on rank 1"; empty when the state is sound. Collective; reads the state once.
+    """
+    return _described(gathered(_poison(engine)))
+
+
+def locate(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Diagnosis:
+    """Where the step that was just refused went wrong. Collective; costs about a step, and leaves no trace.
+
+    micro_batches: those of the refused step; weights and moments must still be as they were before it.
+    """
+    hosts = gathered(socket.gethostname())
+    poison = gathered(_poison(engine))
+    if any(poison):
+        parameters = _described(poison)
+        rank = next(rank for rank, found in enumerate(poison) if found)
+        return Diagnosis(
+            kind="state",
+            sentence=f"the state is not finite before the step begins: {', '.join(parameters)}",
+            **_place(engine, rank, hosts[rank]),
+            layer=poison[rank][0][1].rpartition(".")[0],
+            parameters=tuple(parameters),
+        )
+    # The step again, under observation
+    with _loss_scale_kept(engine), _watched(engine) as watch:
+        if engine.measured is not None:
+            engine.set_loss_scale(engine.measured.loss_scale)  # DeepSpeed may have lowered it since
+        measured = engine.measure(micro_batches)
+    if measured.finite:
+        return Diagnosis(
+            kind="not reproduced",
+            sentence="not reproduced: a replay of the same samples on the same weights is finite, with a loss of "
+            f"{measured.loss:.4f} and a gradient norm of {measured.grad_norm:.4f}",
+        )
+    seen = [(rank, found) for rank, found in enumerate(gathered(watch.first)) if found is not None]
+    if not seen:
+        return Diagnosis(
+            kind="sum",
+            sentence=f"every output and gradient of every layer was finite on every rank (loss {measured.loss:.4f}), "
+            "but not the sum of the gradients over micro-batches and ranks, or its norm",
+        )
+    rank, found = min(seen, key=lambda s: (s[1].order, s[0]))
+    seen_by = tuple(r for r, other in seen if other.order == found.order)
+    place = _place(engine, rank, hosts[rank])
+    # Every rank has another part of the batch; the losses are of the whole.
+    positions = gathered(micro_batches[found.micro_batch].positions.tolist())[rank]
+    layout = engine.topology.layout
+    shape = (len(micro_batches), layout.samples, len(positions))
+    losses = measured.losses.view(shape)[found.micro_batch, place["data_rank"] // layout.context].tolist()
+    bad = [p for p, loss in zip(positions, losses, strict=True) if not math.isfinite(loss)]
+    direction: Kind = "backward" if found.backward else "forward"
+    sentence = (
+        f"first non-finite number: {found.value} in the {found.tensor} of {found.layer}, {direction} pass of "
+        f"micro-batch {found.micro_batch} (from 0), rank {rank} (host {place['host']}, stage {place['stage']}, data "
+        f"rank {place['data_rank']}, tensor rank {place['tensor_rank']}); positions {_listed(positions)}"
+    )
+    if bad:
+        sentence += f", without a finite loss: {_listed(bad)}"
+    if len(seen_by) > 1:
+        sentence += f"; seen at the same place on ranks {_listed(seen_by)}"
+    return Diagnosis(
+        kind=direction,
+        sentence=sentence,
+        **place,
+        seen_by=seen_by,
+        layer=found.layer,
+        tensor=found.tensor,
+        value=found.value,
+        micro_batch=found.micro_batch,
+        positions=tuple(positions),
+        losses=tuple(losses),
+    )
+
+
+def _place(engine: Engine, rank: int, host: str) -> dict[str, Any]:
+    stage, data_rank, tensor_rank = engine.topology.layout.coordinates(rank)
+    return {"rank": rank, "host": host, "stage": stage, "data_rank": data_rank, "tensor_rank": tensor_rank}
+
+
+def _listed(items: Sequence[Any]) -> str:
+    rest = len(items) - NAMED
+    return ", ".join(str(i) for i in items[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+# The state
+
+
+@torch.no_grad()
+def _poison(engine: Engine) -> list[tuple[str, str]]:
+    """(key of `STATE`, parameter) of what is not finite on this rank. One wait for the device."""
+    flat = engine.flat_state()
+    held = {fragment.name: fragment.numel for fragment in flat.fragments}
+    tensors = [
+        ((k, f.name), piece) for k in KINDS for f in flat.fragments if (piece := flat.piece(f, k)) is not None
+    ]
+    for parameter in engine.ds.module.parameters():
+        key = ("computing", placement_of(parameter).name)
+        # Under ZeRO 3 empty, but for small ones that every rank keeps whole.
+        tensors.append((key, parameter.detach()))
+        if hasattr(parameter, "ds_tensor"):
+            # Beyond what the fragment holds lies padding, which nobody ever wrote.
+            tensors.append((key, parameter.ds_tensor.flatten()[: held.get(key[1], 0)]))
+    tensors = [(key, tensor) for key, tensor in tensors if tensor.numel()]
+    # An offloaded optimizer keeps its part on the CPU.
+    extremes = torch.stack([torch.stack(t.aminmax()).to(engine.device, torch.float32) for _, t in tensors])
+    finite = extremes.isfinite().all(1).tolist()
+    # A dict: each once, and in the order above.
+    return list(dict.fromkeys(key for (key, _), fine in zip(tensors, finite, strict=True) if not fine))
+
+
+def _described(poison: list[list[tuple[str, str]]]) -> list[str]:
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, found in enumerate(poison):
+        for key in found:
+            ranks.setdefault(key, []).append(rank)
+    lines = [
+        f"{STATE[kind]} {name} on {'ranks' if len(on) > 1 else 'rank'} {_listed(on)}"
+        for (kind, name), on in ranks.items()
+    ]
+    rest = len(lines) - NAMED
+    return [*lines[:NAMED], f"{rest} more"] if rest > 0 else lines
+
+
+# The replay
+
+
+class _Sighting(NamedTuple):
+    """A tensor that was not finite. tick: counts what this rank looked at."""
+
+    micro_batch: int
+    backward: bool
+    depth: int  # of the layer; negative in backward, so that less is earlier
+    tick: int
+    layer: str
+    tensor: str
+    value: str
+
+    @property
+    def order(self) -> tuple[int, bool, int, int]:
+        return self[:4]
+
+
+def _depth(name: str, blocks: int) -> int:
+    """Index in the list of layers of gpt.py; the loss comes after the last."""
+    kind, *rest = name.split(".")
+    if kind == "blocks":
+        return 1 + int(rest[0])
+    return {"embedding": 0, "final_norm": blocks + 1, "head": blocks + 2, "loss": blocks + 3}[kind]
+
+
+def _renamed(name: str, table: dict[str, str]) -> str | None:
+    for ending, other in table.items():
+        if name.endswith(ending):
+            return name.removesuffix(ending) + other
+    return None
+
+
+def _split(stream: Any) -> tuple[Tensor, tuple[Any, ...]]:
+    return (stream[0], stream[1:]) if isinstance(stream, tuple) else (stream, ())
+
+
+class _Watch:
+    """Looks at every tensor that passes a module's border, and keeps the earliest that is not finite."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.first: _Sighting | None = None
+        self._tick = 0
+        self._calls: Counter[str] = Counter()
+        self._forward: int | None = None  # the micro-batch; None while backward computes a block again
+        self._backward = 0
+
+    def _look(self, x: Tensor, micro_batch: int, backward: bool, layer: str, tensor: str) -> None:
+        self._tick += 1
+        extremes = torch.stack(x.detach().aminmax()).tolist()
+        if all(map(math.isfinite, extremes)):
+            return
+        depth = _depth(layer, self.blocks) * (-1 if backward else 1)
+        value = "nan" if any(map(math.isnan, extremes)) else "inf"
+        seen = _Sighting(micro_batch, backward, depth, self._tick, layer, tensor, value)
+        if self.first is None or seen.order < self.first.order:
+            self.first = seen
+
+    def _gradient(self, micro_batch: int, layer: str, tensor: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            # An activation's hook opens every backward pass: the weights' hooks then know whose pass it is.
+            self._backward = micro_batch
+            self._look(gradient, micro_batch, True, layer, tensor)
+
+        return hook
+
+    def _enter(self, name: str, x: Tensor, micro_batch: int) -> Tensor:
+        giver = _renamed(name, GIVEN_BY)
+        self._look(x, micro_batch, False, giver or name, "output" if giver else "input")
+        if x.requires_grad:
+            # The gradient of `x` is the sum over all that read it; that of a view is this module's alone.
+            x = x.view_as(x)
+            x.register_hook(self._gradient(micro_batch, name, "input gradient"))
+        return x
+
+    def _leave(self, name: str, y: Tensor, micro_batch: int) -> None:
+        self._look(y, micro_batch, False, name, "output")
+        if y.requires_grad:
+            taker = _renamed(name, TAKEN_BY)
+            whose = "input gradient" if taker else "output gradient"
+            y.register_hook(self._gradient(micro_batch, taker or name, whose))
+
+    def module(self, module: nn.Module, name: str) -> list[Any]:
+        """Hooks on a module. Layers of the list (blocks, embedding, ...) count the micro-batches for their parts."""
+        is_layer = name.count(".") == (1 if name.startswith("blocks.") else 0)
+
+        def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            if is_layer:
+                self._forward = self._calls[name]
+                self._calls[name] += 1
+            x, segments = _split(args[0])
+            if self._forward is None or not x.is_floating_point():
+                return None
+            x = self._enter(name, x, self._forward)
+            return ((x, *segments) if segments else x, *args[1:])
+
+        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if self._forward is not None:
+                self._leave(name, _split(output)[0], self._forward)
+            if is_layer:
+                self._forward = None
+
+        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+    def parameter(self, parameter: nn.Parameter) -> Any:
+        layer, _, which = placement_of(parameter).name.rpartition(".")  # its weight, or its bias
+
+        def hook(gradient: Tensor) -> None:
+            self._look(gradient, self._backward, True, layer, f"{which} gradient")
+
+        return parameter.register_hook(hook)
+
+    def loss(self, function: LossFunction) -> Callable[[Tensor | Features, Tensor], Tensor]:
+        """The loss function, watched: it is no module. Where the head's projection is a part of it, the logits are made
+        once more to be looked at, chunk by chunk."""
+
+        def watched(given: Tensor | Features, labels: Tensor) -> Tensor:
+            micro_batch = self._calls["loss"]
+            self._calls["loss"] += 1
+            if isinstance(given, tuple):
+                given = self._enter("head", given[0], micro_batch), given[1]
+                for logits in projected(given):
+                    self._look(logits, micro_batch, False, "head", "output")
+            else:
+                given = self._enter("loss", given, micro_batch)
+            loss = function(given, labels)
+            self._look(loss, micro_batch, False, "loss", "output")
+            return loss
+
+        return watched
+
+
+@contextlib.contextmanager
+def _watched(engine: Engine) -> Iterator[_Watch]:
+    """Hooks on all of this rank's modules, parameters and its loss. Blocks are not compiled, and take no more memory
+    than in any other step."""
+    watch, module, handles = _Watch(engine.config.model.layers), engine.ds.module, []
+    blocks = [part for part in module.modules() if isinstance(part, Block)]
+    loss = "loss" if engine.topology.layout.pipeline == 1 else "loss_fn"
+    function = getattr(module, loss)
+    try:
+        setattr(module, loss, watch.loss(function))
+        for block in blocks:
+            block.in_halves = True
+        for part in module.modules():
+            if isinstance(part, Block):
+                handles += watch.module(part, part.name)
+            elif isinstance(part, Head) and engine.kernels.loss == "chunked":
+                continue  # what it puts out is the loss, which does its work
+            elif isinstance(getattr(part, "weight", None), nn.Parameter):
+                handles += watch.module(part, placement_of(part.weight).name.removesuffix(".weight"))
+        handles += [watch.parameter(parameter) for parameter in module.parameters()]
+        yield watch
+    finally:
+        setattr(module, loss, function)
+        for block in blocks:
+            block.in_halves = False
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _loss_scale_kept(engine: Engine) -> Iterator[None]:
+    counters = engine.counters()
+    try:
+        yield
+    finally:
+        engine.restore_counters(counters)

@@ -1,0 +1,187 @@
+"""Goes ahead of a run and puts what is clearly corrupt on its skip ledger before it can spike: `data.look_ahead`.
+
+    python -m megastable.forensics.prescan RUN RECIPE [key=value ...]
+
+The supervisor starts it beside the training, on a core that is to spare. Every skip is journaled with its evidence, and
+there is a budget: a scan that finds half of the data odd is wrong itself, or a person is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.base.errors import user_errors
+from megastable.base.text import plural, ranges, visible
+from megastable.config import recipe
+from megastable.config.tree import RunConfig
+from megastable.data.blends import Line, read_blends
+from megastable.data.order import Order
+from megastable.data.skip_ledger import SkipLedger, append_all, sample_entries
+from megastable.data.skips import Selection
+from megastable.forensics.ahead import COUNTED, Found, Lookout, passage
+from megastable.forensics.places import checkpoint_cursor
+from megastable.report.postmortem.sample_texts import Library
+from megastable.run.directory import RunDirectory
+from megastable.stability.attribution import ranges as as_ranges
+
+Int64s = npt.NDArray[np.int64]
+
+REASON = "looked ahead: "  # of the lines that are written here
+FREE = 64  # positions that may be skipped before a share counts
+PAUSE = 1.0  # seconds between two looks
+CHUNK = 1 << 19  # tokens after which what was found is written down
+SHOWN, EXCERPT = 8, 100  # pieces of evidence, and characters of each
+
+
+class Scout:
+    """Of one run. `looked` is the position up to which it has looked, from `begin` on; `seen` samples in all."""
+
+    def __init__(self, config: RunConfig, run: RunDirectory) -> None:
+        self.config, self.run, self.settings = config, run, config.data.look_ahead
+        self.looked = self.begin = self.seen = 0
+        self._used = 0  # samples that were skipped from `begin` on
+        self._ledger = SkipLedger(run.skips)
+        self._selection: tuple[object, Selection] | None = None
+        self._blends: list[Line] | None = None
+        self._lookout: Lookout | None = None
+        self._spent = False
+
+    def look(self) -> bool:
+        """Look at a piece of what is to come; whether there was anything new. Raises MegastableError."""
+        lookout, cursor = self._ready(), self._cursor()
+        order, batch = lookout.source.order, self.config.train.global_batch
+        if not self.looked or cursor < self.begin:
+            self.begin = self.looked = cursor  # the first look, or the run went back to before that
+            self._used = self._skipped_before()
+        self.looked = max(self.looked, cursor)
+        selection = self._left(order)
+        _, end = selection.next_kept(cursor, self.settings.steps * batch)
+        if self.looked >= end:
+            return False
+        positions, after = selection.next_kept(self.looked, max(1, CHUNK // order.sequence_length))
+        positions = positions[positions < end]
+        self.looked, self.seen = min(after, end), self.seen + positions.size
+        if positions.size:
+            self._skip(self._clear(lookout.look(positions, self.settings.score)))
+        return True
+
+    def _ready(self) -> Lookout:
+        """The order of the data may change while the run trains."""
+        blends = read_blends(self.run.blends)
+        if self._lookout is None or blends != self._blends:
+            # The first line only says what the recipe says.
+            if self._lookout is None or self._blends:
+                self.looked, self._lookout = 0, Lookout(Library(self.config, blends))
+            self._blends = blends
+        return self._lookout
+
+    def _cursor(self) -> int:
+        """Where the run is. Before it trains, where it will begin: what a process of before said is no longer so."""
+        try:
+            told = json.loads(self.run.progress.read_text())
+            if told.get("phase") not in ("starting", "ended"):
+                return int(told["cursor"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass
+        return checkpoint_cursor(self.run, max)
+
+    def _left(self, order: Order) -> Selection:
+        """What the ledger leaves, read again where it is another one: it may be long. The run says what is wrong with a
+        line."""
+        try:
+            found = self.run.skips.stat()
+            state = found.st_size, found.st_mtime_ns, order
+        except OSError:
+            state = 0, 0, order
+        if self._selection is None or state != self._selection[0]:
+            more = self.config.data.skip
+            self._selection = state, Selection(order, self._ledger.usable(order, more)[0], more)
+        return self._selection[1]
+
+    def _skipped_before(self) -> int:
+        """How many samples from `begin` on a scout of before skipped, or this one until the run went back."""
+        told = [r for event in self.run.events("looked_ahead") for r in event.get("positions", ())]
+        return sum(end - first for first, end in told if first >= self.begin)
+
+    def _clear(self, found: Sequence[Found]) -> dict[int, list[Found]]:
+        """Those samples of which enough looks corrupt, by position."""
+        kinds, by_position = set(self.settings.kinds), dict[int, list[Found]]()
+        for one in found:
+            if one.kind in kinds:
+                by_position.setdefault(one.position, []).append(one)
+        least = max(COUNTED, self.settings.share * self.config.model.sequence_length)
+        return {p: some for p, some in by_position.items() if sum(one.odd for one in some) >= least}
+
+    def _skip(self, clear: dict[int, list[Found]]) -> None:
+        # Of what was looked at: neither the run's length says anything of it nor what was skipped before.
+        left = FREE + int(self.settings.most * self.seen) - self._used
+        chosen = dict(list(clear.items())[: max(0, left)])
+        if len(chosen) < len(clear) and not self._spent:
+            self.run.note(
+                "look_ahead_spent", found=len(clear), left=max(0, left), used=self._used, looked=self.looked,
+                evidence=self._evidence(list(clear.values())[len(chosen) :]),
+            )  # fmt: skip
+        self._spent = len(chosen) < len(clear)
+        if not chosen:
+            return
+        kinds = Counter(max(some, key=lambda one: one.score).kind for some in chosen.values())
+        what = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        positions = as_ranges(sorted(chosen))
+        documents = dict.fromkeys(one.document for some in chosen.values() for one in some)
+        assert self._lookout is not None
+        order = self._lookout.source.order
+        append_all(self.run.skips, sample_entries(order, np.array(sorted(chosen)), REASON + what, documents))
+        self._used += len(chosen)
+        self.run.note(
+            "looked_ahead", positions=positions, samples=len(chosen), kinds=dict(kinds), looked=self.looked,
+            documents=[document.model_dump() for document in list(documents)[:200]],
+            evidence=self._evidence(list(chosen.values())), budget_left=left - len(chosen),
+        )  # fmt: skip
+        print(
+            f"ahead of the run: {plural(len(chosen), 'sample')} of {plural(len(documents), 'document')} will be "
+            f"skipped in every epoch, positions {ranges(positions, 4)} ({what})",
+            flush=True,
+        )
+
+    def _evidence(self, found: Sequence[Sequence[Found]]) -> list[dict[str, object]]:
+        assert self._lookout is not None
+        worst = sorted((max(some, key=lambda one: one.score) for some in found), key=lambda one: -one.score)
+        return [
+            {
+                "position": one.position, "shard": one.document.shard, "document": one.document.document,
+                "score": round(one.score, 1), "kind": one.kind, "odd_tokens": one.odd, "why": one.why,
+                "text": visible(passage(self._lookout.library, one).text, EXCERPT),
+            }
+            for one in worst[:SHOWN]
+        ]  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m megastable.forensics.prescan", description=__doc__)
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="process that it ends with")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_intermixed_args(arguments)
+    with user_errors():
+        scout = Scout(recipe.load(args.recipe, args.overrides), RunDirectory(args.run))
+        try:
+            while os.getppid() == args.parent:  # it ends with the supervisor, however that ends
+                if not scout.look():
+                    time.sleep(PAUSE)
+        except Exception as error:
+            scout.run.note("look_ahead_failed", problem=f"{type(error).__name__}: {error}")
+            raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""The result of a scan as a sheet: the worst documents with their texts, histograms, how many lie above which score."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megastable.base.errors import DataError
+from megastable.base.text import duration, plural
+from megastable.data.shards import Shard
+from megastable.data.tokenizer import Tokenizer
+from megastable.forensics.oddness.judgement import MOST
+from megastable.forensics.oddness.kinds import ODD
+from megastable.forensics.oddness.yardstick import FEATURES, PIECE
+from megastable.forensics.scanning.rows import EMPTY
+from megastable.forensics.scanning.scanned import USUAL, Scan, Threshold, Worst
+from megastable.forensics.scanning.score_threshold import CHECKED, RATE
+from megastable.forensics.shard_set import Shelf
+from megastable.forensics.spans import spans
+from megastable.report.sheet import Column, Histogram, Passage, Sheet, Span
+
+CONTEXT = 48  # tokens shown before and after a piece
+SHOWN = 512  # tokens shown of a piece
+HOTTEST = 12.0  # score of a piece that is coloured most
+
+COLUMNS = (
+    Column("kind", "looks like"),
+    Column("shard", "shard"),
+    Column("document", "document", "count", "its number in the shard"),
+    Column("tokens", "tokens", "count"),
+    Column("why", "why"),
+    Column("first_token", "first token", "count", "of the document, in the shard", wide=True),
+    Column("piece", "worst at", "count", "first token of its worst piece, in the shard", wide=True),
+    Column("piece_tokens", "piece tokens", "count", "length of its worst piece", wide=True),
+    Column("compression", "compression", "number",
+           "how many times smaller zstd makes the bytes of its tokens (the first 64 KiB): noise 1, loops 10 and more",
+           wide=True),
+)  # fmt: skip
+
+
+def sheet_of(scan: Scan, shelf: Shelf, top: int = 50, kept: Path | None = None) -> Sheet:
+    """The `top` worst documents of a scan of `shelf`, and all numbers. kept: where the scan is.
+
+    Raises DataError for a shelf that is not the one that was scanned, and where a text cannot be read.
+    """
+    if shelf.fingerprint != scan.fingerprint:
+        raise DataError(f"{shelf.name} is not what was scanned, or has changed since: scan it again")
+    worst = scan.worst[:top]
+    about = "how unusual: about -log10 of the share of usual texts as odd"
+    # From the advised score on a document is coloured.
+    columns = [Column("score", "score", "score", about, limit=scan.advised), *COLUMNS]
+    for feature in FEATURES:
+        columns.append(Column(feature.name, feature.name, "share" if feature.share else "score", wide=True))
+    rows = [row.model_dump(exclude={"features", "feature", "value"}) | row.features for row in worst]
+    passages = {number: [passage(row, shelf)] for number, row in enumerate(worst)}
+    return Sheet(
+        title=f"Scan of {scan.name}", lead=_lead(scan), facts=_facts(scan), columns=columns, rows=rows,
+        passages=passages, histograms=_histograms(scan),
+        notes=[*_notes(scan), *_next(scan, shelf, kept)], legend="the piece with the highest score",
+    )  # fmt: skip
+
+
+def passage(row: Worst, shelf: Shelf) -> Passage:
+    """The text around the worst piece of a document; ids where there is no tokenizer, or outside of its vocabulary."""
+    shard, end = shelf.shard(row.shard), row.piece + row.piece_tokens
+    shown = min(end, row.piece + SHOWN)
+    heat = min(1.0, max(0.15, row.score / HOTTEST))
+    before = _text(shard, max(row.first_token, row.piece - CONTEXT), row.piece, shelf.tokenizer)
+    text = _text(shard, row.piece, shown, shelf.tokenizer)
+    after = _text(shard, shown, min(shown + CONTEXT, row.first_token + row.tokens), shelf.tokenizer)
+    title = f"document {row.document} of {row.shard}, tokens {row.piece} to {end - 1} of the shard: {row.why}"
+    found = [Span(before), Span(text, heat, f"score {row.score:.1f}"), Span(after)]
+    return Passage(title, [span for span in found if span.text])
+
+
+def _text(shard: Shard, first: int, end: int, tokenizer: Tokenizer | None) -> str:
+    """Tokens [first, end) of a shard: runs of known ids as text, other ids in brackets."""
+    ids = shard.raw(first, max(end - first, 0)).astype(np.int64)
+    known = (ids >= 0) & (ids < (tokenizer.vocab_size if tokenizer is not None else np.iinfo(np.int64).max))
+    parts = []
+    for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(known)) + 1):
+        part = ids[run].tolist()
+        if len(run) and known[run[0]]:
+            parts += [span.text for span in spans(part, tokenizer)]
+        else:
+            parts += [f"[{token}]" for token in part]
+    return "".join(parts)
+
+
+def _lead(scan: Scan) -> list[str]:
+    by = f"what is usual in {scan.against}" if scan.against else "what is usual in it"
+    were = "was" if scan.documents == 1 else "were"
+    lead = [
+        f"{plural(scan.documents, 'document')} with {plural(scan.tokens, 'token')} in "
+        f"{plural(len(scan.shards), 'shard')} {were} measured by {by}.",
+        *scan.warnings,
+    ]
+    line = next((each for each in scan.thresholds if each.score == scan.advised), None)
+    if line is None:
+        lead.append("None stands out: at every score so many ordinary documents are to be expected.")
+    else:
+        lead.append(
+            f"{_number(line.documents, 'document')} a score of {line.score:g} or more{_sorts(line)}; {_false(line)}."
+        )
+    if scan.copies.documents:
+        lead.append(
+            f"{_number(scan.copies.documents, 'document')} an exact copy earlier in it: "
+            f"{plural(scan.copies.tokens, 'token')}."
+        )
+    if scan.near is not None and scan.near.documents:
+        lead.append(
+            f"{_number(scan.near.documents, 'more document')} an earlier one that is at least "
+            f"{scan.near_threshold:.0%} the same: {plural(scan.near.tokens, 'token')}."
+        )
+    return lead
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{plural(count, noun)} {'has' if count == 1 else 'have'}"
+
+
+def _sorts(line: Threshold) -> str:
+    sorts = sorted(line.kinds.items(), key=lambda item: -item[1])
+    return f" ({', '.join(f'{kind}: {count:,}' for kind, count in sorts)})" if sorts else ""
+
+
+def _facts(scan: Scan) -> list[tuple[str, str]]:
+    facts = [
+        ("documents", f"{scan.documents:,}"),
+        ("tokens", f"{scan.tokens:,}"),
+        ("exact copies", f"{scan.copies.documents:,}"),
+        ("near duplicates", "not looked for" if scan.near is None else f"{scan.near.documents:,}"),
+        ("without tokens", f"{scan.empty:,}"),
+        ("reference", scan.against or "itself"),
+        ("sample", f"{plural(scan.sample_documents, 'document')}, {plural(scan.sample_tokens, 'token')}"),
+    ]
+    last = None
+    for line in scan.thresholds:
+        # Where a higher score takes nothing away, the lower one has said it all.
+        if line.documents != last:
+            facts.append((f"score {line.score:g} or more", _above(line, scan)))
+        last = line.documents
+    if scan.tokens_per_second:
+        processes = f"{scan.workers} process" + "es" * (scan.workers > 1)
+        speed = f"{duration(scan.seconds)}, {scan.tokens_per_second / 1e6:,.1f} M tokens/s with {processes}"
+        facts.append(("time", f"{speed}; {duration(scan.yardstick_seconds)} to learn what is usual"))
+    return facts
+
+
+def _above(line: Threshold, scan: Scan) -> str:
+    text = f"{plural(line.documents, 'document')} ({line.share:.3%}), {plural(line.tokens, 'token')}{_sorts(line)}"
+    held = f"; of {scan.against} {_held(line, scan)}" if scan.against else ""
+    return f"{text}; {_false(line)}{held}"
+
+
+def _false(line: Threshold) -> str:
+    """How many of those above may be ordinary ones."""
+    if line.ordinary >= line.documents:
+        return "all may be false positives" if line.documents else "no false positive"
+    return f"expected false positives: {'fewer than 0.1' if line.ordinary < 0.1 else f'about {line.ordinary:,.1f}'}"
+
+
+def _held(line: Threshold, scan: Scan) -> str:
+    """How many documents of a good corpus lie as high: false positives, measured."""
+    if line.usual or not scan.sample_documents:
+        return f"{line.usual:.3%}"
+    # None of n: the share is below 3 / n, 95 % sure ("rule of three", Hanley and Lippman-Hand, JAMA 1983).
+    return f"below {min(1.0, 3 / scan.sample_documents):.3%}"
+
+
+def _histograms(scan: Scan) -> list[Histogram]:
+    marks = [(line.score, f"{line.documents:,} above") for line in scan.thresholds if line.documents]
+    last = max((number for number, count in enumerate(scan.scores) if count), default=0)
+    edges = [scan.score_step * number for number in range(last + 2)]
+    found = [
+        Histogram("score", edges, scan.scores[: last + 1], marks, "documents by their score", column="score")
+    ]
+    if len(scan.lengths) > 1:
+        # Bar i holds lengths of i bits; logarithms keep the bars equally wide.
+        begin = next(number for number, count in enumerate(scan.lengths) if count)
+        powers = [float(number - 1) for number in range(begin, len(scan.lengths) + 1)]
+        note = f"powers of two; from {2 ** max(begin - 1, 0):,} to {2 ** (len(scan.lengths) - 1):,} tokens"
+        found.append(Histogram("length", powers, scan.lengths[begin:], note=note))
+    notes = {feature.name: feature.text.format("…") for feature in FEATURES}
+    for name, note in (notes | {"compression": "how many times smaller zstd makes a document"}).items():
+        bars, at = scan.histograms.get(name), scan.quantiles.get(name)
+        if bars is None or at is None or at[0] == at[-1]:
+            continue
+        named = dict(zip(scan.shares, at))
+        sides = [(named[0.01], "1 %"), (named[0.99], "99 %")]
+        inside = [side for side in sides if bars.edges[0] <= side[0] <= bars.edges[-1]]
+        found.append(Histogram(name, bars.edges, bars.counts, inside, note, column=name))
+    return found
+
+
+def _next(scan: Scan, shelf: Shelf, kept: Path | None) -> list[str]:
+    """What a person may do with it."""
+    if kept is None:
+        return []
+    if shelf.directory is None or scan.advised is None:
+        return [f"Kept in {kept}."]
+    plan = f"python tools/prune_data.py plan {shelf.directory} --scan {kept} --score {scan.advised:g} --spans"
+    return [f"Kept in {kept}. For a plan of what has {scan.advised:g} or more: {plan}"]
+
+
+def _notes(scan: Scan) -> list[str]:
+    notes = [
+        "A score of s says: about one in 10^s pieces of usual text is as odd, if what is usual goes on as it does up "
+        f"to one in 33. It ends at {MOST:g}. A document has the score of its worst piece of up to {PIECE:,} tokens, so "
+        "long documents have higher ones; an odd piece that is worse in one half has the score of that half. Odd is "
+        "not bad: read before you prune.",
+        "Expected false positives: how many documents would lie as high if all were ordinary, by what a score says and "
+        f"by how many of {scan.against or 'the corpus'} have {CHECKED:g} or more. The advised score is the lowest at "
+        f"which they are at most {RATE:.0%} of the documents above it.",
+    ]
+    if not scan.against:
+        notes.append(
+            "What is usual was learnt from the same shards: what they are full of is usual. "
+            "A reference that is known to be good (--against) shows more."
+        )
+    kinds: Sequence[tuple[str, int]] = sorted(scan.kinds.items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{kind}: {count:,}" for kind, count in kinds if kind not in (USUAL, EMPTY))
+    return [*notes, f"What documents with a score of {ODD:g} or more look like: {shown}."] if shown else notes

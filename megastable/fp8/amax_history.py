@@ -1,0 +1,90 @@
+"""Delayed scaling: the largest magnitudes of the last steps, of all that a layer quantizes, and scales from them.
+
+Micikevicius et al., arXiv:2209.05433 section 3; Transformer Engine's DelayedScaling. Different from it, on purpose: the
+history moves once a step, not with every micro-batch; what a refused update has shown never enters, nor does what is
+not finite; and where nothing is known yet the scale is the tensor's own, in place of 1, by which the first gradients
+would all become zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megastable.fp8.formats import Format
+from megastable.fp8.scale_factors import LARGEST
+
+SLOTS = ("input", "weight", "gradient")
+
+
+class Meters:
+    """Of the layers `names`, on this rank. formats: of the slots.
+
+    scales: fp32 [layers, slots], 0 where nothing is known. history: fp32 [layers, slots, length], the newest first, 0
+    where nothing is known. seen: the largest magnitudes of this step, up to now.
+    """
+
+    def __init__(
+        self, names: Sequence[str], formats: Sequence[Format], length: int, margin: int, device: torch.device
+    ) -> None:
+        self.names = list(names)
+        most = torch.tensor([f.max for f in formats], device=device)
+        self._most = most / 2.0**margin
+        shape = (len(self.names), len(SLOTS))
+        self.history = torch.zeros(*shape, length, device=device)
+        self.scales = torch.zeros(shape, device=device)
+        self.seen = torch.zeros(shape, device=device)
+
+    def see(self, layer: int, slot: int, largest: Tensor) -> None:
+        """A magnitude of this step; fp32, one number."""
+        cell = self.seen[layer, slot]
+        torch.maximum(cell, largest, out=cell)
+
+    def settle(self, applied: bool, group: Any = None) -> None:
+        """After a step: what was seen moves into the history, if the step's update was applied. Collective over `group`
+        (None: the world; without a process group: alone), all of whose ranks say the same of `applied`."""
+        if applied:
+            if dist.is_initialized() and dist.get_world_size(group) > 1:
+                dist.all_reduce(self.seen, dist.ReduceOp.MAX, group=group)
+            usable = torch.isfinite(self.seen) & (self.seen > 0)
+            moved = torch.cat((self.seen.unsqueeze(-1), self.history[..., :-1]), -1)
+            self.history.copy_(torch.where(usable.unsqueeze(-1), moved, self.history))
+            self._rescale()
+        self.seen.zero_()
+
+    def _rescale(self) -> None:
+        largest = self.history.amax(-1)
+        scales = (self._most / largest).clamp_(max=LARGEST)
+        self.scales.copy_(torch.where(largest > 0, scales, 0.0))
+
+    def forget(self) -> None:
+        """Nothing is known."""
+        for tensor in (self.history, self.scales, self.seen):
+            tensor.zero_()
+
+    def state(self) -> Tensor:
+        """A copy of the history, from which all follows."""
+        return self.history.clone()
+
+    def restore(self, saved: Tensor) -> None:
+        """Bring back what `state` was."""
+        self.history.copy_(saved)
+        self._rescale()
+        self.seen.zero_()
+
+    def told(self) -> dict[str, list[list[float]]]:
+        """The history by layer, for a checkpoint: exact, since an fp32 number is a Python number."""
+        return dict(zip(self.names, self.history.tolist(), strict=True))
+
+    def read(self, told: Mapping[str, Sequence[Sequence[float]]]) -> None:
+        """What `told` said, of those of its layers that are here; cut or filled up to this history's length."""
+        saved = torch.zeros_like(self.history)
+        for number, name in enumerate(self.names):
+            for slot, values in enumerate(told.get(name, ())):
+                kept = list(values)[: saved.shape[-1]]
+                saved[number, slot, : len(kept)] = torch.tensor(kept)
+        self.restore(saved)

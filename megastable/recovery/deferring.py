@@ -1,0 +1,101 @@
+"""Samples that a run reads later, on all ranks alike: the plan is made and written down by rank 0. Collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.base.collectives import first
+from megastable.base.errors import DataError, SpaceError
+from megastable.config.tree import RunConfig
+from megastable.data.blends import ExchangeEntry
+from megastable.data.deferral import Deferral, Room, plan
+from megastable.data.ledger import Entry, append_all
+from megastable.data.skip_entries import RANGES
+from megastable.data.skips import Selection
+from megastable.data.source import Source
+from megastable.run.directory import RunDirectory
+
+Int64s = npt.NDArray[np.int64]
+
+
+def wanted(path: Path, entries: Sequence[Entry], what: str) -> None:
+    """Add lines to a ledger. Raises SpaceError on all ranks where they cannot be written."""
+
+    def write() -> None:
+        try:
+            append_all(path, entries)
+        except DataError as error:
+            raise SpaceError(
+                f"{error}. What {what} is not written down: make room and start again; the run goes on from its newest "
+                "checkpoint, and meets it again"
+            ) from None
+
+    first(write)
+
+
+class Deferring:
+    """Of one process of a run. selection: what is read of the order as it is now, collective."""
+
+    def __init__(
+        self, config: RunConfig, run: RunDirectory, source: Source, selection: Callable[[], Selection]
+    ) -> None:
+        self.run, self.source, self.selection = run, source, selection
+        self.steps, self.batch = config.train.steps, config.train.global_batch
+        self.verify_steps = config.stability.policy.verify_steps
+        self.recur_steps = config.stability.policy.recur_steps
+
+    def defer(
+        self, positions: Int64s, step: int, begin: int, reason: str, incident: int, ahead: int = 0
+    ) -> Deferral:
+        """Put off the samples at n positions, and up to `ahead` behind them, as far as there is room for all. step: it
+        began at position `begin`, at or before them. The source has the new order then: whoever reads from it goes back
+        to there, or further. Raises SpaceError."""
+        left = self.selection()
+        found = self._plan(left, positions, step, begin, ahead)
+        # Nobody has met those ahead: they are not lost for it.
+        while ahead and (found is None or found.lost.size):
+            ahead //= 2
+            found = self._plan(left, positions, step, begin, ahead)
+        assert found is not None
+        entries = [
+            ExchangeEntry(
+                corpus=e.corpus, exchange=list(e.swaps[at : at + RANGES]), reason=reason, incident=incident, step=step
+            )
+            for e in found.exchanges
+            for at in range(0, len(e.swaps), RANGES)
+        ]  # fmt: skip
+        wanted(self.run.blends, entries, f"incident {incident} wants deferred")
+        self.source.order = self.source.order.exchanging(found.exchanges)
+        return found
+
+    def step_of(self, position: int, step: int, begin: int) -> int:
+        """About when a position is read: nothing in between is taken to be left out. step, begin: as `defer`."""
+        return step + (position - begin) // self.batch
+
+    def _plan(self, left: Selection, positions: Int64s, step: int, begin: int, ahead: int) -> Deferral | None:
+        """As `defer`, with all of `ahead`; None where fewer are left."""
+        end = int(positions.max()) + 1
+        if ahead:
+            try:
+                more, end = left.next_kept(end, ahead)
+            except DataError:
+                return None
+            positions = np.concatenate([positions, more])
+        return plan(self.source.order, left, positions, self._room(left, end, step, begin))
+
+    def _room(self, left: Selection, end: int, step: int, begin: int) -> Room:
+        # What is left out on the way only makes the run come further.
+        last = max(end, begin + (self.steps - step + 1) * self.batch)
+
+        def after(steps: int) -> int:
+            count = steps * self.batch
+            try:
+                return min(last, left.next_kept(end, count)[1]) if count < last - end else last
+            except DataError:  # nothing is left
+                return last
+
+        return Room(end, after(self.verify_steps), after(self.recur_steps), last)

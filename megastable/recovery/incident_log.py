@@ -1,0 +1,450 @@
+"""The incidents of a run as they are written down: in journal, skip ledger and console. Rank 0 writes, all ranks know.
+
+Opened when something is acted on, added to with every action against it, closed when an action is proven or the run
+ends. What the journal says of an incident carries all of it and the policy's memory along: both outlive the process
+(recall.py). What a restart depends on must reach the disk: SpaceError where it does not, on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.base.collectives import first
+from megastable.base.errors import DataError
+from megastable.base.text import number, plural
+from megastable.checkpoint.store import RunState, step_of
+from megastable.data.deferral import Deferral
+from megastable.data.documents import Document, documents_at
+from megastable.data.order import LAST_POSITION
+from megastable.data.skip_ledger import AnyEntry, Ledger, SampleEntry, SkipEntry, released, sample_entries
+from megastable.data.skips import Selection, Skips
+from megastable.data.source import Source
+from megastable.recovery.deferring import Deferring, wanted
+from megastable.recovery.sample_replay import Trained
+from megastable.run.directory import RunDirectory
+from megastable.stability import attribution
+from megastable.stability.actions import Action, Cause, Decision
+from megastable.stability.attribution import Conclusion
+from megastable.stability.incident import Breakdown, Incident, LeftOut, Outcome, kind_of
+from megastable.stability.policy_state import PolicyState
+from megastable.stability.signals import Verdict
+
+Int64s = npt.NDArray[np.int64]
+
+SHOWN = 16  # suspects of an incident whose numbers are kept, beside those of the convicted
+NAMED = 1000  # documents and suspects of an incident that are named: a swapped corpus would fill the journal
+NEXT = 2  # global batches behind samples that were left out: trouble that begins there is of the same region
+TWICE = 1.0  # log10 odds of samples that trouble came with twice: two coincidences are 10 to 1, and no more
+NOBODY = Deferral([], *(np.empty(0, np.int64) for _ in range(3)))
+
+
+class Casebook:
+    """The present incident, and how they are told. memory: the policy's, as it is now."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        source: Source,
+        deferring: Deferring,
+        memory: Callable[[], PolicyState],
+        note: Callable[..., None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.run, self.source, self.memory, self.note, self.say = run, source, memory, note, say
+        self.deferring = deferring
+        self.incident: Incident | None = None
+        self.count = 0
+        self.left_out: LeftOut | None = None
+
+    def restore(
+        self, incident: Incident | None, count: int, step: int, left_out: LeftOut | None = None
+    ) -> None:
+        """Go on after `step` with what is remembered: the open incident, how many there were, and what the last one
+        left out."""
+        self.incident, self.count, self.left_out = incident, count, left_out
+        if incident is not None and incident.outcome == "handed over":
+            incident.outcome = "open"
+            incident.steps_lost += max(0, incident.step - step)
+            self._note("restarted", step=step)
+
+    def open(
+        self, decision: Decision, state: RunState, window: Sequence[Trained], grad_norm: float
+    ) -> Incident:
+        """The incident that a decision belongs to: the present one, or a new one. window: the steps since its onset."""
+        finding = decision.finding
+        if self.incident is None:
+            self._number()
+            self.incident = Incident(
+                number=self.count, step=state.step, onset=finding.onset, verdict=finding.verdict,
+                kind=kind_of(finding.verdict, 0), loss_before=_usual(state),
+            )  # fmt: skip
+        incident = self.incident
+        incident.kind = kind_of(Verdict(incident.verdict), self.memory().recurrences)
+        incident.batches_discarded += sum(not t.applied for t in window)
+        incident.loss_peak = _peak(incident.loss_peak, [float(t.losses.mean()) for t in window])
+        incident.norm_peak = _peak(incident.norm_peak, [grad_norm])
+        self.say(f"step {state.step}: incident {incident.number}: {decision.reason}")
+        self._note(
+            "opened", step=state.step, verdict=finding.verdict, onset=finding.onset, action=decision.action,
+            reason=decision.reason,
+        )  # fmt: skip
+        return incident
+
+    def damaged(self, rejected: dict[str, str], step: int) -> None:
+        """Checkpoints that could not be used, with the reason: the run went on from an older one, after `step`."""
+        newest = max(step_of(Path(name)) for name in rejected)
+        self._number()
+        summary = Incident(
+            number=self.count, step=newest, onset=newest, verdict=Breakdown.DAMAGE, kind="recoverable",
+            cause=Cause.STORAGE, actions=[Action.RESTART], reasons=[f"went on from step {step}, of an older one"],
+            steps_lost=newest - step, outcome="healed", failure="; ".join(rejected.values()),
+        )  # fmt: skip
+        told = {"number": self.count, "summary": summary.model_dump(mode="json")}
+        self.note("incident", what="closed", step=step, **told)
+
+    def _number(self) -> None:
+        """Of a new incident: the supervisor has some of its own."""
+        events = first(lambda: [event.get("number") for event in self.run.events("incident")])
+        self.count = max([self.count, *(n for n in events if isinstance(n, int))]) + 1
+
+    def adjacent(self, window: Sequence[Trained]) -> bool:
+        """Whether trouble goes on where it was: the window begins within `NEXT` global batches of samples that the last
+        action skipped or deferred, not long ago. That is a region of bad data, until shown otherwise."""
+        if self.left_out is None or not window:
+            return False
+        first, batch = int(window[0].positions.min()), window[0].positions.size
+        soon = abs(window[0].step - self.left_out.step) <= self.deferring.recur_steps
+        return soon and -batch <= first - self.left_out.end <= NEXT * batch
+
+    def returned(self, window: Sequence[Trained]) -> tuple[list[int], list[int]]:
+        """The positions of samples that were deferred because of trouble, and that trouble has come with again: it
+        begins where a stretch of them does. Those of its first `NEXT` global batches, and the rest of what was read of
+        it, which trouble may only have come before. Empty otherwise."""
+        if not window:
+            return [], []
+        batch = window[0].positions.size
+        first, end = int(window[0].positions.min()), max(int(t.positions.max()) for t in window) + 1
+        # What one step does to the weights, the next one shows.
+        early = first - batch
+        found = self.source.order.deferred(max(0, early - batch), end)
+        # What else stands between them, of another corpus or left out, ends no stretch.
+        begins = found[np.diff(found, prepend=-batch - 1) > batch]
+        begins = begins[(begins >= early) & (begins < first + NEXT * batch)]
+        if not begins.size:
+            return [], []
+        found = found[found >= begins[0]]
+        near = found < begins[0] + NEXT * batch
+        return found[near].tolist(), found[~near].tolist()
+
+    def returned_again(self, found: Conclusion, window: Sequence[Trained]) -> Conclusion:
+        """Convict samples that trouble came with twice, on two good states: nothing else was the same. A conclusion
+        that names somebody, or something else than the data, stays. Its odds spoke for the state: those of the samples
+        are `TWICE`, too little for a strong conviction, so that it can be withdrawn."""
+        if found.guilty or found.cause not in (Cause.STATE, Cause.LEARNING_RATE):
+            return found
+        again, rest = self.returned(window)
+        if not again:
+            return found
+        reason = (
+            f"{plural(len(again), 'sample')} came with trouble before and were deferred; now they are read again, on "
+            f"another good state, and it begins with them. (Each alone is ordinary: {found.reason})"
+        )
+        return replace(found, cause=Cause.DATA, guilty=again, later=rest, reason=reason, odds=TWICE)
+
+    def attribute(
+        self,
+        found: Conclusion,
+        window: Sequence[Trained],
+        action: Action,
+        remedy: str,
+        lost: int,
+        seconds: float,
+        swap: str | None = None,
+    ) -> None:
+        """Write down who was guilty, and skip them; or defer the window, where the state was spoilt by nobody in
+        particular.
+
+        Data that is innocent is not skipped. swap: the corpus to leave out from the first guilty sample on. Raises
+        SpaceError.
+        """
+        incident = self._present()
+        skipped, deferred = list[tuple[int, int]](), NOBODY
+        reason = f"{found.cause}: {found.reason}"
+        if found.cause is Cause.DATA:
+            skipped = self._convict(np.array(found.convicted, dtype=np.int64), reason)
+            if found.later:
+                deferred, no_room = self._defer(window, reason, np.array(found.later, dtype=np.int64))
+                incident.positions = sorted({*incident.positions, *no_room})
+        elif found.cause is Cause.STATE:
+            deferred, skipped = self._defer(window, reason)
+        if swap is not None:
+            because = f"corpus {swap} was guilty again and again"
+            self._skip_positions([(min(found.guilty), LAST_POSITION)], because, swap)
+            self.say(f"  swapped out: corpus {swap}")
+        convicted = set(found.convicted)
+        told = [s for n, s in enumerate(found.suspects) if n < SHOWN or s.position in convicted][:NAMED]
+        incident.cause = found.cause
+        incident.actions.append(action)
+        incident.reasons.append(f"{found.reason}; {remedy}")
+        incident.positions = sorted({*incident.positions, *skipped})
+        incident.steps_lost += lost
+        incident.seconds = round(incident.seconds + seconds, 3)
+        self._commit(
+            "incident", what="attributed", cause=found.cause, positions=skipped, reason=found.reason, action=action,
+            remedy=remedy, suspects=[asdict(s) for s in told], odds=round(found.odds, 2),
+            region=None if found.region is None else asdict(found.region), inferred=len(found.inferred),
+            deferred=ranges_of(deferred.positions), returns=ranges_of(deferred.returns), lost=deferred.lost.size,
+        )  # fmt: skip
+        self.say(f"  cause: {found.cause}: {found.reason}")
+        if skipped:
+            count = _count(skipped)
+            of = f" of {len(incident.documents)} documents" if incident.documents else ""
+            how = "in this and every later epoch" if found.cause is Cause.DATA else "in this epoch"
+            self.say(f"  skipped {how}: {count} samples{of} (positions {_readable(skipped)})")
+
+    def release(self, positions: Sequence[int], cursor: int, reason: str) -> None:
+        """Withdraw the conviction of the samples at some positions: incidents of this run named them. What a person, or
+        another tool, names stays out. cursor: the run goes on from there: earlier ones are read in the next epoch.
+        Raises SpaceError."""
+        incident, order = self._present(), self.source.order
+        chosen = np.array(sorted(positions), dtype=np.int64)
+
+        def lines() -> list[SampleEntry]:
+            ledger = Ledger.read(self.run.skips, [])
+            return released(ledger, order, chosen, reason, incident.number, incident.step)
+
+        entries = first(lines)
+        wanted(self.run.skips, entries, f"incident {incident.number} wants released")
+        mine = Selection(
+            order, Ledger.of([e.model_copy(update={"released": None}) for e in entries]).exclusions
+        )
+        freed = chosen[mine.mask(chosen)]
+        incident.positions = Skips.of(incident.positions).minus(Skips.of_numbers(freed)).ranges
+        incident.released += freed.size
+        again, passed = ranges_of(freed[freed >= cursor]), ranges_of(freed[freed < cursor])
+        self._commit("incident", what="released", reason=reason, positions=again, next_epoch=passed)
+        here = f"{_count(again)} are read again from position {again[0][0]} on" if again else ""
+        later = f"{_count(passed)} were passed and are read in the next epoch" if passed else ""
+        how = ", ".join(filter(None, [here, later])) or "other lines of the ledger name all of them"
+        self.say(f"  released: {plural(freed.size, 'sample')} ({reason}): {how}")
+
+    def skip(
+        self,
+        found: Conclusion,
+        onset: int,
+        window: Sequence[Trained],
+        verdict: Verdict,
+        seen: str,
+        state: RunState,
+        seconds: float,
+    ) -> None:
+        """The guilty are skipped from here on, nothing is undone: a part of the open incident, else an incident of data
+        that is over at once. onset, window: since when, and in which steps that are known, they were met; seen: what
+        was suspicious of them. Raises SpaceError."""
+        alone = self.incident is None
+        if alone:
+            self._number()
+            loss = _usual(state)
+            # Over before it is written down, so that no restart takes it for open.
+            self.incident = Incident(
+                number=self.count, step=state.step, onset=onset, verdict=verdict, kind="recoverable",
+                loss_before=loss, loss_after=loss, batches_discarded=sum(not t.applied for t in window),
+                loss_peak=_peak(None, [float(t.losses.mean()) for t in window]), outcome="healed",
+            )  # fmt: skip
+        self.say(f"step {state.step}: incident {self._present().number}: {seen}")
+        self.attribute(
+            found, window, Action.SKIP, "the guilty samples are skipped, nothing is undone", 0, seconds
+        )
+        if alone:
+            self._note("closed", step=state.step)
+            self.incident = None
+
+    def rewound(self, step: int, cursor: int, seconds: float = 0.0) -> None:
+        """The run goes on after `step`, from the position `cursor`. seconds: that this took since `attribute`."""
+        incident = self._present()
+        incident.seconds = round(incident.seconds + seconds, 3)
+        self._note("rewound", to_step=step, cursor=cursor)
+
+    def close(self, state: RunState, outcome: Outcome) -> None:
+        """The last action is proven, or the run ends without a proof."""
+        if self.incident is None:
+            return
+        incident = self.incident
+        incident.outcome = outcome
+        incident.loss_after = _usual(state)
+        self._note("closed", step=state.step)
+        self.incident = None
+        how = "over: on the trend again" if outcome == "healed" else "not proven to be over"
+        self.say(
+            f"step {state.step}: incident {incident.number} is {how}, loss {number(incident.loss_after)}; "
+            f"{plural(incident.steps_lost, 'step')} lost, {plural(incident.batches_discarded, 'update')} refused"
+        )
+
+    def alert(self, reason: str, state: RunState) -> None:
+        """Nothing more is done about the present incident: training goes on, and a person is told. Raises
+        SpaceError."""
+        incident = self._present()
+        if Action.ALERT not in incident.actions[-1:]:
+            incident.actions.append(Action.ALERT)
+            incident.reasons.append(reason)
+        incident.kind = "divergent"
+        self._commit("alert", what="begun", step=state.step, reason=reason)
+        self.say(
+            f"ALERT: step {state.step}: incident {incident.number}: {reason}. Nothing more is done automatically: "
+            "training goes on, and single updates that stand out are refused. Look at the run, or stop it"
+        )
+
+    def give_up(
+        self,
+        decision: Decision,
+        state: RunState,
+        window: Sequence[Trained],
+        defer: bool,
+        before: int | None = None,
+    ) -> Incident:
+        """Hand over or stop: the ledger and the journal have all that a restart needs. defer: the window, too, as its
+        data was not found to be innocent, or guilty: without a good state nobody is. Only a hand-over does, as it is
+        bound to go back: a checkpoint of behind the window has read what the order would not have there any more.
+        before: which the next process's checkpoint must be, None = the onset. Raises SpaceError.
+        """
+        incident = self._present()
+        skipped = list[tuple[int, int]]()
+        handover = decision.action is Action.HANDOVER
+        if defer and handover:
+            _, skipped = self._defer(window, f"the window of incident {incident.number}: {decision.reason}")
+        incident.positions = sorted({*incident.positions, *skipped})
+        incident.actions.append(decision.action)
+        incident.reasons.append(decision.reason)
+        incident.outcome = "handed over" if handover else "stopped"
+        if not handover:
+            incident.kind = "divergent"
+        # What is handed over is proven, or not, by the next process.
+        self._note("handed over" if handover else "closed")
+        self._commit(
+            "handover" if handover else "unstable", step=state.step,
+            before=decision.finding.onset if before is None else before, reason=decision.reason,
+        )  # fmt: skip
+        self.incident = None
+        return incident
+
+    def _present(self) -> Incident:
+        assert self.incident is not None, "an action belongs to an incident that was opened"
+        return self.incident
+
+    def _convict(self, guilty: Int64s, reason: str) -> list[tuple[int, int]]:
+        """Leave out the samples at these positions, for as long as the run goes: they are bad in every epoch. The same
+        as ranges."""
+        incident, order = self._present(), self.source.order
+        try:
+            documents, problem = documents_at(self.source, guilty), None
+        except DataError as error:  # a damaged index names no documents; the samples are bad all the same
+            documents, problem = [], error
+        self._skip(sample_entries(order, guilty, reason, documents[:NAMED], incident.number, incident.step))
+        self._remember(guilty)
+        if problem is not None:
+            raise problem
+        known = {str(d) for d in incident.documents}
+        incident.documents += [d for d in map(Document.model_dump, documents) if str(d) not in known]
+        del incident.documents[NAMED:]
+        return attribution.ranges(guilty.tolist())
+
+    def _defer(
+        self, window: Sequence[Trained], reason: str, only: Int64s | None = None
+    ) -> tuple[Deferral, list[tuple[int, int]]]:
+        """Have the samples of some steps read later, or `only` some of them. Those for which there is no room are
+        skipped, in this epoch: the second answer. Where it is the next region in a row, twice as many as the last time,
+        from those ahead."""
+        if not window:
+            return NOBODY, []
+        incident, ahead = self._present(), 0
+        positions = np.concatenate([t.positions for t in window]) if only is None else only
+        if only is None and self.adjacent(window) and self.left_out is not None:
+            ahead = max(0, 2 * self.left_out.count - positions.size)
+        step, begin = window[0].step, int(window[0].positions.min())
+        found = self.deferring.defer(positions, step, begin, reason, incident.number, ahead)
+        lost = ranges_of(found.lost)
+        self._skip_positions(lost, f"{reason}; there is no room to read them later")
+        self._remember(np.concatenate([found.positions, found.lost]))
+        deferred, returns = ranges_of(found.positions), ranges_of(found.returns)
+        # The same positions may be put off twice: with other samples.
+        incident.deferred = sorted([*incident.deferred, *deferred])
+        incident.returns = sorted([*incident.returns, *returns])
+        incident.lost += found.lost.size
+        if deferred:
+            when = self.deferring.step_of(returns[0][0], step, begin)
+            self.say(
+                f"  deferred: {plural(found.positions.size, 'sample')} (positions {_readable(deferred)}), "
+                f"read again from position {returns[0][0]} (about step {when})"
+            )
+        if lost:
+            self.say(
+                f"  lost in this epoch: {plural(found.lost.size, 'sample')}: the run ends before there is room"
+            )
+        return found, lost
+
+    def _remember(self, positions: Int64s) -> None:
+        """Samples that were left out just now, by position."""
+        if positions.size:
+            first, end = int(positions.min()), int(positions.max()) + 1
+            step = self._present().step
+            self.left_out = LeftOut(step=step, first=first, end=end, count=positions.size)
+
+    def _skip_positions(
+        self, ranges: Sequence[tuple[int, int]], reason: str, corpus: str | None = None
+    ) -> None:
+        """Leave out these positions; the samples may be read again in the next epoch."""
+        incident = self._present()
+        told = {"reason": reason, "incident": incident.number, "step": incident.step, "corpus": corpus}
+        self._skip([SkipEntry.model_validate({"first": a, "end": b, **told}) for a, b in ranges])
+
+    def _skip(self, entries: Sequence[AnyEntry]) -> None:
+        wanted(self.run.skips, entries, f"incident {self._present().number} wants skipped")
+
+    def _note(self, what: str, **fields: Any) -> None:
+        self.note("incident", what=what, **fields, **self._story())
+
+    def _commit(self, event: str, **fields: Any) -> None:
+        """As `_note`, but it must be on the disk before anything else happens."""
+        first(lambda: self.run.commit(event, **fields, **self._story()))
+
+    def _story(self) -> dict[str, Any]:
+        """What every event carries, so that the next process can go on from it."""
+        incident, policy = self._present(), self.memory()
+        left_out = {"left_out": self.left_out.model_dump()} if self.left_out is not None else {}
+        return {
+            "number": incident.number,
+            **left_out,
+            "summary": incident.model_dump(mode="json"),
+            "policy": policy.model_dump(mode="json"),
+        }
+
+
+def ranges_of(positions: Int64s) -> list[tuple[int, int]]:
+    return Skips.of_numbers(positions).ranges
+
+
+def _count(ranges: Sequence[tuple[int, int]]) -> int:
+    return sum(end - first for first, end in ranges)
+
+
+def _usual(state: RunState) -> float | None:
+    """The loss before, or after, an incident: the median of the last steps, as some of them may be its own."""
+    finite = [x for x in state.recent_losses if math.isfinite(x)]
+    return float(np.median(finite)) if finite else None
+
+
+def _peak(old: float | None, values: list[float]) -> float | None:
+    known = [x for x in [old, *values] if x is not None and math.isfinite(x)]
+    return max(known, default=None)
+
+
+def _readable(ranges: list[tuple[int, int]]) -> str:
+    shown = ", ".join(f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in ranges[:4])
+    return shown + (", ..." if len(ranges) > 4 else "")

@@ -1,0 +1,110 @@
+"""What is left where going back in memory does not help: hand over to an older checkpoint, train on and alert, or stop.
+
+All methods are collective. What ends the process is returned as an error to raise; all that a restart needs is written
+down before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megastable.base.collectives import first, shared
+from megastable.base.errors import HandoverError, MegastableError, UnstableError
+from megastable.checkpoint import store
+from megastable.checkpoint.store import RunState
+from megastable.recovery.incident_log import Casebook
+from megastable.recovery.origin import Origin
+from megastable.recovery.sample_replay import Trained
+from megastable.run.directory import RunDirectory
+from megastable.stability.actions import Action, Cause, Decision
+from megastable.stability.policy import Policy
+
+
+class LastResort:
+    """policy: the present one. since: the steps since an onset. settle: waits until no checkpoint is under way, so that
+    those that are there can be counted."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        casebook: Casebook,
+        origin: Origin,
+        policy: Callable[[], Policy],
+        since: Callable[[int], Sequence[Trained]],
+        note: Callable[..., None],
+        say: Callable[[str], None],
+        settle: Callable[[], None],
+    ) -> None:
+        self.run, self.casebook, self.origin, self.policy, self.since = run, casebook, origin, policy, since
+        self.note, self.say, self.settle = note, say, settle
+        self._alerted = False  # as was said last
+
+    def begin(self) -> None:
+        """When the policy's memory is loaded: an alert of the process before was told."""
+        self._alerted = self.policy().state.alert is not None
+
+    def weigh(self, decision: Decision, damaged: bool = False) -> Decision:
+        """What becomes of a hand-over: an alert where there is no checkpoint to go back to, or STOP where the state
+        is not finite, either (damaged)."""
+        onset = decision.finding.onset
+        if decision.action is not Action.HANDOVER or self.can_go_back(onset, damaged):
+            return decision
+        reason = f"no checkpoint in {self.run.checkpoints} is from before step {self._before(onset)}"
+        return self.policy().cannot_hand_over(decision, reason, damaged)
+
+    def conclude(self, decision: Decision, state: RunState, cause: Cause, damaged: bool) -> None:
+        """End, or alert and return. Raises HandoverError, UnstableError and SpaceError."""
+        decision = self.weigh(decision, damaged)
+        if decision.action.ends:
+            raise self.end(decision, state, cause)
+        self.tell_alert(state)
+
+    def can_go_back(self, onset: int, damaged: bool = False) -> bool:
+        """Whether a restart finds a checkpoint of before `onset`, and of before those that led here. damaged: the state
+        is not finite; then none at all will do, too: the run begins again."""
+        self.settle()
+        before = self._before(onset)
+        steps = first(lambda: [store.step_of(path) for path in store.newest_first(self.run.checkpoints)])
+        return any(step < before for step in steps) or (damaged and not steps)
+
+    def tell_alert(self, state: RunState) -> None:
+        """Journal and say where an episode of training on begins, and where it is over. Raises SpaceError."""
+        alert = self.policy().state.alert
+        if (alert is not None) == self._alerted:
+            return
+        self._alerted = alert is not None
+        if alert is not None:
+            self.casebook.alert(alert.reason, state)
+        else:
+            self.note("alert", what="over", step=state.step)
+            self.say(f"step {state.step}: the alert is over")
+
+    def end(self, decision: Decision, state: RunState, cause: Cause) -> MegastableError:
+        """What ends this process. A hand-over defers the window if the cause is not known: its data may be guilty."""
+        onset, unknown = decision.finding.onset, cause is Cause.UNKNOWN
+        if self.casebook.incident is not None and not unknown:
+            self.casebook.incident.cause = cause
+        if decision.action is Action.HANDOVER:
+            more = self.policy().handing_over(cause)
+            decision = replace(decision, reason=decision.reason + more)
+        before = self._before(onset)
+        incident = self.casebook.give_up(decision, state, self.since(onset), unknown, before)
+        where = f"step {state.step}: incident {incident.number} (began at step {onset}): {decision.reason}. "
+        if decision.action is Action.HANDOVER:
+            return shared(
+                HandoverError(
+                    f"{where}It needs a restart from a checkpoint before step {before}: the same command does that"
+                    + (f", and reads the suspect data later ({self.run.blends.name})" if unknown else "")
+                )
+            )
+        return shared(
+            UnstableError(
+                f"{where}A person is needed: look at {self.run.journal}; lower optimizer.lr, look at the data, or "
+                "raise the budgets of stability.policy"
+            )
+        )
+
+    def _before(self, onset: int) -> int:
+        """The step that the next process's checkpoint must be before."""
+        return self.origin.before(onset, self.policy().state.clock)

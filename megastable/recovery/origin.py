@@ -1,0 +1,119 @@
+"""What is known against the checkpoint that this process went on from, and how far the next one must go back.
+
+A state that no step of this process has proven may be bad itself: saved when it was bad already, or by a version whose
+checkpoints do not remember what their state is like. Then no sample and no rate is to blame, and who goes on from it
+again meets the same trouble again. Collective where it measures or writes; decides from numbers that all ranks have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.base.collectives import first
+from megastable.base.errors import CheckpointError
+from megastable.checkpoint import markers, store
+from megastable.checkpoint.store import RunState
+from megastable.checkpoint.vitals import fallen_behind
+from megastable.config.tree import RunConfig
+from megastable.recovery.persisted_state import tried
+from megastable.run.directory import RunDirectory
+
+Floats = npt.NDArray[np.float64]
+
+# What changes losses by itself, so that they are no measure of the state; and what makes trouble by itself right after
+# a start. Where it was changed since the checkpoint, that is not blamed.
+MEASURES = ("precision", "data", "kernels", "deepspeed", "model")
+CAUSES = (*MEASURES, "optimizer", "schedule", "train.global_batch")
+
+
+class Origin:
+    """Of one process. step: of the checkpoint it went on from, 0 = of none; proven: the step up to which trouble may be
+    the checkpoint's; reason: why it is convicted, "" = it is not."""
+
+    def __init__(
+        self, run: RunDirectory, config: RunConfig, changed: Sequence[str], note: Callable[..., None]
+    ) -> None:
+        """changed: what differs from the recipes that the run was started with before and that the checkpoint was
+        written with, as "key: old -> new"."""
+        self._run, self._config, self._note = run, config.checkpoint.vitals, note
+        self._verify, self._batch = config.stability.policy.verify_steps, config.train.global_batch
+        self._other_measure, self._other_cause = (
+            any(text.startswith(part) for text in changed for part in parts) for parts in (MEASURES, CAUSES)
+        )
+        self.step = self.proven = self._cursor = self._returns = 0
+        self._recent: list[float] = []
+        self._accepted = False
+        self.reason = ""
+
+    def resumed(self, state: RunState) -> None:
+        """The process goes on from `state`, that of a checkpoint or the very first one."""
+        self.step, self.proven = state.step, state.step + self._verify
+        self._recent, self._cursor = list(state.recent_losses), state.cursor
+        path = self._run.checkpoints / store.name_of(state.step)
+        self._accepted = first(lambda: markers.accepted(path) is not None)
+
+    def blame(self, step: int, measure: Callable[[int], Floats]) -> str:
+        """As `worse`; if it is the state that was resumed from, the checkpoint is convicted."""
+        reason = self.worse(step, measure)
+        if reason and step == self.step:
+            self.reason = reason
+            self._convict(f"the state that it holds was bad when it was saved: {reason}")
+        return reason
+
+    def worse(self, step: int, measure: Callable[[int], Floats]) -> str:
+        """Whether the state after `step`, which the engine holds, is worse than the checkpoint says that it was: a
+        sentence, or "".
+
+        measure(position): the losses of the latest samples before a position, in their order.
+        """
+        if not self.step or step > self.proven or self._other_measure or self._accepted:
+            return ""
+        return fallen_behind(measure(self._cursor), self._recent, self._batch, self._config)
+
+    def again(self, step: int, onset: int) -> bool:
+        """Told of every return to the state after `step` with nobody found guilty of the trouble that began at `onset`.
+        Whether the checkpoint is the suspect: it came back at once, on the very state that was resumed from."""
+        if not self.step or step > self.step or onset > self.proven or self._other_cause or self._accepted:
+            return False
+        self._returns += 1
+        return self._returns > 1
+
+    def suspect(self) -> str:
+        """Take it that the checkpoint is to blame, without a proof that would mark it; why."""
+        self.reason = "the trouble came back at once, on its very state, with nobody guilty"
+        return self.reason
+
+    def before(self, onset: int, clock: int) -> int:
+        """The step that the next process's checkpoint must be before. onset: of the trouble; clock: the farthest step.
+
+        A process that was handed over to a checkpoint, and hands over again without new ground, goes further back: the
+        same checkpoint would lead to the same end.
+        """
+        events = self._run.events
+        steps = [onset, *first(lambda: tried(events("handover", "training"), clock, self._verify))]
+        if self.reason and self.step:
+            steps.append(self.step)
+        return min(steps)
+
+    def _convict(self, reason: str) -> None:
+        name = store.name_of(self.step)
+        path = self._run.checkpoints / name
+
+        def mark() -> bool:
+            if not path.is_dir():
+                return False  # it has made room for newer ones
+            markers.convict(path, reason)
+            return True
+
+        try:
+            marked = first(mark)
+        except CheckpointError as error:
+            self._note(
+                "warning", step=self.step, text=f"{error}: it is put aside by the restart all the same"
+            )
+            return
+        if marked:
+            self._note("checkpoint_suspect", name=name, reason=reason)

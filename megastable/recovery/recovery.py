@@ -1,0 +1,370 @@
+"""What stands between a step and its consequences: asks the guard before every update, and carries out what it decides.
+
+In memory, without a restart: refuse an update, go back to a snapshot, find out who is guilty, skip, go on, and prove
+that it helped. Every decision is journaled with its reason. All methods are collective: every rank decides alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.base.collectives import first
+from megastable.checkpoint.store import RunState
+from megastable.config.tree import RunConfig
+from megastable.data.loader import Loader, Step
+from megastable.data.skips import Selection
+from megastable.data.source import Source
+from megastable.engine import nan_locator
+from megastable.engine.engine import Engine, Measured
+from megastable.recovery.deferring import Deferring
+from megastable.recovery.incident_log import Casebook
+from megastable.recovery.last_resort import LastResort
+from megastable.recovery.origin import Origin
+from megastable.recovery.persisted_state import TELLING, Memory, recall
+from megastable.recovery.rates import Rates
+from megastable.recovery.replays import Replays
+from megastable.recovery.rewind_points import Points
+from megastable.recovery.rewinding import Rewinding, Tripped
+from megastable.recovery.sample_replay import Trained
+from megastable.recovery.sample_watch import SampleWatch
+from megastable.recovery.skipping import Skipping
+from megastable.recovery.start_signs import StartSigns
+from megastable.run.directory import RunDirectory
+from megastable.stability.actions import Action, Cause, Decision
+from megastable.stability.guard import Guard
+from megastable.stability.signals import Finding, Signals, Verdict
+from megastable.stability.signs import SignsState
+
+QUIET = 500  # steps between two warnings: what moves, moves for long
+
+Int64s = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+class Recovery:
+    """The stability system of one training process. skipping: what it leaves out, and adds to; note, say, phase: the
+    trainer's journal, console and heartbeat; settle: waits until no checkpoint is under way, so that those that are
+    there can be counted; changed: as `Origin` has it."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        source: Source,
+        run: RunDirectory,
+        skipping: Skipping,
+        note: Callable[..., None],
+        say: Callable[[str], None],
+        phase: Callable[[str], None],
+        settle: Callable[[], None] = lambda: None,
+        changed: Sequence[str] = (),
+    ) -> None:
+        self.config, self.settings = config, config.stability
+        self.engine, self.source, self.run, self.skipping = engine, source, run, skipping
+        self.note, self.say, self.phase = note, say, phase
+        self.decision: Decision | None = None
+        self.indicators: dict[str, float] = {}
+        self._mixed = False  # whether the coming step is the first of another data mix
+        self._quiet_until = 0
+        self._located = ""  # what a replay of this step, refused as it is not finite, found
+        c = self.settings
+        self._in_fp8 = True  # as was said last; an engine begins with it
+        self.guard = Guard(c, simulated=c.dry_run, fp8=engine.fp8 is not None)
+        self.replays = Replays(engine, config.run.deterministic)
+        deferring = Deferring(config, run, source, self._selection)
+        self.casebook = Casebook(run, source, deferring, lambda: self.guard.policy.state, note, say)
+        self.samples = SampleWatch(c, self.casebook, note, say, phase, self._selection)
+        self.signs = StartSigns(config, source, SignsState(), note, say)
+        self._before = self.guard.detector.state
+        self.origin = Origin(run, config, changed, note)
+        self.points = Points(c, engine, self.origin, config.train.global_batch, note, say)
+        self.rates = Rates(self.points.trained.maxlen or 1)
+        self.last_resort = LastResort(
+            run, self.casebook, self.origin, lambda: self.guard.policy, self.points.since, note, say, settle
+        )
+        self.rewinding = Rewinding(
+            config, engine, source, self.points, self.replays, self.rates, self.casebook, self.origin,
+            self.samples, self.last_resort, lambda: self.guard, self._selection, note, say, phase,
+        )  # fmt: skip
+
+    # Starting
+
+    def begin(self, state: RunState, loader: Loader) -> None:
+        """When the state is loaded: what is remembered, and the first snapshot."""
+        memory = self._recall(state)
+        in_fp8 = self.engine.fp8 is not None
+        self.guard = Guard(self.settings, memory.guard, self.settings.dry_run, in_fp8)
+        self.guard.policy.resumed(state.step, state.updates)
+        self.last_resort.begin()
+        self.rates.resume(state.step, memory.rate)
+        self.casebook.restore(memory.incident, memory.incidents, state.step, memory.left_out)
+        self.samples.rewind(memory.samples)
+        self.signs = StartSigns(self.config, self.source, memory.signs, self.note, self.say)
+        self.origin.resumed(state)
+        self.points.begin(loader, self.acts)
+        if self.acts:
+            self.points.take(state, self.guard.detector.state, self.samples.state)
+        self.choose_precision(state)
+
+    def mix_changed(self, step: int, old: dict[str, float], new: dict[str, float]) -> None:
+        """Other data is read from `step` on, on purpose: the detector takes another level of the loss for its effect.
+        While an incident is open, too: its proof is then judged by the new level."""
+        self._mixed = True
+        if self.settings.enabled:
+            self.note("mix_changed", step=step, old=old, new=new)
+            self.say(f"step {step}: data mix changed; another level of the loss is no incident")
+
+    def memory(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        book = self.casebook
+        memory = Memory(
+            guard=self.guard.state,
+            incident=book.incident,
+            incidents=book.count,
+            rate=self.rates.newest,
+            left_out=book.left_out,
+            samples=self.samples.state,
+            signs=self.signs.signs.state,
+        )
+        return memory.model_dump()
+
+    def _recall(self, state: RunState) -> Memory:
+        memory, lost = first(
+            lambda: recall(state.stability, self.run.events(*TELLING), self.settings.dry_run)
+        )
+        for problem in lost:
+            self.note("stability_state_dropped", step=state.step, problem=problem)
+            self.say(f"WARNING: what was remembered of stability cannot be read and starts anew: {problem}")
+        return memory
+
+    @property
+    def acts(self) -> bool:
+        """Whether anything is done beyond refusing updates that are not finite."""
+        return self.settings.enabled and not self.settings.dry_run
+
+    @property
+    def calm(self) -> bool:
+        """Whether the last step was on trend, with no incident open."""
+        if self.decision is None:
+            return True
+        found = self.decision.finding
+        return found.verdict is Verdict.HEALTHY and found.on_trend and self.casebook.incident is None
+
+    # Before a step
+
+    def choose_precision(self, state: RunState) -> None:
+        """FP8, or what the rest of the run computes in, for the step after `state`; a change is journaled and said."""
+        fp8, policy = self.engine.fp8, self.guard.policy
+        if fp8 is None:
+            return
+        fp8.on = wanted = not self.acts or policy.fp8
+        if wanted == self._in_fp8:
+            return
+        self._in_fp8 = wanted
+        event, other = ("returned", "FP8") if wanted else ("fell_back", self.config.precision.kind)
+        self.note(
+            event, step=state.step, to=other, reason=policy.precision, fallbacks=len(policy.state.fallbacks)
+        )
+        self.say(f"step {state.step}: goes on in {other}: {policy.precision}")
+
+    # Before the update
+
+    def judge(self, measured: Measured, step: int, lr: float) -> bool:
+        """The gate: whether the update may be applied."""
+        self.decision, self._located = None, ""
+        if measured.overflow:
+            return False  # part of fp16: a smaller loss scale mends it
+        if not self.settings.enabled:
+            return measured.finite
+        signals = Signals(step, measured.loss, measured.grad_norm, lr, self.indicators, self._mixed)
+        self.indicators, self._mixed = {}, False
+        oldest = 0 if self.settings.dry_run else self.points.oldest
+        self._before = self.guard.detector.state
+        self.decision = self.guard.judge(signals, oldest)
+        return measured.finite if self.settings.dry_run else self.decision.applies
+
+    def rate(self, updates: int, scheduled: float) -> float:
+        """The rate of the update after `updates` applied ones, where the schedule says `scheduled`: less after a cut or
+        under a cap."""
+        self.rates.coming = scheduled
+        self.guard.policy.follow(scheduled)
+        return self.guard.policy.rate(updates, scheduled) if self.acts else scheduled
+
+    def refusal(self, measured: Measured) -> tuple[str, str]:
+        """Why the last update was refused: a verdict, and its reason."""
+        if self.decision is not None:
+            return self.decision.finding.verdict, self.decision.reason
+        if measured.overflow:
+            return "overflow", "beyond the range of fp16: the loss scale is lowered"
+        return Verdict.NON_FINITE, f"loss {measured.loss}, gradient norm {measured.grad_norm}"
+
+    # After the step
+
+    def settle(
+        self,
+        batch: Step,
+        measured: Measured,
+        applied: bool,
+        before: RunState,
+        state: RunState,
+        loader: Loader,
+    ) -> RunState:
+        """Carry out what was decided about the step from `before` to `state`; where the run stands then: where it
+        stays, suspected samples are examined.
+
+        Raises HandoverError and UnstableError.
+        """
+        self.points.trained.append(Trained(state.step, batch.positions, measured.losses.numpy(), applied))
+        self.rates.done(state.step)
+        if not measured.overflow:
+            self.samples.observe(batch, measured, applied, state.step)
+        after = self._carry_out(batch, measured, applied, before, state, loader)
+        if after is state and self.acts and self.decision is not None:
+            if self.decision.action is Action.DISCARD and self.replays.finite_again != state.step:
+                self.samples.refused(batch, measured, state.step, self.decision, self._located)
+            incident = self.casebook.incident
+            clear = incident is None and not self.guard.policy.state.watching
+            assert self.points.laboratory is not None
+            # What comes while another cause is being dealt with, or is not known, is its consequence.
+            alone = clear or (incident is not None and incident.cause is Cause.DATA)
+            may_look = alone and self.points.may_look
+            case = self.samples.lifted(self.guard.policy, self.points.oldest) if may_look else None
+            if case is not None:
+                after = self.rewinding.look_back(case, measured, state, loader)
+            if after is not state:
+                self.indicators = {}  # of the state that is undone
+                return after
+            quiet = applied and self.calm
+            for found in self.samples.act(state, self.points.trained, self.points.laboratory, clear, quiet):
+                self.guard.policy.explained()
+                self.guard.policy.skipped(found.convicted, found.odds)
+        return after
+
+    def _carry_out(
+        self,
+        batch: Step,
+        measured: Measured,
+        applied: bool,
+        before: RunState,
+        state: RunState,
+        loader: Loader,
+    ) -> RunState:
+        decision, damage = self.decision, ""
+        if decision is None:
+            return state
+        if decision.finding.verdict is Verdict.NON_FINITE and not applied:
+            damage = self._locate(batch, state)
+            if damage and not decision.action.ends and not decision.action.rewinds and self.acts:
+                decision = self.guard.policy.escalate(decision.finding, damage, self.points.oldest)
+        if self.settings.dry_run:
+            self._rehearse(decision, state)
+            return state
+        self._warn(decision, state)
+        if decision.finding.reset:
+            self.note("baseline_reset", step=state.step, reason=decision.finding.reason)
+            self.say(f"step {state.step}: {decision.finding.reason}")
+        if decision.healed:
+            self.casebook.close(state, "healed")
+        if decision.action.rewinds:
+            return self._rewind(decision, batch, measured, state, loader, damage)
+        if decision.action is not Action.APPLY and decision.action is not Action.DISCARD:
+            self.casebook.open(decision, state, self.points.since(decision.finding.onset), measured.grad_norm)
+            found = ""
+            if not (damage or applied):  # an update that was applied left another state
+                _, found = self.replays.compare(batch, measured, state.step, decision.finding.verdict)
+                decision = replace(decision, reason="; ".join(filter(None, [decision.reason, found])))
+            cause = Cause.HARDWARE if damage or found else Cause.UNKNOWN
+            self.last_resort.conclude(decision, state, cause, damaged=bool(damage))
+            return state
+        self.last_resort.tell_alert(state)
+        if applied:
+            self._relax(decision.finding, state)
+        if (
+            decision.action is Action.DISCARD
+            and not before.discards_in_a_row
+            and self.points.ring.capacity > 1
+        ):
+            # The weights are those of before it: should more follow, nothing needs to be done again. (Nothing random
+            # happens in a step, so the random states are those of before it, too.)
+            self.points.take(before, self._before, self.samples.before, self.engine.counters_before)
+            return state
+        calm, finding = applied and decision.finding.verdict is Verdict.HEALTHY, decision.finding
+        if calm and self.points.ring.due(state.step, urgent=not finding.on_trend):
+            self.points.take(state, self.guard.detector.state, self.samples.state)
+        return state
+
+    def rescue(
+        self, batch: Step, measured: Measured, state: RunState, loader: Loader, damage: str
+    ) -> RunState:
+        """Go back because the state itself is found to be damaged. Raises HandoverError and UnstableError."""
+        finding = Finding(state.step, Verdict.NON_FINITE, 1.0, state.step, damage, on_trend=False)
+        decision = self.guard.policy.escalate(finding, damage, self.points.oldest)
+        if decision.action.rewinds:
+            return self._rewind(decision, batch, measured, state, loader, damage)
+        self.casebook.open(decision, state, self.points.since(state.step), measured.grad_norm)
+        raise self.last_resort.end(self.last_resort.weigh(decision, damaged=True), state, Cause.HARDWARE)
+
+    def _locate(self, batch: Step, state: RunState) -> str:
+        """Where the first number that is not finite arose; not empty when it was in the state already."""
+        self.phase("locate")
+        found = nan_locator.locate(self.engine, batch.micro_batches)
+        self.note("located", step=state.step, **asdict(found))
+        self._located = found.sentence
+        self.say(f"step {state.step}: {found.sentence}")
+        self.replays.finite_again = state.step if not found.reproduced else None
+        return found.sentence if found.kind == "state" else ""
+
+    def _warn(self, decision: Decision, state: RunState) -> None:
+        """Journal leading indicators when they begin to move; nobody acts on them."""
+        if decision.finding.warnings and state.step >= self._quiet_until:
+            self._quiet_until = state.step + QUIET
+            for text in decision.finding.warnings:
+                self.note("warning", step=state.step, text=text)
+                self.say(f"step {state.step}: warning: {text}")
+
+    def _rehearse(self, decision: Decision, state: RunState) -> None:
+        if decision.action is not Action.APPLY:
+            self.note("would", step=state.step, action=decision.action, reason=decision.reason)
+            self.say(f"step {state.step}: would {decision.action.value}: {decision.reason}")
+
+    # Going back
+
+    def _rewind(
+        self,
+        decision: Decision,
+        batch: Step,
+        measured: Measured,
+        state: RunState,
+        loader: Loader,
+        damage: str,
+    ) -> RunState:
+        tripped = Tripped(decision, batch, measured, state, self._before, damage)
+        self.indicators = {}  # of the state that is undone
+        return self.rewinding.go_back(tripped, loader)
+
+    def _relax(self, finding: Finding, state: RunState) -> None:
+        """Lift limits of the rate that have rested."""
+        if self.rates.coming is None:
+            return
+        for reason in self.guard.policy.relax(finding, state.updates, self.rates.coming):
+            self.note("rate_lifted", step=state.step, reason=reason)
+            self.say(f"step {state.step}: a limit of the learning rate is lifted: {reason}")
+
+    def _selection(self) -> Selection:
+        found, odd = self.skipping.usable(self.source.order)
+        for problem in odd:
+            self.note("skips_refused", problem=problem)
+        return found
+
+    def finish(self, state: RunState) -> None:
+        """At the end of the run: an incident that nothing came after is over."""
+        last = self.decision.finding if self.decision is not None else None
+        calm = last is not None and last.verdict is Verdict.HEALTHY and last.on_trend
+        seen = self.guard.policy.state.good >= self.settings.policy.verify_steps // 6
+        self.casebook.close(state, "healed" if calm and seen else "open")
+        state.stability = self.memory()  # the summary tells of it

@@ -1,0 +1,211 @@
+"""Rewind points of a running process, and what it trained on since: taken, proven good, gone back to. Collective."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megastable.base import free_memory
+from megastable.base.collectives import agree, gathered
+from megastable.base.rng import rng_state
+from megastable.checkpoint.store import RunState
+from megastable.config.stability import StabilityConfig
+from megastable.data.loader import Loader
+from megastable.data.skips import Selection
+from megastable.engine.engine import Engine
+from megastable.recovery import snapshot_budget
+from megastable.recovery.origin import Origin
+from megastable.recovery.sample_replay import Laboratory, Trained, harmless
+from megastable.recovery.snapshot import Ring, Snapshot
+from megastable.stability import attribution
+from megastable.stability.attribution import Conclusion
+from megastable.stability.detector_state import DetectorState
+from megastable.stability.sample_history import WatchState
+
+Floats = npt.NDArray[np.float64]
+
+
+class Kept(NamedTuple):
+    """What a rewind point remembers beside the engine's state."""
+
+    state: RunState
+    random: dict[str, Any]
+    detector: DetectorState
+    samples: WatchState
+
+
+class Points:
+    """batch: global. None are taken before `begin`."""
+
+    def __init__(
+        self,
+        config: StabilityConfig,
+        engine: Engine,
+        origin: Origin,
+        batch: int,
+        note: Callable[..., None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.config, self.engine, self.origin, self.batch = config, engine, origin, batch
+        self.note, self.say = note, say
+        c = config.snapshots
+        self.ring = Ring(engine, 0, c.interval)
+        self.may_look = False  # whether there is room for the present state beside the points
+        self.laboratory: Laboratory | None = None
+        # As many steps as the ring reaches back, whichever snapshots it keeps.
+        self.trained: deque[Trained] = deque(maxlen=min(512, 2**c.keep * max(1, c.interval)))
+        self.finite: Snapshot | None = None  # the newest that `back` passed over although it is finite
+
+    def begin(self, loader: Loader, acts: bool) -> None:
+        """acts: whether there will be rewinds."""
+        self.laboratory = Laboratory(self.config.attribution, self.engine, loader, self.batch)
+        if acts:
+            self.ring = Ring(self.engine, self._capacity(), self.config.snapshots.interval)
+
+    def _capacity(self) -> int:
+        """How many snapshots every rank has room for; said, with the numbers."""
+        c = self.config.snapshots
+        if not c.interval:
+            return 0
+        state, pinned = self.engine.optimizer_state().values(), torch.cuda.is_initialized()
+        everyone = gathered(
+            free_memory.demand(state, self.engine.masters, self.engine.flat_state().moments, pinned)
+        )
+        found = agree(lambda: snapshot_budget.plan(everyone, c))
+        if not found.points:
+            self.note("no_snapshots", bytes=found.snapshot, budget=found.budget)
+        self.say(found.text)
+        self.may_look = found.aside
+        return found.points
+
+    def take(
+        self,
+        state: RunState,
+        detector: DetectorState,
+        samples: WatchState,
+        counters: dict[str, Any] | None = None,
+    ) -> None:
+        if state.step not in self.ring.steps:
+            # What checkpoints write is put together when they do; the vitals, which the next is compared with, are
+            # replaced as a whole.
+            light = state.model_copy(update={"stability": {}, "vitals": None}).model_copy(deep=True)
+            light.vitals = state.vitals
+            self.ring.take(state.step, Kept(light, rng_state(), detector, samples), counters)
+
+    @property
+    def oldest(self) -> int | None:
+        return self.ring.steps[0] if self.ring.steps else None
+
+    def since(self, onset: int) -> list[Trained]:
+        return [t for t in self.trained if t.step >= onset]
+
+    def forget_after(self, step: int) -> None:
+        """The points and the samples of the steps that are undone."""
+        self.ring.forget_from(step + 1)
+        while self.trained and self.trained[-1].step > step:
+            self.trained.pop()
+
+    # Going back
+
+    def back(self, onset: int, older: int, left_out: Selection) -> Snapshot | None:
+        """Put the engine back to the newest point before `onset` that is still good; older: but for so many. Those that
+        are not are dropped, and a checkpoint that one of them proves bad is convicted."""
+        self.finite = None
+        while (snapshot := self.ring.before(onset, older)) is not None:
+            finite, good = self._tried(snapshot, left_out, self.origin.blame)
+            if good:
+                return snapshot
+            if finite and self.finite is None:
+                self.finite = snapshot
+            why = "is worse on what it was trained on" if finite else "is not finite"
+            self.note("snapshot_rejected", step=snapshot.step, reason=why)
+            self.say(f"  the state after step {snapshot.step} {why} already: further back")
+            self.ring.forget_from(snapshot.step)
+            onset = snapshot.step
+        return None
+
+    def look(self, onset: int, left_out: Selection) -> Snapshot | None:
+        """The same for a look: the run may stay where it is, so no point is dropped and no checkpoint convicted."""
+        while (snapshot := self.ring.before(onset)) is not None:
+            _, good = self._tried(snapshot, left_out, self.origin.worse)
+            if good:
+                return snapshot
+            onset = snapshot.step
+        return None
+
+    def _tried(
+        self, snapshot: Snapshot, left_out: Selection, blame: Callable[[int, Callable[[int], Floats]], str]
+    ) -> tuple[bool, bool]:
+        """Whether a point, which the engine is put back to, is finite, and whether it is good."""
+        self.restore(snapshot)
+        recorded, now = self._reference(snapshot, left_out)
+        norms = self.engine.flat_state().norms()
+        finite = math.isfinite(norms.parameters + norms.second_moment)
+        blamed = blame(snapshot.step, lambda at: self._latest(at, left_out)) if finite else ""
+        return finite, finite and not blamed and not attribution.is_worse(now[: recorded.size], recorded)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self.ring.restore(snapshot)
+        self.engine.refresh_weights()
+
+    def before_region(self, found: Conclusion, snapshot: Snapshot) -> Snapshot:
+        """The point to go on from: `snapshot`, which the engine holds, or where the bad region was trained on before
+        that already, the newest one that it has not touched, put back into the engine."""
+        if found.region is None or found.region.first >= snapshot.extra.state.cursor:
+            return snapshot
+        touched = [t.step for t in self.trained if t.applied and np.isin(t.positions, found.convicted).any()]
+        older = self.ring.before(min(touched)) if touched else None
+        if older is None or older.step >= snapshot.step:
+            return snapshot
+        # What it was taken from led to a state that is proven; the memory that it lies in may have failed.
+        whole = all(bool(torch.isfinite(t).all()) for t in older.tensors.values() if t.is_floating_point())
+        if not all(gathered(whole)):
+            return snapshot
+        self.restore(older)
+        self.say(f"  the bad region begins before step {snapshot.step}: further back, to step {older.step}")
+        return older
+
+    # What is measured on the state that the engine was put back to
+
+    def examine(
+        self,
+        window: list[Trained],
+        snapshot: Snapshot,
+        left_out: Selection,
+        recurred: bool,
+        adjacent: bool,
+    ) -> Conclusion:
+        """Who of `window` is guilty."""
+        assert self.laboratory is not None
+        applied, onset = [t for t in self.trained if t.applied], min(t.step for t in window)
+        history = [t for t in applied if t.step <= snapshot.step]
+        between = [t for t in applied if snapshot.step < t.step < onset]
+        cursor = snapshot.extra.state.cursor
+        return self.laboratory.examine(window, history, cursor, left_out, recurred, adjacent, between)
+
+    def _reference(self, snapshot: Snapshot, left_out: Selection) -> tuple[Floats, Floats]:
+        """Of harmless samples of before a snapshot: losses when they were trained on, losses on its state.
+
+        Right after a start the former are not known, and empty.
+        """
+        assert self.laboratory is not None
+        count = self.config.attribution.reference
+        before = [t for t in self.trained if t.step <= snapshot.step and t.applied]
+        positions, recorded = harmless(before, left_out)
+        positions, recorded = positions[-count:], recorded[-count:]
+        if not positions.size:
+            return recorded, self._latest(snapshot.extra.state.cursor, left_out)
+        return recorded, self.laboratory.losses(positions)
+
+    def _latest(self, cursor: int, left_out: Selection) -> Floats:
+        """Losses on the present state of the latest harmless samples before a position."""
+        assert self.laboratory is not None
+        count = self.config.attribution.reference
+        latest, _ = left_out.next_kept(max(0, cursor - count), count)
+        return self.laboratory.losses(latest[latest < cursor])

@@ -1,0 +1,270 @@
+"""Going back in memory: to a proven state, with the guilty found on it, left out, and a remedy taken. Collective."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megastable.base.rng import set_rng_state
+from megastable.checkpoint.store import RunState
+from megastable.config.tree import RunConfig
+from megastable.data.loader import Loader, Step
+from megastable.data.skips import Selection
+from megastable.data.source import Source
+from megastable.engine.engine import Engine, Measured
+from megastable.recovery.incident_log import Casebook
+from megastable.recovery.last_resort import LastResort
+from megastable.recovery.origin import Origin
+from megastable.recovery.rates import Rates
+from megastable.recovery.replays import UNSTEADY, Replays
+from megastable.recovery.rewind_points import Points
+from megastable.recovery.sample_replay import Trained
+from megastable.recovery.sample_watch import UNKNOWN, SampleWatch
+from megastable.recovery.snapshot import Snapshot
+from megastable.stability import groups
+from megastable.stability.actions import Action, Cause, Decision, Remedy
+from megastable.stability.attribution import Conclusion
+from megastable.stability.detector import Detector
+from megastable.stability.detector_state import DetectorState
+from megastable.stability.guard import Guard
+from megastable.stability.odds import Examined
+from megastable.stability.policy import BLAMELESS
+from megastable.stability.sample_history import Waiting
+from megastable.stability.signals import Finding, Verdict
+
+
+@dataclass(frozen=True)
+class Tripped:
+    """The step that was decided to go back at. state: after it; before: the detector's before it; damage: what is
+    proven of the hardware already, a sentence, or ""."""
+
+    decision: Decision
+    batch: Step
+    measured: Measured
+    state: RunState
+    before: DetectorState
+    damage: str
+
+
+class Rewinding:
+    """guard: the present one. selection: what is read of the order as it is now. phase: the heartbeat's."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        source: Source,
+        points: Points,
+        replays: Replays,
+        rates: Rates,
+        casebook: Casebook,
+        origin: Origin,
+        samples: SampleWatch,
+        last_resort: LastResort,
+        guard: Callable[[], Guard],
+        selection: Callable[[], Selection],
+        note: Callable[..., None],
+        say: Callable[[str], None],
+        phase: Callable[[str], None],
+    ) -> None:
+        self.config, self.engine, self.source = config, engine, source
+        self.points, self.replays, self.rates = points, replays, rates
+        self.casebook, self.origin, self.samples, self.last_resort = casebook, origin, samples, last_resort
+        self.guard, self.selection = guard, selection
+        self.note, self.say, self.phase = note, say, phase
+
+    def go_back(self, t: Tripped, loader: Loader) -> RunState:
+        """Where the run stands then. Raises HandoverError, UnstableError and SpaceError."""
+        begin, finding, policy = time.perf_counter(), t.decision.finding, self.guard().policy
+        self.phase("rewind")
+        window = self.points.since(finding.onset)
+        self.casebook.open(t.decision, t.state, window, t.measured.grad_norm)
+        adjacent = self.casebook.adjacent(window)
+        recurred = policy.recurred(adjacent)
+        rate = self.rates.highest_since(finding.onset)
+        unsteady, damage, numerics = self._replayed(t)
+        left_out = self.selection()
+        snapshot = self.points.back(finding.onset, 1 if recurred and not numerics else 0, left_out)
+        if snapshot is None:
+            return self._unproven(t, loader, damage, numerics)
+        if unsteady and not damage and self.replays.differ(t.batch):
+            damage = UNSTEADY  # on a good state, too: there is nothing that would magnify the last bits
+        if damage:
+            conclusion = Conclusion(Cause.HARDWARE, [], [], damage)
+        elif numerics:
+            conclusion = Conclusion(Cause.NUMERICS, [], [], numerics)
+        else:
+            conclusion = self.points.examine(window, snapshot, left_out, recurred, adjacent)
+            snapshot = self.points.before_region(conclusion, snapshot)
+            conclusion = self.casebook.returned_again(conclusion, window)
+        suspect = conclusion.cause in BLAMELESS and self.origin.again(snapshot.step, finding.onset)
+        if suspect and policy.may_suspect and self.last_resort.can_go_back(snapshot.step):
+            why = f"the checkpoint of step {self.origin.step} is the suspect: {self.origin.suspect()}"
+            decision = policy.abandon(t.decision, why, proven=False)
+            raise self.last_resort.end(decision, t.state, Cause.STORAGE)
+        saved: RunState = snapshot.extra.state
+        found = Examined(
+            conclusion.odds, adjacent, self.rates.before(snapshot.step), rate,
+            warming=saved.updates < self.config.schedule.warmup_steps, beginning=suspect,
+            guilty=tuple(conclusion.convicted),
+        )  # fmt: skip
+        conclusion, remedy = self._remedy(conclusion, found, saved, left_out)
+        seconds = time.perf_counter() - begin
+        self._write_down(t.decision, t.state, conclusion, remedy, window, snapshot, seconds)
+        return self._go_on_from(snapshot, t.state, loader, begin, remedy.reason, seconds)
+
+    def look_back(self, case: Waiting, measured: Measured, state: RunState, loader: Loader) -> RunState:
+        """Examine the steps of a case on a proven state of before them. Where a crowd of their samples is guilty there,
+        go on from it without them; else the run stays where it is: a few that are guilty each by its own loss are
+        skipped, and where nobody is, it is as if nobody had looked. Raises SpaceError."""
+        begin, policy = time.perf_counter(), self.guard().policy
+        self.phase("examine samples")
+        window = [t for t in self.points.since(case.first) if t.step <= case.last]
+        if not window:
+            self.samples.drop(case, state.step, UNKNOWN)
+            return state
+        left_out = self.selection()
+        present = self.points.ring.aside(state.step)
+        snapshot = self.points.look(case.first, left_out)
+        found = Conclusion(Cause.UNKNOWN, [], [], "no snapshot is good")
+        if snapshot is not None:
+            found = self.points.examine(window, snapshot, left_out, False, False)
+        if snapshot is None or found.cause is not Cause.DATA or len(found.guilty) < groups.CROWD:
+            self.points.restore(present)
+            few = found.individuals({p for t in window for p in t.positions.tolist()})
+            seconds = time.perf_counter() - begin
+            if few.guilty:
+                self.samples.skip(case, few, window, state, loader, seconds)
+                policy.explained()
+                policy.skipped(few.convicted, few.odds)
+            else:
+                self.samples.nobody(case, found, state.step, seconds)
+            return state
+        snapshot = self.points.before_region(found, snapshot)
+        finding = Finding(state.step, Verdict.SHIFT, 1.0, case.first, case.reason, on_trend=False)
+        decision = policy.convicted(finding, case.reason)
+        self.casebook.open(decision, state, window, measured.grad_norm)
+        saved: RunState = snapshot.extra.state
+        examined = Examined(found.odds, guilty=tuple(found.convicted))
+        found, remedy = self._remedy(found, examined, saved, left_out)
+        seconds = time.perf_counter() - begin
+        self._write_down(decision, state, found, remedy, window, snapshot, seconds)
+        self.samples.convicted(case)
+        return self._go_on_from(snapshot, state, loader, begin, remedy.reason, seconds)
+
+    def _replayed(self, t: Tripped) -> tuple[bool, str, str]:
+        """Whether every run of the step differs; what is proven of the hardware, and of FP8, a sentence each, or ""."""
+        unsteady, damage, numerics = False, t.damage, ""
+        if not damage:
+            unsteady, damage = self.replays.compare(
+                t.batch, t.measured, t.state.step, t.decision.finding.verdict
+            )
+        if not damage and self.guard().policy.may_fall_back:
+            expected = Detector(self.config.stability.detector, t.before).expected()
+            numerics = self.replays.without_fp8(t.batch, t.measured, expected)
+        if numerics and self.engine.fp8 is not None:
+            self.engine.fp8.on = False  # what has failed is no measure of samples and states
+        return unsteady, damage, numerics
+
+    def _remedy(
+        self, found: Conclusion, examined: Examined, saved: RunState, left_out: Selection
+    ) -> tuple[Conclusion, Remedy]:
+        """What is done, and the conclusion that the policy comes to. Where it is not the data, nobody is convicted."""
+        culprit = self._culprit(found)
+        most = self.config.stability.policy.swap_most
+        may_swap = culprit is not None and left_out.share_without(culprit) >= 1 - most
+        remedy = self.guard().policy.remedy(found.cause, saved.updates, culprit, may_swap, examined)
+        return _as_judged(found, remedy.cause), remedy
+
+    def _culprit(self, found: Conclusion) -> str | None:
+        """The corpus that most of the guilty samples come from."""
+        if not found.guilty:
+            return None
+        corpora = self.source.order.locate(np.array(found.guilty)).corpus
+        return self.source.order.corpora[int(np.bincount(corpora).argmax())].name
+
+    def _write_down(
+        self,
+        decision: Decision,
+        state: RunState,
+        found: Conclusion,
+        remedy: Remedy,
+        window: Sequence[Trained],
+        snapshot: Snapshot,
+        seconds: float,
+    ) -> None:
+        """In journal and ledgers. Raises HandoverError and UnstableError where the remedy ends the process."""
+        if remedy.action is Action.HANDOVER:
+            decision = replace(decision, reason=remedy.reason)
+            given = self.last_resort.weigh(replace(decision, action=remedy.action))
+            remedy = replace(remedy, action=given.action, reason=given.reason)
+        swap = self._culprit(found) if remedy.action is Action.SWAP_CORPUS else None
+        lost = state.step - snapshot.step
+        self.casebook.attribute(found, window, remedy.action, remedy.reason, lost, seconds, swap)
+        if remedy.release:
+            self.casebook.release(remedy.release, snapshot.extra.state.cursor, remedy.reason)
+        if remedy.action in (Action.CUT_LR, Action.CAP_LR):
+            limits = [limit.model_dump() for limit in self.guard().policy.state.limits]
+            self.note("rate_cut", step=state.step, reason=remedy.reason, limits=limits)
+        if remedy.action.ends:
+            decision = replace(decision, action=remedy.action, reason=remedy.reason)
+            raise self.last_resort.end(decision, state, found.cause)
+
+    def _unproven(self, t: Tripped, loader: Loader, damage: str, numerics: str) -> RunState:
+        """No rewind point is proven good: hand over; where that cannot be, alert, and go on from the newest one that is
+        finite. Raises HandoverError and UnstableError."""
+        policy, begin, snapshot = self.guard().policy, time.perf_counter(), self.points.finite
+        if self.origin.reason:
+            why = f"the checkpoint of step {self.origin.step} is convicted: {self.origin.reason}"
+            cause, decision = Cause.STORAGE, policy.abandon(t.decision, why, proven=True)
+        else:
+            cause = Cause.HARDWARE if damage else Cause.NUMERICS if numerics else Cause.UNKNOWN
+            why = "; ".join(filter(None, ["no snapshot is good", damage, numerics]))
+            decision = policy.leave(t.decision, why, damaged=snapshot is None)
+        decision = self.last_resort.weigh(decision, damaged=snapshot is None)
+        if decision.action.ends or snapshot is None:
+            raise self.last_resort.end(decision, t.state, cause)
+        if self.casebook.incident is not None:
+            self.casebook.incident.cause = cause
+        self.points.restore(snapshot)
+        return self._go_on_from(snapshot, t.state, loader, begin, "the newest that is finite")
+
+    def _go_on_from(
+        self,
+        snapshot: Snapshot,
+        state: RunState,
+        loader: Loader,
+        begin: float,
+        reason: str,
+        told: float = 0.0,
+    ) -> RunState:
+        """Everything but the engine goes back to a snapshot that the engine was put back to; where the run stands.
+        told: of the seconds since `begin`, those that the incident has already."""
+        kept = snapshot.extra
+        back: RunState = kept.state.model_copy(deep=True)
+        back.seconds = state.seconds
+        self.guard().rewind(kept.detector)
+        self.samples.rewind(kept.samples)
+        set_rng_state(kept.random)
+        loader.go_to(back.cursor, self.selection())
+        self.points.forget_after(snapshot.step)
+        self.rates.forget_after(snapshot.step)
+        seconds, lost = time.perf_counter() - begin, state.step - back.step
+        self.casebook.rewound(back.step, back.cursor, seconds - told)
+        self.say(
+            f"  rewound {lost} step{'' if lost == 1 else 's'} to step {back.step}, without a restart: found and "
+            f"undone in {seconds:.1f} s; {reason}"
+        )
+        self.last_resort.tell_alert(back)
+        return back
+
+
+def _as_judged(found: Conclusion, cause: Cause) -> Conclusion:
+    """The conclusion with the policy's cause: where it is not the data after all, nothing stays of who is guilty, how
+    far they go, and how probably."""
+    if found.cause is Cause.DATA and cause is not Cause.DATA:
+        return Conclusion(cause, [], found.suspects, found.reason)
+    return replace(found, cause=cause)

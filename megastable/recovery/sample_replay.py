@@ -1,0 +1,302 @@
+"""What attribution needs to know: how samples look on the state that the engine holds. Collective; leaves no trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+
+from megastable.base.collectives import agree, first
+from megastable.base.errors import MegastableError
+from megastable.config.stability import AttributionConfig
+from megastable.data.loader import Loader, MicroBatch
+from megastable.data.skips import Selection, Skips
+from megastable.engine.engine import Engine
+from megastable.recovery.examination import Examination
+from megastable.stability import attribution, groups
+from megastable.stability.attribution import Conclusion
+from megastable.stability.likeness import READ
+from megastable.stability.scores import Samples
+
+Int64s = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+T = TypeVar("T")
+
+RECORDED = (
+    2**16
+)  # samples of the recorded steps that are compared with: more tell nothing more, and take seconds
+SEARCHED = 2**17  # positions before the present one among which samples of a rare corpus are looked for
+CONTROLS = 3  # harmless samples of its own corpus that the gradient of one is compared with
+BATCHES = 4  # whose gradients are measured where no loss is bad: what a bad one does shows within a few steps
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A step of this process: its positions and per-sample losses, int64 and fp64 [global batch]."""
+
+    step: int
+    positions: Int64s
+    losses: Floats
+    applied: bool
+
+
+class Known(NamedTuple):
+    """Harmless samples, oldest first: positions, losses on the good state or shortly before it, corpora; each [n]."""
+
+    positions: Int64s
+    losses: Floats
+    corpora: Int64s
+
+
+class Norms(NamedTuple):
+    """Norms of gradients on the good state: of an ordinary batch as a whole and of an ordinary sample alone; of some
+    batches [n]. budget: how many more may be measured."""
+
+    whole: float
+    alone: float
+    batches: list[Trained]
+    norms: Floats
+    budget: int
+
+    @property
+    def extraordinary(self) -> npt.NDArray[np.bool_]:
+        """Which of the batches are: bool [n]."""
+        return np.asarray(self.norms > attribution.BATCH_RATIO * self.whole)
+
+
+def harmless(steps: Sequence[Trained], selection: Skips | Selection) -> tuple[Int64s, Floats]:
+    """Positions and losses of what some steps trained on, but for what is left out by now: it may have been convicted
+    since, in a later epoch."""
+    positions = np.concatenate([np.empty(0, np.int64), *(t.positions for t in steps)])
+    losses = np.concatenate([np.empty(0), *(t.losses for t in steps)])
+    kept = ~selection.mask(positions)
+    return positions[kept], losses[kept]
+
+
+class Laboratory:
+    """Measures samples on the present state of `engine`, reading them through `loader`."""
+
+    def __init__(self, config: AttributionConfig, engine: Engine, loader: Loader, batch: int) -> None:
+        self.config, self.engine, self.loader, self.batch = config, engine, loader, batch
+
+    def losses(self, positions: Int64s) -> Floats:
+        """Per-sample cross-entropy, fp64 [n], by forward passes alone; read and moved a global batch at a time.
+
+        Raises DataError, on every rank, where one cannot read its part.
+        """
+        unit, found = self.loader.unit, [np.empty(0)]
+        for part in np.split(positions, range(self.batch, positions.size, self.batch)):
+            if part.size:
+                padded = np.concatenate([part, np.repeat(part[-1:], -part.size % unit)])
+                found.append(self.engine.evaluate(self._read(padded)).numpy()[: part.size])
+        return np.concatenate(found)
+
+    def gradient_norm(self, positions: Int64s) -> float:
+        """Of the mean gradient of some samples, by a batch full of copies; nan where fp16 has no room for it.
+
+        positions: a number of them that divides the global batch is weighted evenly. Raises DataError as `losses` does.
+        """
+        measured = self.engine.measure(self._read(np.resize(positions, self.batch)))
+        return math.nan if measured.overflow else measured.grad_norm
+
+    def corpora(self, positions: Int64s) -> Int64s:
+        return self.loader.source.order.locate(positions).corpus
+
+    def tokens(self, positions: Int64s) -> npt.NDArray[np.int32]:
+        """The first `READ` + 1 of each sample, or all: int32 [n, l]; read by every rank, a global batch at a time.
+
+        Raises DataError as `losses` does.
+        """
+        return agree(lambda: self.read_tokens(positions))
+
+    def read_tokens(self, positions: Int64s) -> npt.NDArray[np.int32]:
+        """The same by this rank alone: not collective. Raises DataError."""
+        source = self.loader.source
+        found = np.empty((positions.size, min(source.order.sequence_length, READ) + 1), np.int32)
+        for begin in range(0, positions.size, self.batch):
+            part = slice(begin, begin + self.batch)
+            found[part] = source.samples(positions[part])[:, : found.shape[1]]
+        return found
+
+    def samples(self, positions: Int64s, z: Floats) -> Samples:
+        """What scores are made of. z: of their losses [n]; one that is not known says nothing. Raises DataError as
+        `losses` does."""
+        return Samples(self.tokens(positions), np.nan_to_num(z, nan=0.0), self.corpora(positions))
+
+    def examine(
+        self,
+        window: Sequence[Trained],
+        history: Sequence[Trained],
+        cursor: int,
+        selection: Skips | Selection,
+        recurred: bool,
+        adjacent: bool = False,
+        between: Sequence[Trained] = (),
+    ) -> Conclusion:
+        """Who of `window` (the steps since the onset) is guilty; beyond both of its ends, too, as far as that goes.
+
+        history: steps that led to the present state without a complaint; between: applied ones after that, before the
+        window; cursor: the position that the state has come to; selection: what is skipped already. adjacent: the
+        window lies next to what an incident of shortly before skipped. Raises DataError as `losses` does.
+        """
+        return self.led(
+            lambda laboratory: Examination(
+                laboratory, window, history, between, cursor, selection, adjacent
+            ).conclude(recurred)
+        )
+
+    def led(self, work: Callable[[Laboratory], T]) -> T:
+        """Do `work` on rank 0 alone, with a laboratory whose measurements all ranks take part in; its result, or its
+        MegastableError, on every rank.
+
+        Numbers are the same on all ranks, but what is computed of them need not be: processors of two kinds round a
+        logarithm differently, and a rank that measures one sample more than the others would wait for them for ever.
+        """
+        if dist.get_world_size() == 1:
+            return work(self)
+        if dist.get_rank() == 0:
+            return Leading(self).lead(work)
+        # What rank 0 asks for, until it is done.
+        while (asked := first(_nothing)) is not None:
+            measure, positions = asked
+            getattr(self, measure)(positions)
+        return first(_nothing)
+
+    def known(
+        self, history: Sequence[Trained], corpora: Int64s, cursor: int, selection: Skips | Selection
+    ) -> Known:
+        """Harmless samples to compare samples of `corpora` with."""
+        return self._more(self._known(history, selection), corpora, cursor, selection)
+
+    def usual(
+        self, history: Sequence[Trained], corpora: Int64s, before: int, selection: Skips | Selection
+    ) -> Known:
+        """Harmless samples of `corpora`: those of `history`; where these are too few, the latest of before the position
+        `before`, measured."""
+        return self._more(self._known(history, selection), corpora, before, selection)
+
+    def _read(self, positions: Int64s) -> list[MicroBatch]:
+        return agree(lambda: self.loader.read(positions))
+
+    def _known(self, history: Sequence[Trained], selection: Skips | Selection) -> Known:
+        """What was recorded of `history`: losses of samples not trained on yet, just as the suspects are not."""
+        steps: list[Trained] = []
+        for step in reversed(history):
+            if len(steps) * self.batch >= RECORDED:
+                break
+            steps.insert(0, step)
+        positions, losses = harmless(steps, selection)
+        return Known(positions, losses, self.corpora(positions))
+
+    def _more(self, known: Known, corpora: Int64s, cursor: int, selection: Skips | Selection) -> Known:
+        """For those of `corpora` of which little was recorded (a rare one, or right after a start): its latest samples
+        before `cursor`, measured. They were trained on, most of them long ago."""
+        count = self.config.reference
+        few = [c for c in np.unique(corpora).tolist() if (known.corpora == c).sum() < count]
+        reach, kept, of = 0, np.empty(0, np.int64), np.empty(0, np.int64)
+        while few and reach < min(cursor, SEARCHED) and any((of == c).sum() < count for c in few):
+            reach = min(cursor, max(4 * reach, 4 * count))
+            kept, _ = selection.next_kept(cursor - reach, reach)
+            kept = kept[kept < cursor]
+            of = self.corpora(kept)
+        found = [np.empty(0, np.int64), *(kept[of == c][-count:] for c in few)]
+        # No more than was recorded: those are the better measure, and have been tried before.
+        found = [f for f, c in zip(found[1:], few, strict=True) if f.size > (known.corpora == c).sum()]
+        if not found:
+            return known
+        positions = np.concatenate(found)
+        measured = Known(positions, self.losses(positions), self.corpora(positions))
+        left = ~np.isin(known.corpora, measured.corpora)
+        return Known(*(np.concatenate([new, old[left]]) for old, new in zip(known, measured, strict=True)))
+
+    def batch_norms(self, steps: Sequence[Trained], known: Known) -> Norms | None:
+        """Gradients of a few of the batches of `steps` on the good state, the refused ones first, and of what is
+        ordinary there; None where that is not known.
+
+        Takes two steps' time, and one for each batch: at most half of the rest of `gradients`.
+        """
+        budget = self.config.gradients - 2
+        if budget < 2 or known.positions.size < groups.ENOUGH:
+            return None
+        calm = known.positions[np.argsort(np.abs(known.losses - np.median(known.losses)), kind="stable")]
+        # Samples of ordinary loss, for a gradient of ordinary size.
+        whole, alone = self.gradient_norm(known.positions[-self.batch :]), self.gradient_norm(calm[:1])
+        batches = sorted(steps, key=lambda t: t.applied)[: min(BATCHES, budget // 2)]
+        norms = np.array([self.gradient_norm(t.positions) for t in batches])
+        return Norms(whole, alone, batches, norms, budget - len(batches))
+
+    def by_gradient(self, found: Norms, known: Known) -> tuple[Int64s, float]:
+        """Which sample of the worst batch has an extraordinary gradient, found by halving, and its norm; else nobody.
+
+        What is seldom read is not learnt yet, and its gradients are large: a corpus is compared with itself. A batch is
+        halved down to one sample, also where that takes more than the budget: what stands beside it is innocent.
+        """
+        nobody = np.empty(0, np.int64), math.nan
+        worst = int(np.argmax(np.nan_to_num(found.norms, nan=-1.0, posinf=np.inf)))
+        if not found.extraordinary[worst]:
+            return nobody
+        batch = found.batches[worst].positions
+        budget = max(found.budget, attribution.halvings(batch.size))
+        one, norm = attribution.narrow(batch, float(found.norms[worst]), self.gradient_norm, budget)
+        usual = attribution.usual_norm(found.whole, found.alone, self.batch, 1)
+        if one.size > 1 or not norm > attribution.GRADIENT_RATIO * usual:
+            return nobody
+        own = known.positions[known.corpora == self.corpora(one)]
+        if own.size < groups.ENOUGH:
+            return nobody
+        alone = float(np.median([self.gradient_norm(p[None]) for p in own[-CONTROLS:]]))
+        usual = attribution.usual_norm(found.whole, alone, self.batch, 1)
+        return (one, norm) if norm > attribution.GRADIENT_RATIO * usual else nobody
+
+
+class Leading(Laboratory):
+    """Rank 0's, while it decides alone: whatever it measures, the others are told to measure with it (`led`)."""
+
+    def __init__(self, of: Laboratory) -> None:
+        super().__init__(of.config, of.engine, of.loader, of.batch)
+        self._of = of
+
+    def lead(self, work: Callable[[Laboratory], T]) -> T:
+        """Do it, and tell the others what came of it."""
+
+        def outcome() -> T:
+            if error is not None:
+                raise error
+            return found[0]
+
+        found, error = list[T](), None
+        try:
+            found.append(work(self))
+        except MegastableError as raised:
+            if raised.collective:  # in a measurement: the others have it, too
+                raise
+            error = raised
+        first(_nothing)
+        return first(outcome)
+
+    def led(self, work: Callable[[Laboratory], T]) -> T:
+        return work(self)
+
+    def losses(self, positions: Int64s) -> Floats:
+        self._tell("losses", positions)
+        return self._of.losses(positions)
+
+    def gradient_norm(self, positions: Int64s) -> float:
+        self._tell("gradient_norm", positions)
+        return self._of.gradient_norm(positions)
+
+    def tokens(self, positions: Int64s) -> npt.NDArray[np.int32]:
+        self._tell("tokens", positions)
+        return self._of.tokens(positions)
+
+    def _tell(self, measure: str, positions: Int64s) -> None:
+        first(lambda: (measure, positions))
+
+
+def _nothing() -> Any:
+    return None

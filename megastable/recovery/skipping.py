@@ -1,0 +1,54 @@
+"""What a run leaves out of its data, on all ranks alike.
+
+Rank 0 reads the ledger, so that no rank sees a line that another one does not, and sends what it says, pickled. All
+methods but `foreign` are collective.
+"""
+
+from __future__ import annotations
+
+from megastable.base.collectives import first
+from megastable.base.errors import DataError
+from megastable.config.tree import RunConfig
+from megastable.data.order import Order
+from megastable.data.skip_ledger import SkipLedger
+from megastable.data.skips import Exclusions, Identity, Selection
+from megastable.run.directory import RunDirectory
+
+
+class Skipping:
+    """Of one process of a run: data.skip of the recipe, and skips.jsonl."""
+
+    def __init__(self, config: RunConfig, run: RunDirectory) -> None:
+        self._more = config.data.skip
+        self._ledger = SkipLedger(run.skips)
+        self._excluded = Exclusions()
+
+    def check(self, strict: bool) -> None:
+        """strict: raise DataError for a line that somebody got wrong, where a person has started the run and can mend
+        it."""
+        self._excluded, odd = first(self._ledger.read)
+        if strict and odd:
+            raise DataError(odd[0])
+
+    def selection(self, order: Order, strict: bool = True) -> Selection:
+        """What is left of `order`. Raises DataError as `check` and `Selection` do, if `strict`."""
+        if not strict:
+            return self.usable(order)[0]
+        self.check(strict)
+        return Selection(order, self._excluded, self._more)
+
+    def usable(self, order: Order) -> tuple[Selection, list[str]]:
+        """As `selection`, in the middle of a run, which a line that somebody got wrong does not end: those lines are
+        left out, and what is wrong with them is the second answer."""
+        self._excluded, odd = first(lambda: self._ledger.usable(order, self._more))
+        return Selection(order, self._excluded, self._more), odd
+
+    @property
+    def by_position(self) -> bool:
+        """Whether lines read last name positions."""
+        return self._excluded.positions.count() > 0
+
+    def foreign(self, order: Order) -> dict[Identity, int]:
+        """The corpora that lines read last name tokens of, and how many, and that are not those of `order`."""
+        mine = {Identity(corpus.name, corpus.fingerprint) for corpus in order.corpora}
+        return {key: of.count() for key, of in self._excluded.tokens.items() if key not in mine}

@@ -1,0 +1,59 @@
+"""How many rewind points there is host memory for: measured on every rank, decided from all their answers alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megastable.base.errors import ConfigError
+from megastable.base.free_memory import GIB, Demand
+from megastable.base.host_memory import SHARE
+from megastable.config.stability import SnapshotConfig
+from megastable.stability.spacing import capacity
+
+
+@dataclass(frozen=True)
+class Room:
+    """points: how many snapshots every rank keeps. In bytes, on the rank with the least room: what one takes, and
+    what there is for all of them. text: for the console. aside: whether every rank has room for one more for a
+    while."""
+
+    points: int
+    snapshot: int
+    budget: float
+    text: str
+    aside: bool
+
+
+def plan(demands: Sequence[Demand], config: SnapshotConfig) -> Room:
+    """The same on every rank. Raises ConfigError when the memory that the recipe allows is not enough for one."""
+    ranks = Counter(d.host for d in demands)
+    least: dict[str, int] = {}
+    for d in demands:
+        least[d.host] = min(d.free, least.get(d.host, d.free))
+
+    def budget(d: Demand) -> float:
+        return config.memory_gib * GIB if config.memory_gib else SHARE * least[d.host] / ranks[d.host]
+
+    rows = [(capacity(config.keep + 1, d.snapshot, budget(d)), d.snapshot, budget(d)) for d in demands]
+    most, size, room = min(rows, key=lambda row: (row[0], -row[1], row[2]))
+    points, aside = min(most, config.keep), most > config.keep
+    numbers = f"a snapshot takes {size / GIB:.3f} GiB a rank, and there is room for {room / GIB:.3f}"
+    if not points and config.memory_gib is not None:
+        raise ConfigError(
+            f"stability.snapshots.memory_gib={config.memory_gib}: {numbers}. Give it at least {size / GIB:.3f}, "
+            "or set stability.snapshots.interval=0 to train without rewinding"
+        )
+    if not points:
+        text = f"WARNING: {numbers}: a spike cannot be rewound in memory, and leads to a restart from a checkpoint"
+        return Room(0, size, room, text, aside)
+    text = f"rewind points: every {config.interval} steps, {points} of {size / GIB:.3f} GiB a rank"
+    if not aside:
+        text += "; no room for one more, to look back on batches without a rewind: see stability.snapshots.memory_gib"
+    tight = [d for d in demands if most * d.snapshot * ranks[d.host] > least[d.host]]
+    if tight:
+        host = tight[0].host
+        text += f"\nWARNING: that is more than the {least[host] / GIB:.3f} GiB that are free on {host}: "
+        text += "lower stability.snapshots.memory_gib or .keep"
+    return Room(points, size, room, text, aside)

@@ -1,0 +1,75 @@
+"""Asks stability/signs.py about the first steps of a run, and tells what it says: journal and console.
+
+All methods are collective: every rank hears the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+
+from megastable.base.collectives import first
+from megastable.checkpoint.store import RunState
+from megastable.config.tree import RunConfig
+from megastable.data.source import Source
+from megastable.data.statistics import sample_entropy
+from megastable.engine.layer_stats import Statistics
+from megastable.optim.schedule import rate
+from megastable.stability.signs import RECENT, Sign, Signs, SignsState, due
+
+START = 20_000  # updates: a sum of rates that is reached later says nothing of the start
+
+
+class StartSigns:
+    """Of one training process. state: what the checkpoint remembers; note, say: the trainer's journal and console."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        source: Source,
+        state: SignsState,
+        note: Callable[..., None],
+        say: Callable[[str], None],
+    ) -> None:
+        c = config
+        self.config, self.source, self.note, self.say = config, source, note, say
+        self.settings = c.stability.signs
+        self.enabled = c.stability.enabled and self.settings.enabled
+        self.signs = Signs(self.settings, c.model.hidden, state)
+        total = c.schedule.total_steps or c.train.steps
+        rates = (rate(c.schedule, c.optimizer.lr, total, n) for n in range(c.train.steps))
+        self._due, self._rates = due(islice(rates, START), self.settings) if self.enabled else (0, 0.0)
+        self._entropy: float | None = None
+        self._refused = -START  # step whose update was refused last
+
+    def looks(self, step: int) -> bool:
+        """Whether `probe.watch` is wanted before this step."""
+        return self.enabled and self.signs.looks(step)
+
+    def measures(self, step: int) -> bool:
+        """Whether `engine.statistics` is wanted after this step."""
+        return self.enabled and self.signs.measures(step)
+
+    def after(self, state: RunState, statistics: Statistics | None, incident: bool = False) -> None:
+        """Judge the step that ended at `state`; to be called after every step. incident: one is open."""
+        if not self.enabled:
+            return
+        if state.discards_in_a_row:
+            self._refused = state.step
+        lately = state.step < self._refused + self.config.stability.policy.discards
+        found, undisturbed = list[Sign](), not incident and not lately
+        if statistics is not None:
+            found += self.signs.measured(state.step, statistics.overall, statistics.layers, undisturbed)
+        if undisturbed and 0 < self._due <= state.updates < self._due + RECENT and not self.signs.compared:
+            found += self.signs.unigram(state.recent_losses, self._unigram_entropy(), self._rates)
+        for sign in found:
+            self.note("warning", step=state.step, text=sign.text, sign=sign.name, numbers=sign.numbers)
+            self.say(f"step {state.step}: WARNING: {sign.text}")
+
+    def _unigram_entropy(self) -> float:
+        """Of the first samples of the run's order, which are drawn from its corpora as they are blended; nats."""
+        if self._entropy is None:
+            size = self.config.model.vocab_size
+            assert size is not None, "the vocabulary size is taken from the corpus first"
+            self._entropy = first(lambda: sample_entropy(self.source, self.settings.sample, size))
+        return self._entropy

@@ -1,0 +1,228 @@
+"""What the guilty samples say: their text, document by document, and how their tokens differ from the corpus's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+
+from megastable.base.errors import DataError
+from megastable.config.recipe import find
+from megastable.config.tree import RunConfig
+from megastable.data.blends import Line
+from megastable.data.corpora import open_corpora
+from megastable.data.documents import Document, documents_by_position
+from megastable.data.skips import Selection, Skips
+from megastable.data.source import Source
+from megastable.data.statistics import token_counts, unigram_entropy
+from megastable.data.tokenizer import Tokenizer, load_tokenizer
+
+SHOWN = 50  # samples whose text is written down, each whole
+COUNTED = 512  # samples whose tokens are counted
+FAR = 1 << 16  # positions before them among which ordinary ones are looked for
+CORPUS = 1 << 21  # tokens of a corpus that they are compared with
+TOP = 10  # most frequent tokens of either that are named
+FEW = 3000  # tokens that it takes to tell random ones
+POINTS = 80  # of a curve over ranks
+
+Range = tuple[int, int]
+Counts = npt.NDArray[np.int64]
+
+
+class Facts(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Piece(Facts):
+    """The part of a sample that is of one document. ends: the document ends here. shard, document: None where the index
+    and the text disagree."""
+
+    text: str
+    ends: bool
+    shard: str | None
+    document: int | None
+
+
+class Sample(Facts):
+    """A sample's own tokens, decoded. loss: nats per token on the good state, where attribution measured it."""
+
+    position: int
+    corpus: str
+    loss: float | None
+    pieces: list[Piece]
+
+
+class TokenShare(Facts):
+    """How often a token occurs, of 1, among the guilty samples and in the corpus."""
+
+    token: int
+    text: str
+    guilty: float
+    corpus: float
+
+
+class Tokens(Facts):
+    """Unigram statistics of guilty samples (up to COUNTED, evenly spread) and of their corpora (up to CORPUS tokens).
+
+    Entropies in nats per token. repeated: share of a guilty sample's most frequent token, the median. distance: total
+    variation between the two distributions, 0 to 1; usual_distance: of as many samples from before the guilty ones that
+    were not skipped, None where there are too few. *_by_rank: (rank, share), most frequent first.
+    """
+
+    samples: int
+    guilty_tokens: int
+    corpus_tokens: int
+    vocabulary: int
+    guilty_entropy: float
+    corpus_entropy: float
+    repeated: float
+    distance: float
+    usual_distance: float | None
+    top: list[TokenShare]
+    guilty_by_rank: list[tuple[int, float]]
+    corpus_by_rank: list[tuple[int, float]]
+
+    @property
+    def reading(self) -> str:
+        """What that looks like, in a sentence."""
+        if self.repeated > 0.5:
+            return f"A single token makes {self.repeated:.0%} of a sample: it looks like a repetition."
+        many = self.guilty_tokens >= FEW  # of fewer, hardly any comes twice in any text
+        if many and math.exp(self.guilty_entropy) > 0.5 * min(self.vocabulary, self.guilty_tokens):
+            return "Almost every token of the vocabulary is as frequent as any other: it looks like random tokens."
+        if self.usual_distance is None:
+            return "There are no ordinary samples before them to compare their tokens with."
+        if self.distance < 1.3 * self.usual_distance:
+            return "Its tokens are as frequent as elsewhere in the corpus: look at their order and at what it says."
+        return (
+            "Other tokens are frequent here than elsewhere in the corpus: it looks like another kind of text."
+        )
+
+
+class Library:
+    """The corpora of a run, opened for reading. Raises MegastableError where they cannot be."""
+
+    def __init__(self, config: RunConfig, blends: Sequence[Line] = ()) -> None:
+        """blends: the lines of blends.jsonl that held at the time."""
+        corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed, blends)
+        self.source: Source = corpora.train
+        info = corpora.manifests[0].tokenizer
+        self.problem = ""
+        self.tokenizer: Tokenizer | None = None
+        try:
+            self.tokenizer = load_tokenizer(find(config.data.corpora[0].path) / info.file, info.eod)
+        except DataError as error:
+            self.problem = f"texts are shown as token ids: {error}"
+        self.vocabulary = corpora.vocab_size
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of token ids, or the ids where there is no tokenizer for them."""
+        if self.tokenizer is not None and max(ids, default=0) < self.tokenizer.vocab_size:
+            return self.tokenizer.decode(ids)
+        return " ".join(map(str, ids))
+
+    def samples(self, ranges: Sequence[Range], losses: dict[int, float]) -> list[Sample]:
+        """The first SHOWN samples of `ranges`. Raises DataError for a damaged corpus."""
+        positions = take(ranges, SHOWN)
+        documents = documents_by_position(self.source, np.array(positions, dtype=np.int64))
+        return [self._sample(p, documents[p], losses.get(p)) for p in positions]
+
+    def _sample(self, position: int, documents: list[Document], loss: float | None) -> Sample:
+        tokens = self.source.sample(position)[:-1]
+        place = self.source.order.locate_one(position)
+        ends = np.flatnonzero(tokens == self.source.eod) + 1
+        parts = [part for part in np.split(tokens, ends) if part.size]
+        agree = len(parts) == len(documents)
+        pieces = []
+        for number, part in enumerate(parts):
+            closed = int(part[-1]) == self.source.eod
+            text = self.text(part[:-1].tolist() if closed else part.tolist())
+            of = documents[number] if agree else None
+            pieces.append(
+                Piece(
+                    text=text,
+                    ends=closed,
+                    shard=of.shard if of else None,
+                    document=of.document if of else None,
+                )
+            )
+        return Sample(
+            position=position, corpus=self.source.order.corpora[place.corpus].name, loss=loss, pieces=pieces
+        )
+
+    def tokens(self, ranges: Sequence[Range], selection: Skips | Selection) -> Tokens:
+        """How the tokens of `ranges` are distributed, beside ordinary ones, which `selection` keeps.
+
+        Raises DataError for a damaged corpus.
+        """
+        positions = spread(ranges, COUNTED)
+        guilty = self._counts(positions)
+        repeated = [np.bincount(sample[:-1]).max() for sample in self.source.samples(positions)]
+        corpora = np.unique(self.source.order.locate(positions).corpus).tolist()
+        streams = [self.source.streams[index] for index in corpora]
+        corpus = sum(
+            (token_counts(s, self.vocabulary, CORPUS // len(streams)) for s in streams),
+            np.zeros(self.vocabulary, dtype=np.int64),
+        )
+        before = np.arange(max(0, ranges[0][0] - FAR), ranges[0][0])
+        before = before[~selection.mask(before)][-positions.size :]
+        shares, usual = guilty / guilty.sum(), corpus / corpus.sum()
+        named = dict.fromkeys((*_top(guilty), *_top(corpus)))
+        return Tokens(
+            samples=positions.size, guilty_tokens=int(guilty.sum()), corpus_tokens=int(corpus.sum()),
+            vocabulary=self.vocabulary,
+            guilty_entropy=unigram_entropy(guilty), corpus_entropy=unigram_entropy(corpus),
+            repeated=float(np.median(repeated)) / self.source.order.sequence_length, distance=_distance(guilty, corpus),
+            usual_distance=_distance(self._counts(before), corpus) if before.size == positions.size else None,
+            top=[
+                TokenShare(token=t, text=self._label(t), guilty=float(shares[t]), corpus=float(usual[t]))
+                for t in named
+            ],
+            guilty_by_rank=_by_rank(guilty), corpus_by_rank=_by_rank(corpus),
+        )  # fmt: skip
+
+    def _counts(self, positions: npt.NDArray[np.int64]) -> Counts:
+        tokens = self.source.samples(positions)[:, :-1]
+        return np.bincount(tokens.ravel(), minlength=self.vocabulary)
+
+    def _label(self, token: int) -> str:
+        return "end of document" if token == self.source.eod else self.text([token]) or f"token {token}"
+
+
+def count(ranges: Sequence[Range]) -> int:
+    """How many positions are in `ranges` [first, end)."""
+    return sum(end - first for first, end in ranges)
+
+
+def take(ranges: Sequence[Range], most: int) -> list[int]:
+    """The first `most` positions of `ranges`."""
+    return list(islice((position for first, end in ranges for position in range(first, end)), most))
+
+
+def spread(ranges: Sequence[Range], most: int) -> npt.NDArray[np.int64]:
+    """Up to `most` positions, evenly spread over `ranges`: int64 [n], ascending where they are."""
+    total = count(ranges)
+    wanted = np.arange(min(total, most), dtype=np.int64) * total // max(1, min(total, most))
+    firsts = np.array([first for first, _ in ranges], dtype=np.int64)
+    before = np.cumsum([0, *(end - first for first, end in ranges)], dtype=np.int64)[:-1]
+    at = np.searchsorted(before, wanted, side="right") - 1
+    return np.asarray(firsts[at] + wanted - before[at], dtype=np.int64)
+
+
+def _top(counts: Counts) -> list[int]:
+    order = np.argsort(-counts, kind="stable")[:TOP]
+    return [int(token) for token in order if counts[token]]
+
+
+def _distance(one: Counts, other: Counts) -> float:
+    return float(np.abs(one / one.sum() - other / other.sum()).sum() / 2)
+
+
+def _by_rank(counts: Counts) -> list[tuple[int, float]]:
+    shares = np.sort(counts[counts > 0])[::-1] / counts.sum()
+    ranks = np.unique(np.geomspace(1, shares.size, POINTS).round().astype(np.int64))
+    return [(int(rank), float(shares[rank - 1])) for rank in ranks]

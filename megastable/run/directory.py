@@ -1,0 +1,255 @@
+"""The run directory: where everything of a run is kept, its frozen recipe and its journal.
+
+A run is resumed from this directory alone. `journal.jsonl` is append-only and fsynced: every decision with its
+reason, in order; it is the truth about the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megastable.base import durable, jsonl
+from megastable.base.errors import ConfigError, DataError, SpaceError
+from megastable.config.supervise import SECRETS, redacted
+from megastable.config.tree import ModelConfig, RunConfig
+
+log = logging.getLogger(__name__)
+
+# Parts of the tree without which the weights in the directory mean something else.
+IDENTITY = ("model", "run.seed")
+# ... and parts of those that only say how it is computed or trained on.
+FREE = ("model.attention", "model.max_positions", "model.z_loss")  # the first until there was `kernels`
+
+
+class RunDirectory:
+    """Paths below `root`, and the journal."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.recipe = root / "recipe.yaml"
+        self.journal = root / "journal.jsonl"
+        self.skips = root / "skips.jsonl"
+        self.blends = root / "blends.jsonl"
+        self.steps = root / "steps"
+        self.layers = root / "layers"
+        self.checkpoints = root / "checkpoints"
+        self.tensorboard = root / "tensorboard"
+        self.summary = root / "summary.json"
+        self.progress = root / "progress.json"
+        self.control = root / "control.json"
+        self.logs = root / "logs"
+        self.incidents = root / "incidents"
+        self.waiting: list[str] = []  # events that the disk refused so far
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Put an event into the journal; durable when this returns. One rank of a run calls it.
+
+        A disk that refuses does not end a run: the events wait in memory for the next call, and are logged.
+        """
+        try:
+            self._write(event, fields)
+        except DataError as error:
+            log.warning("%s; waiting in memory: %s", error, self.waiting[-1])
+
+    def commit(self, event: str, **fields: Any) -> None:
+        """As `note`, for what a restart depends on. Raises SpaceError when the event is not on the disk."""
+        try:
+            self._write(event, fields)
+        except DataError as error:
+            raise SpaceError(
+                f"{error}. A restart would not know of this: {event}: make room, then start again from the newest "
+                "checkpoint"
+            ) from None
+
+    def _write(self, event: str, fields: dict[str, Any]) -> None:
+        entry = {"time": round(time.time(), 3), "event": event, **fields}
+        self.waiting.append(as_json(entry))
+        self.flush()
+
+    def flush(self) -> None:
+        """Try again what is waiting. Raises DataError when the disk still refuses."""
+        while self.waiting:
+            jsonl.append(self.journal, self.waiting[0])
+            self.waiting.pop(0)
+
+    def events(self, *kinds: str) -> Iterator[dict[str, Any]]:
+        """The journal's events in order, of `kinds` only when given. A torn last line is left out, with a warning.
+
+        Raises DataError for a line that is no event.
+        """
+        return (event for _, event in self._numbered(*kinds))
+
+    def _numbered(self, *kinds: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """With the numbers of their lines."""
+        lines, torn = jsonl.read(self.journal)
+        if torn:
+            log.warning("%s: the last line was torn by a crash and is ignored", self.journal)
+        for number, line in enumerate(lines, start=1):
+            try:
+                entry = json.loads(line)
+                kind = entry["event"]
+            except (ValueError, KeyError, TypeError):
+                raise DataError(
+                    f"{self.journal}: line {number} is not an event in JSON: mend or remove that line"
+                ) from None
+            if not kinds or kind in kinds:
+                yield number, entry
+
+    def handed_over(self) -> int | None:
+        """The step before which a checkpoint must be, when the last process ended with that wish."""
+        told = list(self._numbered("handover", "training"))
+        if not told or told[-1][1]["event"] == "training":
+            return None
+        number, last = told[-1]
+        if not isinstance(last.get("before"), int):
+            raise DataError(
+                f"{self.journal}: line {number} is a handover without the step (before=) that it goes back behind: "
+                "mend that line, or remove it to go on from the newest checkpoint"
+            )
+        return int(last["before"])
+
+    def compare(self, config: RunConfig, recipe: Path | None = None) -> list[str]:
+        """What differs from the frozen recipe, as "key: old -> new"; nothing where there is none yet. recipe: another
+        frozen one, of a checkpoint.
+
+        Raises ConfigError when this directory belongs to another model or seed.
+        """
+        recipe = recipe or self.recipe
+        if not recipe.exists():
+            return []
+        try:
+            old = yaml.safe_load(recipe.read_text(encoding="utf-8"))["config"]
+            # What the recipe of an older version does not say of the model is the default: it was like that.
+            old |= {"model": ModelConfig().model_dump(mode="json") | old["model"]}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{recipe}: not a frozen recipe ({error}): restore it, or use another run.dir"
+            ) from None
+        before, after = dict(_leaves(old)), dict(_leaves(config.model_dump(mode="json")))
+        if config.model.vocab_size is None:  # nobody has asked the tokenizer yet
+            after["model.vocab_size"] = before.get("model.vocab_size")
+        # A version of before wrote passwords down.
+        before |= {
+            f"supervise.{key}": redacted(key, old)
+            for key in SECRETS
+            if isinstance(old := before.get(f"supervise.{key}"), str)
+        }
+        before, after = _folded(before, after), _folded(after, before)
+        changed = {
+            key: f"{key}: {before.get(key)} -> {after.get(key)}"
+            for key in sorted({*before, *after} - {"run.dir"})
+            if before.get(key) != after.get(key)
+        }
+        foreign = [text for key, text in changed.items() if _below(key, IDENTITY) and not _below(key, FREE)]
+        if foreign:
+            raise ConfigError(
+                f"run.dir={self.root} belongs to another run: {'; '.join(foreign)}. "
+                "Use the old values to resume it, or another run.dir"
+            )
+        return list(changed.values())
+
+    def freeze(self, config: RunConfig, fingerprints: list[str], ds_config: dict[str, Any]) -> None:
+        """Write the resolved recipe: it can be started again as it stands. Raises ConfigError when it cannot."""
+        try:
+            # It holds no password that is known as one; there may be others.
+            mode = 0o600 if config.supervise.exposed else None
+            durable.write_file(self.recipe, frozen(config, fingerprints, ds_config), mode)
+        except OSError as error:
+            raise ConfigError(f"{self.recipe} could not be written: {error}") from None
+
+    def lock(self) -> None:
+        """Keep every other training process out for as long as this one lives. Raises ConfigError when there is one."""
+        path = self.root / ".lock"
+        try:
+            self._lock = durable.hold(path)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be locked: {error}") from None
+        if self._lock is None:
+            raise ConfigError(
+                f"run.dir={self.root}: another process trains here: stop it, or use another run.dir"
+            )
+
+
+def frozen(config: RunConfig, fingerprints: list[str], ds_config: dict[str, Any]) -> bytes:
+    """The resolved recipe as recipe.yaml holds it. fingerprints: of the corpora's manifests."""
+    content = {
+        "config": config.model_dump(mode="json"), "manifests": fingerprints, "deepspeed_json": ds_config,
+    }  # fmt: skip
+    return yaml.safe_dump(content, sort_keys=False).encode()
+
+
+def as_json(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: nan and infinities become text, which float() gives back."""
+    return json.dumps(_plain(value), default=str, indent=indent)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(below) for below in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _below(key: str, parts: tuple[str, ...]) -> bool:
+    return any(key == part or key.startswith(f"{part}.") for part in parts)
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value, f"{prefix}{key}.")
+    else:
+        yield prefix.removesuffix("."), tree
+
+
+def _folded(leaves: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """Of a part that `others` do not have at all (None), one leaf with what is in it."""
+    found: dict[str, Any] = {}
+    for key, value in leaves.items():
+        parent = next((k for k, v in others.items() if v is None and key.startswith(f"{k}.")), None)
+        if parent is None:
+            found[key] = value
+        else:
+            found.setdefault(parent, {})[key.removeprefix(f"{parent}.")] = value
+    return found
+
+
+def make(config: RunConfig, recipe: Path) -> RunDirectory:
+    """The directory of a run: `run.dir`, or a new one below runs/ named after the recipe. Creates it."""
+    try:
+        if config.run.dir is not None:
+            root = config.run.dir
+            root.mkdir(parents=True, exist_ok=True)
+        else:
+            root = _fresh(Path("runs"), recipe.stem)
+        run = RunDirectory(root)
+        run.steps.mkdir(exist_ok=True)
+        run.layers.mkdir(exist_ok=True)
+        run.checkpoints.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={config.run.dir or 'runs/'}: the run directory cannot be made: {error}"
+        ) from None
+    return run
+
+
+def _fresh(parent: Path, stem: str) -> Path:
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        root = parent / f"{stem}-{number:03d}"
+        try:
+            root.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return root

@@ -1,0 +1,119 @@
+"""Which process group this process belongs to, by what its launcher has left in the environment. Pure.
+
+`deepspeed` and `torchrun` set RANK and its like. `srun` and `mpirun` set their own variables, and not where the ranks
+meet: a process that read only RANK would train alone, beside others that do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from megastable.base.errors import ConfigError
+
+# Of the processes that were started together: how many, which one this is, which one of its host.
+VARIABLES = {
+    "mpirun (Open MPI)": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "mpirun (MVAPICH)": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+    # Not SLURM_NTASKS: a batch script and the shell of salloc have that, too, and are one process.
+    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+    "mpirun (MPICH)": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
+}
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Processes that `launcher` started together: this is number `rank` of `size`. variable: where `size` is said."""
+
+    launcher: str
+    variable: str
+    size: int
+    rank: int
+    local_rank: int | None
+
+    def refused(self, what: str, remedy: str) -> ConfigError:
+        return ConfigError(
+            f"{self.launcher} started {self.size} processes, and each of them {what}. {remedy}. If there is only this "
+            f"one after all: env -u {self.variable} COMMAND"
+        )
+
+
+def tasks(environment: Mapping[str, str]) -> Tasks | None:
+    """The processes that this one was started with; None if started alone."""
+    number = partial(_number, environment)
+    found = [
+        Tasks(launcher, names[0], number(names[0]) or 1, number(names[1]) or 0, number(names[2]))
+        for launcher, names in VARIABLES.items()
+    ]
+    # mpirun under Slurm starts a process on every host by srun, and the ranks by these.
+    most = max(found, key=lambda one: one.size)
+    return most if most.size > 1 else None
+
+
+def membership(environment: Mapping[str, str]) -> dict[str, str]:
+    """RANK and its like, as far as they have to be added to `environment`, for a rank to join its process group.
+
+    Raises ConfigError where several ranks would each train a model of their own.
+    """
+    together = tasks(environment)
+    if "RANK" in environment:
+        if together is not None and _apart(environment, together):
+            raise together.refused(
+                f"would train apart from the others (RANK={environment['RANK']}, WORLD_SIZE="
+                f"{environment.get('WORLD_SIZE', '')})",
+                "Start one launcher that knows all hosts (docs/clusters.md); where no launcher has set RANK and "
+                "WORLD_SIZE, unset them",
+            )
+        return {}
+    if together is None:
+        return dict(ALONE)
+    if together.local_rank is None or not environment.keys() >= {"MASTER_ADDR", "MASTER_PORT"}:
+        if together.launcher == "srun":
+            remedy = (
+                "Use sbatch launch/slurm.sbatch RECIPE, or say where they meet: MASTER_PORT=29500 "
+                'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) srun ...'
+            )
+        else:
+            remedy = "Start them by deepspeed --hostfile HOSTFILE, or say where they meet: MASTER_ADDR and MASTER_PORT"
+        raise together.refused("would train a model of its own", remedy)
+    return {
+        "RANK": str(together.rank),
+        "WORLD_SIZE": str(together.size),
+        "LOCAL_RANK": str(together.local_rank),
+    }
+
+
+def check_alone(environment: Mapping[str, str]) -> None:
+    """Raises ConfigError where this process, which starts the ranks of all hosts, is one of several that do."""
+    together = tasks(environment)
+    if together is not None and not _in_terminal(environment, together):
+        raise together.refused("would start all ranks", "Start it once, on one host (srun --ntasks=1 ...)")
+
+
+def _apart(environment: Mapping[str, str], together: Tasks) -> bool:
+    """Whether RANK and WORLD_SIZE leave out tasks: a launcher in every task set them, for this host alone, or they are
+    left over from something else."""
+    if _in_terminal(environment, together):
+        return False
+    world = _number(environment, "WORLD_SIZE") or 1
+    hosts = environment.get("GROUP_WORLD_SIZE") or environment.get("CROSS_SIZE")  # of torchrun, of deepspeed
+    itself = world == together.size and environment["RANK"] == str(together.rank)
+    return world < together.size or (hosts == "1" and not itself)
+
+
+def _number(environment: Mapping[str, str], variable: str) -> int | None:
+    value = environment.get(variable, "")
+    return int(value) if value.isdecimal() else None
+
+
+def _in_terminal(environment: Mapping[str, str], together: Tasks) -> bool:
+    """Of `srun --pty` only the first task lives, however many there are."""
+    return "SLURM_PTY_PORT" in environment and together.rank == 0

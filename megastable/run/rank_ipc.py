@@ -1,0 +1,92 @@
+"""What the training processes and the one above them tell each other, in files of the run directory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from megastable.run.directory import RunDirectory
+
+# What a rank says when another one is gone; and when it waited for one in vain, which may also be its own fault.
+LOST = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|closed by peer|remote process exited|socket closed",
+    re.IGNORECASE,
+)
+BEREFT = re.compile(f"{LOST.pattern}|DistBackendError|socket timeout|timed out|timeout", re.IGNORECASE)
+
+
+class Control(BaseModel):
+    """control.json: what the supervisor wants of all ranks. dump: how often their stacks were asked for."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    attempt: int
+    stop: bool = False
+    dump: int = 0
+
+
+class LastWords(BaseModel):
+    """logs/attempt-N/rank-R.json: the error that ended a rank. where: the innermost line of ours; trace: the
+    whole stack, where it is not in the log; alone: other ranks may have gone on."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    rank: int
+    host: str
+    pid: int
+    time: float
+    step: int | None
+    cursor: int | None
+    code: int
+    error: str
+    where: str
+    trace: str = ""
+    alone: bool
+
+
+class Progress(BaseModel):
+    """progress.json: where the run stands, by rank 0. phase: starting, step, evaluate, checkpoint, rewind or ended.
+
+    step: steps done; cursor: the next data position. The others are of the last step: None before it, in the file
+    "nan" or "inf" where they are not finite.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    attempt: int | None = None
+    pid: int
+    host: str
+    time: float
+    phase: str
+    world: int
+    steps: int
+    step: int | None = None
+    cursor: int | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    lr: float | None = None
+    tokens_per_second: float | None = None
+    seconds: float | None = None
+    applied: bool | None = None
+
+
+def mark(run: RunDirectory, attempt: int) -> str:
+    """What an attempt's processes carry among their arguments: by it they are found again."""
+    return f"{attempt}@{run.root.resolve()}"
+
+
+def attempt_of(mark: str | None) -> int | None:
+    """The attempt in a mark."""
+    return None if mark is None else int(mark.partition("@")[0])
+
+
+def folder_of(run: RunDirectory, attempt: int) -> Path:
+    """Where the ranks of an attempt leave last words and stacks; its output is beside it, as NAME.log."""
+    return run.logs / f"attempt-{attempt:04d}"
+
+
+def log_of(run: RunDirectory, attempt: int) -> Path:
+    """What launcher and ranks of an attempt printed."""
+    return folder_of(run, attempt).with_suffix(".log")

@@ -1,0 +1,220 @@
+"""Records: what every step measured, columnar, in steps/*.parquet, and its layers now and then in layers/*.parquet.
+
+A file holds the rows of one flush and is complete when it has its name. After a restart from an older
+checkpoint the same steps are recorded again: `read` keeps the newest record of each.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megastable.base import durable
+from megastable.base.errors import DataError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The samples of a step with the highest losses, the highest first.
+
+    Absolute positions and nats per token; position and loss, micro-batch and data-parallel rank (with context
+    parallelism: group of ranks) of the first of them also by themselves.
+    """
+
+    worst_position: int
+    worst_loss: float
+    worst_micro_batch: int
+    worst_rank: int
+    worst_positions: list[int]
+    worst_losses: list[float]
+
+
+def worst_samples(
+    losses: Sequence[float], positions: Sequence[int], count: int, micro_batch: int, data: int
+) -> Worst:
+    """The `count` worst of a step's samples, a loss that is not a number before all others.
+
+    losses, positions: [global batch] in the step's order, that is [accumulation, data, micro_batch] flattened.
+    """
+    values = np.asarray(losses, dtype=np.float64)
+    order = np.argsort(-np.nan_to_num(values, nan=np.inf), kind="stable")[:count]
+    first = int(order[0])
+    return Worst(
+        worst_position=int(positions[first]),
+        worst_loss=float(values[first]),
+        worst_micro_batch=first // (data * micro_batch),
+        worst_rank=first // micro_batch % data,
+        worst_positions=[int(positions[i]) for i in order],
+        worst_losses=values[order].tolist(),
+    )
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step. Losses in nats per token, times in seconds, memory in GiB; None = not measured at this step.
+
+    first_position, next_position: the data cursor before and after; the step trained on the positions between
+    them but for `skipped`, ranges [first, end) one after the other. finite: loss and gradients were. clipped: the
+    update was applied with smaller gradients. z: root of the mean squared log-partition. worst_*: see `Worst`.
+    mfu_full and mfu_causal: share of the peak, with the whole attention square or its causal half counted.
+    clipped_fraction: of the steps since it was last recorded. fp8: 1 or 0, whether the step was computed in FP8, where
+    the recipe asks for it. The other values that may be None: see `probe.Statistics`.
+    """
+
+    step: int
+    time: float
+    first_position: int
+    next_position: int
+    skipped: list[int]
+    applied: bool
+    finite: bool
+    clipped: bool
+    loss: float
+    z_loss: float
+    z: float
+    grad_norm: float
+    lr: float
+    worst_position: int
+    worst_loss: float
+    worst_micro_batch: int
+    worst_rank: int
+    worst_positions: list[int]
+    worst_losses: list[float]
+    seconds: float
+    data_seconds: float
+    tokens_per_second: float
+    mfu_full: float
+    mfu_causal: float
+    memory: float
+    loss_scale: float
+    clipped_fraction: float | None = None
+    parameter_norm: float | None = None
+    second_moment_norm: float | None = None
+    second_moment_max: float | None = None
+    update_ratio: float | None = None
+    attention_logit: float | None = None
+    attention_entropy: float | None = None
+    fp8: float | None = None
+    fp8_saturation: float | None = None
+    fp8_underflow: float | None = None
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One parameter or one block (`name`, as in the whole model) at one step; None = it has no such thing.
+
+    Of parameters: root mean square and largest magnitude of gradient (before clipping, unscaled), fp32 weight
+    and Adam's second moment after the step, and |update| / |weight|. Of blocks: the same two of what it
+    puts out, its largest attention logit (scaled, before the softmax) and its mean attention entropy in nats, over
+    all samples, heads and queries of the step. Of weights that FP8 multiplies with: the shares of the layer's inputs,
+    weights and gradients that were cut to the format's largest number, and that became zero.
+    """
+
+    step: int
+    time: float
+    name: str
+    gradient_rms: float | None = None
+    gradient_max: float | None = None
+    weight_rms: float | None = None
+    weight_max: float | None = None
+    second_moment_rms: float | None = None
+    second_moment_max: float | None = None
+    update_ratio: float | None = None
+    activation_rms: float | None = None
+    activation_max: float | None = None
+    attention_logit: float | None = None
+    attention_entropy: float | None = None
+    input_saturation: float | None = None
+    input_underflow: float | None = None
+    weight_saturation: float | None = None
+    weight_underflow: float | None = None
+    gradient_saturation: float | None = None
+    gradient_underflow: float | None = None
+
+
+_ARROW = {
+    "int": pa.int64(), "bool": pa.bool_(), "str": pa.string(), "float": pa.float32(), "float | None": pa.float32(),
+    "list[int]": pa.list_(pa.int64()), "list[float]": pa.list_(pa.float32()),
+}  # fmt: skip
+
+
+def schema(kind: type[StepRecord] | type[LayerRecord]) -> pa.Schema:
+    """The columns of a kind of record: a float takes 4 bytes, but for the time."""
+    return pa.schema(
+        [(f.name, pa.float64() if f.name == "time" else _ARROW[str(f.type)]) for f in fields(kind)]
+    )
+
+
+SCHEMA = schema(StepRecord)
+LAYER_SCHEMA = schema(LayerRecord)
+
+
+class Recorder:
+    """Collects records of one schema and writes a file every `flush_steps` steps."""
+
+    def __init__(self, folder: Path, flush_steps: int, columns: pa.Schema = SCHEMA) -> None:
+        self.folder, self.flush_steps, self.columns = folder, flush_steps, columns
+        self.pending: list[StepRecord | LayerRecord] = []
+        self._steps = 0
+
+    def add(self, *records: StepRecord | LayerRecord) -> None:
+        """What one step leaves; its rows have the same time."""
+        self.pending.extend(records)
+        self._steps += 1
+        if self._steps % self.flush_steps == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is pending. When the disk refuses, that is logged, and it stays pending."""
+        if not self.pending:
+            return
+        table = pa.Table.from_pylist([asdict(r) for r in self.pending], schema=self.columns)
+        first, last = self.pending[0], self.pending[-1]
+        path = self.folder / f"{first.step:08d}-{last.step:08d}-{int(last.time * 1000)}.parquet"
+        content = io.BytesIO()
+        # A file is small: dictionaries, statistics and Arrow's own schema would be half of it.
+        pq.write_table(
+            table,
+            content,
+            compression="zstd",
+            use_dictionary=False,
+            write_statistics=False,
+            store_schema=False,
+        )
+        try:
+            durable.write_file(path, content.getvalue())
+        except OSError as error:
+            log.warning("%s: %s; %d records wait in memory", path, error, len(self.pending))
+        else:
+            self.pending.clear()
+
+
+def read(folder: Path, columns: pa.Schema = SCHEMA, newest: bool = True) -> pa.Table:
+    """All records of a run, by step, the newest of each, or the first; `columns`: those that the `Recorder` was given.
+
+    Raises DataError naming a damaged file.
+    """
+    tables = []
+    for path in sorted(folder.glob("*.parquet")):
+        try:
+            tables.append(pq.read_table(path, schema=columns))
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"{path}: not a readable record file ({error}): remove it to go on without"
+            ) from None
+    if not tables:
+        return columns.empty_table()
+    table = pa.concat_tables(tables).sort_by([("step", "ascending"), ("time", "ascending")])
+    steps, times = table.column("step").to_numpy(), table.column("time").to_numpy()
+    last = np.searchsorted(steps, steps, side="right") - 1
+    chosen = times[last if newest else np.searchsorted(steps, steps, side="left")]
+    return table.take(np.flatnonzero(times == chosen))

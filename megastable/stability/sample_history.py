@@ -1,0 +1,551 @@
+"""Are single samples worse than their corpus's own? A running test of the per-sample losses of every step.
+
+A step's mean hides one bad sample of sixteen, and the detector is right to let it pass. Over many steps it is a
+trickle: samples far above their corpus come more often than they did. Two tests run on the same scores:
+
+    trickle   the rate of samples in the tail of their corpus has risen
+    batch     the samples of a step lie higher for their corpora together than those of other steps, by a little each
+
+A score is the loss against the latest samples of the same corpus, in robust sigma: a falling loss, a corpus that drifts
+and a changed mix leave it where it was. How often a corpus has scores in each part of its tail is counted, with slow
+forgetting; a corpus of which little is known is not judged. Each step multiplies an e-value: how much more probable its
+scores are if a share of the samples is bad, against the predictive distribution of the counts (Dirichlet-multinomial,
+so that a young history counts as little as it is worth). A cumulative sum of its logarithm (Page 1954) reaches log A
+once in A healthy steps or more rarely, as the e-detector that bounds it does: Shin, Ramdas and Rinaldo, "E-detectors: a
+nonparametric framework for sequential change detection", New England Journal of Statistics in Data Science 2024.
+
+A batch is one number, the mean of its scores, each cut at `CLIP`: of sixteen it is as good as normal, whatever tails
+the samples have, and where each lies up by one sigma it lies up by four of its own. How far batches scatter is
+measured, so that a level that wanders counts less. Its e-value is the likelihood ratio of normal means. The gradient
+norm of a step is judged likewise, by its logarithm: text of one kind that is easy enough not to be seen in the loss has
+gradients that add up. Its tail is heavy, so it is cut sooner, and takes two steps at least.
+
+An alarm convicts nobody: it says which steps to examine. Samples are shuffled within a corpus, so a trickle that was
+there from the first step on is part of what the corpus is, and is not told by this.
+Pure: the same numbers on every rank.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+from megastable.config.stability import SampleConfig
+from megastable.stability import groups
+from megastable.stability.attribution import Suspect
+from megastable.stability.likeness import Tokens
+from megastable.stability.signals import Verdict
+
+Floats = npt.NDArray[np.float64]
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+# Samples of a corpus that its level is the median of, and that its scatter is taken of (and that must be known before a
+# sample is scored): eight and sixteen steps of sixteen. Of larger batches, so many batches: all samples of one share
+# the error of both.
+LATEST, LATEST_BATCHES = 128, 2
+SCATTER, SCATTER_BATCHES = 256, 4
+EDGES = np.array([3.0, 4.0, 6.0, 9.0, 14.0])  # sigma: the parts of the tail; below is the bulk
+# Before anything is counted: what Student t of 3 degrees has in each part, worth so many samples.
+PRIOR_WEIGHT = 200.0
+PRIOR = PRIOR_WEIGHT * np.array([0.0214, 0.0076, 0.0076, 0.0023, 0.00074, 0.00026])
+PRIOR[0] = PRIOR_WEIGHT - PRIOR[1:].sum()
+# Where bad samples are taken to lie: near, in between, or far out. Those of one kind hardly differ.
+BAD = np.array(
+    [
+        [0.0, 0.35, 0.35, 0.2, 0.07, 0.03],
+        [0.0, 0.05, 0.15, 0.35, 0.3, 0.15],
+        [0.0, 0.02, 0.05, 0.13, 0.3, 0.5],
+    ]
+)
+SHARES = np.array([1 / 256, 1 / 64, 1 / 16, 1 / 4])  # of the samples that are bad, if any are
+SUMS = BAD.shape[0] * SHARES.size
+MEMORY = 8192.0  # samples of a corpus, after which its counts are half forgotten
+# The newest samples are not counted yet, lest a rate that has risen is soon taken for usual: so many, but no more than
+# this share of what is counted, as a short history needs them.
+NEWEST, NEWEST_SHARE = 1024, 0.1
+REMEMBERED = 512  # samples in the tails that are remembered one by one, since the onset of what adds up
+ORDINARY = 1.0  # sigma: the median of a step lies within a third of it, of a state that is spoilt far above
+LIFTED = 0.5  # sigma: a median of sixteen lies within it but for one time in twenty
+CLIP = 3.0  # sigma at which a sample ends in the mean of its batch
+STEPS, FEWEST = 128, 24  # batches that one is compared with: the latest, and before which nothing is said
+LIFTS = np.array([1.5, 2.5, 4.0])  # sigma of batches: how far up bad ones are taken to lie
+# The scatter of n batches is taken to be larger by so much over the root of n, one and a half standard errors of a MAD;
+# and sigma at which a batch ends: a single one raises nothing.
+WIDER, FARTHEST = 1.75, 4.5
+# The same of gradient norms, and the least scatter of their logarithm: less is luck (DetectorConfig.norm_floor).
+FARTHEST_NORM, NORM_FLOOR = 3.5, 0.2
+UNPROVEN = (
+    8  # batches of right before it that are none of them, as it may be the last of several that are bad
+)
+# Steps after something was examined for nothing. Another level of the loss takes FIRST_REST to become usual. A look
+# costs 10 to 60 steps of time, so that those that come again and again cost at most 1.5 % of a long run; after
+# LONGEST_REST steps in which none was needed the next rest is a short one.
+FIRST_REST, LONGEST_REST = STEPS // 2, 4096
+SHORT_REST = 4  # where it was examined without a forward pass, as there is too little of it yet
+REMAINS = 0.5  # of the threshold, by which a suspect is still above its corpus after it was trained on
+
+
+class Kind(StrEnum):
+    TRICKLE = "trickle"
+    BATCH = "batch"
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """kind; onset: the step since which it adds up; reason: a sentence with the numbers."""
+
+    kind: Kind
+    onset: int
+    reason: str
+
+
+class Scored(NamedTuple):
+    """Of a step. z: fp64 [n], robust sigma above the latest of its corpus, nan where too few are known. lift: how far
+    the samples lie above those of other batches together, in sigma of batches, nan where that is not known."""
+
+    z: Floats
+    lift: float
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether most samples are as always: then the state is not to blame for the others."""
+        known = self.z[~np.isnan(self.z)]
+        return bool(known.size and float(np.median(known)) < ORDINARY)
+
+
+def _packed(kept: Floats) -> str:
+    """Base64 of the little-endian numbers: exact, and half as long as their decimal digits."""
+    return base64.b64encode(kept.astype("<f8").tobytes()).decode()
+
+
+def _unpacked(given: Any) -> Floats:
+    """Also of a list, as it was written before."""
+    if isinstance(given, str):
+        return np.frombuffer(base64.b64decode(given, validate=True), "<f8").astype(np.float64)
+    return np.array(given, np.float64)
+
+
+# Replaced and never changed, so that copies may share it; packed wherever it is written down.
+Latest = Annotated[
+    Floats,
+    PlainValidator(_unpacked, json_schema_input_type=str | list[float]),
+    PlainSerializer(_packed, return_type=str),
+]
+
+
+class _State(BaseModel):
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants", arbitrary_types_allowed=True)
+
+
+class Far(_State):
+    """A sample in the tail of its corpus: the step that met it, its position, its loss (nats) and the part of the
+    tail."""
+
+    step: int
+    position: int
+    loss: float
+    part: int
+
+
+class CorpusState(_State):
+    """Of a corpus. losses: the latest, nats; counts: scores in each part, bulk first, forgotten slowly; newest: those
+    of the latest steps, oldest first, that are not counted yet, with their step in front."""
+
+    losses: Latest = np.empty(0)
+    counts: list[float] = [0.0] * (EDGES.size + 1)
+    newest: list[tuple[int, ...]] = []
+    _size: int = PrivateAttr(0)  # scores in `newest`, which are too many to add up at every step
+
+    def model_post_init(self, _: object) -> None:
+        self._size = sum(sum(row[1:]) for row in self.newest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CorpusState) and self.model_dump() == other.model_dump()
+
+    def count(self, step: int, parts: Int64s) -> None:
+        """Add the scores of a step to those that wait, and count who has waited long enough."""
+        self.newest = [*self.newest, (step, *parts.tolist())]
+        self._size += int(parts.sum())
+        counts = np.array(self.counts)
+        while self.newest and self._size > min(NEWEST, NEWEST_SHARE * counts.sum()):
+            row = np.array(self.newest.pop(0)[1:])
+            counts = counts * 0.5 ** (row.sum() / MEMORY) + row
+            self._size -= int(row.sum())
+        self.counts = counts.tolist()
+
+    def take_out(self, step: int, part: int) -> None:
+        """A score of `step` in this part of the tail, if it waits still."""
+        for at, row in enumerate(self.newest):
+            if row[0] == step and row[part + 1] > 0:
+                left = (*row[: part + 1], row[part + 1] - 1, *row[part + 2 :])
+                self.newest = [*self.newest[:at], left, *self.newest[at + 1 :]]
+                self._size -= 1
+
+
+@pydantic_dataclass(config=ConfigDict(extra="forbid", ser_json_inf_nan="constants"))
+class SumState:
+    """log e-value, and the step at which it last left zero. No model: 36 of them are set in every step."""
+
+    height: float = 0.0
+    onset: int = 0
+
+
+class SampleState(_State):
+    """All that the test remembers, from which it goes on bit for bit. corpora: by name. means: of the latest batches.
+    norms: logarithms of their gradient norms. far: samples in the tails, by corpus, of which it is not settled whether
+    they are usual. trickle: for each row of `BAD` and of `SHARES`; batch: for each of `LIFTS`, norm likewise."""
+
+    corpora: dict[str, CorpusState] = {}
+    means: list[float] = []
+    norms: list[float] = []
+    far: dict[str, list[Far]] = {}
+    trickle: Annotated[list[SumState], Field(min_length=SUMS, max_length=SUMS)] = [
+        SumState() for _ in range(SUMS)
+    ]
+    batch: Annotated[list[SumState], Field(min_length=LIFTS.size, max_length=LIFTS.size)] = [
+        SumState() for _ in range(LIFTS.size)
+    ]
+    norm: Annotated[list[SumState], Field(min_length=LIFTS.size, max_length=LIFTS.size)] = [
+        SumState() for _ in range(LIFTS.size)
+    ]
+
+
+class Waiting(_State):
+    """A case that waits for a good moment to be examined. first, last: its steps. positions, losses: refused, in the
+    tails since the onset of a trickle, or of a new kind of text. proven: whether the very weights that a batch was
+    refused on are good, as the next one showed (None: that was no better, and neither was trained on). located: where
+    the first number that is not finite arose, a sentence."""
+
+    kind: Literal["trickle", "kind", "batch", "discard", "easy"]
+    first: int
+    last: int
+    verdict: Verdict
+    reason: str
+    positions: list[int] = []
+    losses: list[float] = []
+    proven: bool | None = None
+    located: str = ""
+
+
+class Rest(_State):
+    """After something was examined for nothing. until: the step up to which it is not suspected again; steps: how long
+    that is."""
+
+    until: int = 0
+    steps: int = 0
+
+    def after(self, step: int) -> Rest:
+        """Twice as long where it comes again soon."""
+        soon = step < self.until + LONGEST_REST
+        steps = min(max(FIRST_REST, 2 * self.steps), LONGEST_REST) if soon else FIRST_REST
+        return Rest(until=step + steps, steps=steps)
+
+    def briefly(self, step: int) -> Rest:
+        """There may soon be more of what there was too little of."""
+        steps = min(max(SHORT_REST, 2 * self.steps), FIRST_REST)
+        return Rest(until=step + steps, steps=steps)
+
+
+class WatchState(_State):
+    """What checkpoints and rewind points keep of sample_watch.py. easy: the same test of the losses' negatives. quiet:
+    steps on the trend, with nothing open. looked: batches that were looked ahead. rest: step until which no more whole
+    batches are suspected; rested: how many steps of rest that is. kinds: the same of new kinds of text.
+    """
+
+    test: SampleState = SampleState()
+    easy: SampleState = SampleState()
+    waiting: list[Waiting] = []
+    quiet: int = 0
+    looked: int = 0
+    rest: int = 0
+    rested: int = 0
+    kinds: Rest = Rest()
+
+
+class SampleTest:
+    """One `observe` per step, in order. lifted: false alarms of `batch` per 10,000 healthy steps, at most."""
+
+    def __init__(
+        self, config: SampleConfig, state: SampleState | None = None, lifted: float | None = None
+    ) -> None:
+        self.config = config
+        self._limits = {
+            Kind.TRICKLE: math.log(1e4 / config.false_alarms) + math.log(SUMS),
+            Kind.BATCH: math.log(1e4 / (config.examinations if lifted is None else lifted))
+            + math.log(2 * LIFTS.size),
+        }
+        self._state = _copied(SampleState() if state is None else state)
+
+    @property
+    def state(self) -> SampleState:
+        """A copy: later observations do not change it."""
+        return _copied(self._state)
+
+    def observe(
+        self,
+        step: int,
+        positions: Int64s,
+        losses: Floats,
+        corpora: Int64s,
+        names: Sequence[str],
+        applied: bool = True,
+        norm: float = math.nan,
+    ) -> tuple[Scored, Alarm | None]:
+        """Judge the samples of a step: positions, losses (nats) and corpora (`names[corpora]`), each [n].
+
+        applied: whether the update was; a refused batch is evidence, but no measure of what is usual. norm: of the
+        gradient before clipping, nan where it is not to be judged.
+        """
+        z, judged = np.full(losses.shape, np.nan), np.zeros(losses.size, bool)
+        scatter, tail = max(SCATTER, SCATTER_BATCHES * losses.size), np.zeros(SUMS)
+        members = {names[index]: corpora == index for index in np.unique(corpora).tolist()}
+        for name, mine in members.items():
+            if name not in self._state.corpora:
+                self._state.corpora[name] = CorpusState()
+            known = self._state.corpora[name]
+            if len(known.losses) >= scatter:
+                z[mine] = _scores(losses[mine], known.losses, max(LATEST, LATEST_BATCHES * losses.size))
+                judged |= mine & (sum(known.counts) >= self.config.known)
+            if applied:
+                finite = losses[mine & np.isfinite(losses)]
+                known.losses = np.concatenate([known.losses, finite])[-scatter:]
+        # What lifts all of them together is told by the other test.
+        scored = ~np.isnan(z)
+        lifted = max(0.0, _median(z[scored]) - LIFTED) if scored.any() else 0.0
+        for name, mine in members.items():
+            mine = mine & scored
+            if not mine.any():
+                continue
+            known, part = self._state.corpora[name], np.searchsorted(EDGES, z[mine] - lifted, side="right")
+            parts = np.bincount(part, minlength=EDGES.size + 1)
+            if judged[mine].any():
+                tail += _evidence(parts, np.array(known.counts))
+            if part.any():
+                self._remember(step, name, positions[mine], losses[mine], part)
+            if applied:
+                known.count(step, parts)
+        lift = self._lift(z[scored], applied)
+        up = self._up(norm, applied)
+        self._settle(step)  # after an alarm, what led to it is still there
+        return Scored(z, lift), self._add(step, tail, lift, up)
+
+    def convict(self, positions: Iterable[int]) -> None:
+        """Samples that are bad are no measure of what is usual, as far as they were not counted yet."""
+        convicted = set(positions)
+        for name, far in self._state.far.items():
+            known = self._state.corpora[name]
+            for one in (one for one in far if one.position in convicted):
+                known.take_out(one.step, one.part)
+            self._state.far[name] = [one for one in far if one.position not in convicted]
+
+    def far(self, first: int) -> list[Far]:
+        """Samples in the tails that were met since the step `first`, oldest first."""
+        every = (one for far in self._state.far.values() for one in far if one.step >= first)
+        return sorted(every, key=lambda one: (one.step, one.position))
+
+    def _remember(self, step: int, name: str, positions: Int64s, losses: Floats, part: Int64s) -> None:
+        for at in np.flatnonzero(part):
+            one = Far(step=step, position=int(positions[at]), loss=float(losses[at]), part=int(part[at]))
+            self._state.far[name] = [*self._state.far.get(name, []), one][-REMEMBERED:]
+
+    def _settle(self, step: int) -> None:
+        """Forget samples of before what adds up, and that are counted."""
+        onset = min((by.onset for by in self._state.trickle if by.height > 0), default=step)
+        for name, far in self._state.far.items():
+            newest = self._state.corpora[name].newest
+            since = min(onset, newest[0][0] if newest else step)
+            if far and far[0].step < since:
+                self._state.far[name] = [one for one in far if one.step >= since]
+
+    def _lift(self, z: Floats, applied: bool) -> float:
+        """How far a batch's mean clipped score lies above those of others, in sigma of batches."""
+        if not z.size:
+            return math.nan
+        mean, known = float(np.clip(z, -CLIP, CLIP).mean()), self._state.means
+        if applied:
+            self._state.means = [*known, mean][-STEPS - UNPROVEN :]
+        return _above(mean, known, CLIP / 100, FARTHEST)
+
+    def _up(self, norm: float, applied: bool) -> float:
+        """The same of its gradient norm."""
+        if not 0 < norm < math.inf:
+            return math.nan
+        value, known = math.log(norm), self._state.norms
+        if applied:
+            self._state.norms = [*known, value][-STEPS - UNPROVEN :]
+        return _above(value, known, NORM_FLOOR, FARTHEST_NORM)
+
+    def _add(self, step: int, tail: Floats, lift: float, up: float = math.nan) -> Alarm | None:
+        s = self._state
+        heights = [_raise(by, term, step) for by, term in zip(s.trickle, tail.tolist(), strict=True)]
+        sums = [*s.batch, *s.norm]
+        bets = [*_bets(lift), *_bets(up)]
+        together = [_raise(by, term, step) for by, term in zip(sums, bets, strict=True)]
+        highest = int(np.argmax(heights))
+        if heights[highest] >= self._limits[Kind.TRICKLE]:
+            share, onset = float(SHARES[highest % SHARES.size]), s.trickle[highest].onset
+            since = step - onset + 1
+            s.trickle = [SumState() for _ in heights]
+            reason = (
+                f"since step {onset}, for {since} steps, samples far above their corpus come more often than "
+                f"before: about {share:.1%} of all"
+            )
+            return Alarm(Kind.TRICKLE, onset, reason)  # if the other is due as well, it is at the next step
+        highest = int(np.argmax(together))
+        if together[highest] >= self._limits[Kind.BATCH]:
+            onset, what = (
+                sums[highest].onset,
+                "all samples together lie above what is usual for their corpora",
+            )
+            if highest >= LIFTS.size:
+                what = "the gradient norms lie above what is usual"
+            s.batch, s.norm = [SumState() for _ in LIFTS], [SumState() for _ in LIFTS]
+            return Alarm(Kind.BATCH, onset, f"since step {onset} {what}")
+        return None
+
+
+def _copied(state: SampleState) -> SampleState:
+    """Lists of numbers are replaced and never changed, so that they need no copy: this is done every step."""
+    return SampleState(
+        corpora={name: known.model_copy() for name, known in state.corpora.items()},
+        means=state.means,
+        norms=state.norms,
+        far=dict(state.far),
+        trickle=[replace(by) for by in state.trickle],
+        batch=[replace(by) for by in state.batch],
+        norm=[replace(by) for by in state.norm],
+    )
+
+
+def _scores(losses: Floats, known: Floats, count: int) -> Floats:
+    """Robust sigma above the latest of the corpus; what is not finite is as far out as can be."""
+    centre = _median(known[-count:])
+    scale = max(groups.SCALE_FLOOR, 1.4826 * _median(np.abs(known - centre)))
+    return np.asarray(np.nan_to_num((losses - centre) / scale, nan=1e6, posinf=1e6, neginf=1e6))
+
+
+def _above(value: float, known: list[float], floor: float, most: float) -> float:
+    """How far a batch lies above those before it but for the newest, in sigma; nan where too few are known."""
+    before = np.array(known[:-UNPROVEN])
+    if before.size < FEWEST:
+        return math.nan
+    middle = _median(before)
+    scale = max(floor, 1.4826 * _median(np.abs(before - middle))) * (1 + WIDER / math.sqrt(before.size))
+    return min(most, (value - middle) / scale)
+
+
+def _bets(lift: float) -> list[float]:
+    """log e-value of a batch for each of `LIFTS`."""
+    return [0.0 if math.isnan(lift) else by * (lift - by / 2) for by in LIFTS.tolist()]
+
+
+def _median(finite: Floats) -> float:
+    """np.median takes several times as long to find out what it was given."""
+    half = finite.size // 2
+    ordered = np.partition(finite, (half - 1, half))
+    return float(ordered[half] if finite.size % 2 else (ordered[half - 1] + ordered[half]) / 2)
+
+
+def _evidence(parts: Int64s, counts: Floats) -> Floats:
+    """log e-value of a step for each row of `BAD` and of `SHARES`, fp64 [rows * shares]: scores in each part of the
+    tail now, against `counts` of before."""
+    total = np.log1p(-SHARES) * parts[0] + np.zeros((BAD.shape[0], 1))
+    weight, size = PRIOR + counts, PRIOR_WEIGHT + counts.sum()
+    for part in np.flatnonzero(parts[1:]) + 1:
+        # Each sample is predicted from those before it, also those of its own step.
+        usual = (weight[part] + np.arange(parts[part])) / (size + np.arange(parts[part]))
+        ratio = BAD[:, part, None, None] / usual - 1
+        total += np.log1p(SHARES[:, None] * ratio).sum(axis=2)
+    return total.ravel()
+
+
+def _raise(by: SumState, term: float, step: int) -> float:
+    if by.height <= 0.0:
+        by.height, by.onset = 0.0, step
+    by.height += term
+    return by.height
+
+
+# Who is guilty, once an alarm was raised
+
+
+class Seen(NamedTuple):
+    """Samples: positions, losses (nats) and corpora, each [n]."""
+
+    positions: Int64s
+    losses: Floats
+    corpora: Int64s
+
+    def of(self, chosen: Int64s) -> Seen:
+        return Seen(self.positions[chosen], self.losses[chosen], self.corpora[chosen])
+
+    def with_(self, other: Seen) -> Seen:
+        return Seen(
+            np.append(self.positions, other.positions),
+            np.append(self.losses, other.losses),
+            np.append(self.corpora, other.corpora),
+        )
+
+
+def suspects(met: Seen, usual: Seen, threshold: float) -> Int64s:
+    """Which of the samples since the onset are more, and farther out, than harmless ones account for: indexes, the
+    worst first. All that were met are judged together, so that none is chosen for having been chosen.
+
+    met: losses before their samples were trained on; so of `usual`, harmless ones of before, oldest first. As it is
+    known that there are more than usual, none must be as far out by itself (groups.MOST).
+    """
+    z, p = groups.compare(met.losses, met.corpora, usual.losses, usual.corpora)
+    bad = np.flatnonzero(groups.guilty_by_loss(z, p, groups.MOST * threshold))
+    return np.asarray(bad[np.argsort(-z[bad], kind="stable")])
+
+
+def still_bad(again: Seen, usual: Seen, threshold: float) -> Int64s:
+    """Which of the suspects are bad on the present state, too: indexes. Those that the model has learnt from once are a
+    little better than they were."""
+    z, _ = groups.compare(again.losses, again.corpora, usual.losses, usual.corpora)
+    return np.flatnonzero(z > REMAINS * threshold)
+
+
+def numbers(guilty: Seen, usual: Seen) -> list[Suspect]:
+    """For the record, the worst first."""
+    z, _ = groups.compare(guilty.losses, guilty.corpora, usual.losses, usual.corpora)
+    columns = guilty.positions.tolist(), guilty.losses.tolist(), z.tolist()
+    return sorted((Suspect(*row) for row in zip(*columns, strict=True)), key=lambda s: -s.z)
+
+
+# Text that repeats itself is soon learnt by heart: its loss falls far below its corpus's, the rest is forgotten
+
+FEW_TOKENS = 0.01  # share of harmless samples that have as few different tokens as one that repeats itself
+# The bar is a quantile of some hundred samples: as many harmless ones may be below it, at most.
+FEW_AT_MOST = 0.03
+HALF = (
+    0.5  # of the usual number of different tokens; and of the samples of a region, so many must be far below
+)
+
+
+def repetitive(tokens: Tokens, harmless: Tokens) -> Bools:
+    """Which samples, tokens [n, L], have far fewer different tokens than harmless ones [m, L]: bool [n]."""
+    own, usual = different(tokens), different(harmless)
+    return np.asarray(own <= min(HALF * float(np.median(usual)), float(np.quantile(usual, FEW_TOKENS))))
+
+
+def different(tokens: Tokens) -> Int64s:
+    """How many different tokens each sample [n, L] has: int64 [n]."""
+    ordered = np.sort(tokens, axis=1)
+    return 1 + np.count_nonzero(np.diff(ordered, axis=1), axis=1)
+
+
+def easy(met: Seen, usual: Seen, threshold: float) -> bool:
+    """Whether at least half of the samples are farther below their corpora than harmless ones account for."""
+    below = suspects(met._replace(losses=-met.losses), usual._replace(losses=-usual.losses), threshold)
+    return below.size >= HALF * met.positions.size

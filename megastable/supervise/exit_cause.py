@@ -1,0 +1,123 @@
+"""How an attempt ended, from all that is known of it: journal, last words, ranks of this host, launcher. Pure.
+
+None of these alone is the truth: the launcher can end with 0 though a rank was killed, passes on the code of whichever
+rank it saw first, and is nobody's child once its supervisor has died.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from megastable.base import errors
+from megastable.run.rank_ipc import BEREFT, LastWords, Progress
+from megastable.supervise.processes import Fate
+
+# From pdsh with the host before it; without, all ranks are on this one, and local ones are the ranks.
+LAUNCHER = re.compile(
+    r"^(?:(?P<host>[\w.-]+): )?\[.*?(?:'--local_rank=(?P<rank>\d+)'.*)?exits with return code = (?P<code>-?\d+)",
+    re.MULTILINE,
+)
+# What a process prints of an error that its user can act on (errors.user_errors).
+TOLD = re.compile(r"^error: (\S.*)$", re.MULTILINE)
+SAID = {
+    "finished": errors.OK,
+    "stopped": errors.STOPPED,
+    "handover": errors.HANDOVER,
+    "unstable": errors.UNSTABLE,
+}
+
+
+class End(BaseModel):
+    """code: of errors.py, None where it was a signal, or nobody knows. what: the kind of failure, the same where it is
+    the same one. step: the one that was being done, None before the first; cursor: its first position. failure: a
+    sentence.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    code: int | None = None
+    signal: int | None = None
+    hung: bool = False
+    what: str = ""
+    step: int | None = None
+    cursor: int | None = None
+    rank: int | None = None
+    host: str | None = None
+    failure: str = ""
+    certain: bool = False  # somebody said it, or it was seen
+    trained: bool = False  # a step was done
+
+
+def end_of(
+    events: Iterable[Mapping[str, Any]],
+    words: Sequence[LastWords],
+    fates: Mapping[int, Fate],
+    code: int | None,
+    log: str,
+    progress: Progress | None,
+    here: str,
+) -> End:
+    """events: the journal's since the attempt began. words: of its ranks. fates: of those on this host, `here`. code:
+    the launcher's, None = unknown. log: the end of its output. progress: its last."""
+    said = [SAID[event["event"]] for event in events if event["event"] in SAID]
+    if said:
+        return End(code=said[-1], certain=True)
+    step = cursor = None
+    if progress is not None and progress.step is not None:
+        step, cursor = progress.step + 1, progress.cursor
+    for word in words:
+        # Written at the very moment, where progress is up to a quarter of a second old.
+        if word.step is not None and (step is None or word.step + 1 > step):
+            step, cursor = word.step + 1, word.cursor
+    trained = progress is not None and progress.seconds is not None
+    place: dict[str, Any] = {"step": step, "cursor": cursor, "trained": trained}
+    # In the order in which they were seen. SIGTERM is how the launcher ends the others.
+    killed = [(rank, fate.signal) for rank, fate in fates.items() if fate.signal is not None]
+    killed.sort(key=lambda of: of[1] == signal.SIGTERM)
+    if any(fate.code for fate in fates.values()):
+        killed = [(rank, number) for rank, number in killed if number != signal.SIGTERM]
+    others = progress is None or progress.world > 1
+    to_blame = [w for w in sorted(words, key=lambda w: w.time) if not (others and BEREFT.search(w.error))]
+    if to_blame:
+        w = to_blame[0]
+        text = f"rank {w.rank} on {w.host} ended with: {w.error}" + (f" ({w.where})" if w.where else "")
+        return End(
+            code=w.code, what=w.error[:200], rank=w.rank, host=w.host, failure=text, certain=True, **place
+        )
+    rank, number = killed[0] if killed else (None, None)
+    host: str | None = here if rank is not None else None
+    if number in (None, signal.SIGTERM) and (told := LAUNCHER.search(log)):
+        host, status = told["host"] or here, int(told["code"])
+        number = -status if status < 0 else None
+        code = status if number is None else code
+        rank = int(told["rank"]) if told["rank"] and not told["host"] else None
+    if number is not None:
+        name = _name(number)
+        who = f"rank {rank}" if rank is not None else "a rank"
+        text = f"{who} on {host or 'a host'} was killed by signal {number} ({name})"
+        return End(signal=number, what=name, rank=rank, host=host, failure=text, certain=True, **place)
+    if code is None:
+        code = next((fate.code for fate in fates.values() if fate.code), None)
+    if words:  # all of them lost another, which left no word; NCCL says so of its own failures, too
+        w = min(words, key=lambda w: w.time)
+        text = f"{len(words)} ranks lost another; rank {w.rank} on {w.host} first: {w.error}"
+        return End(what="connection lost", host=host, failure=text, **place)
+    if code:
+        told_last = TOLD.findall(log)
+        text = f"the training ended with code {code}" + (f": {told_last[-1][:500]}" if told_last else "")
+        return End(code=code, what=f"code {code}", host=host, failure=text, certain=True, **place)
+    if code is None and not fates:
+        return End(what="processes gone", failure="its processes are gone, and nobody saw them end", **place)
+    return End(what="no word", host=host, failure="a rank ended without a word", **place)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,85 @@
+"""What the ranks of an attempt say, and are told, wherever they run: by files of the run directory (messages.py)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megastable.base import durable
+from megastable.run.directory import RunDirectory
+from megastable.run.rank_ipc import Control, LastWords, Progress, folder_of
+from megastable.supervise.processes import Attempt, describe
+
+STACKS = 6.0  # seconds that the ranks have for their stacks; see heartbeat.OTHERS
+
+
+class Wire:
+    """To and from the ranks of one run. say: where warnings go."""
+
+    def __init__(self, run: RunDirectory, say: Callable[[str], None]) -> None:
+        self.run, self.say = run, say
+        self._wanted = Control(attempt=0)
+
+    # What they say
+
+    def progress(self, attempt: int) -> Progress | None:
+        """Where the run stands, if an attempt has said so."""
+        try:
+            found = Progress.model_validate(json.loads(self.run.progress.read_text()))
+        except (OSError, ValueError):  # not there, or just being written
+            return None
+        return found if found.attempt == attempt else None
+
+    def anybody_died(self, attempt: int) -> bool:
+        """Whether a rank has left last words."""
+        return any(folder_of(self.run, attempt).glob("rank-*.json"))
+
+    def last_words(self, attempt: int) -> list[LastWords]:
+        """Of all ranks that have left any. Torn ones are left out: the log has them, too."""
+        found = []
+        for path in folder_of(self.run, attempt).glob("rank-*.json"):
+            try:
+                found.append(LastWords.model_validate(json.loads(path.read_text())))
+            except (OSError, ValueError):
+                continue
+        return found
+
+    def stacks(self, attempt: Attempt) -> list[str]:
+        """Ask all ranks where they are; of those on this host that do not answer, note what the kernel says. Paths."""
+        progress, folder = self.progress(attempt.number), folder_of(self.run, attempt.number)
+        world = progress.world if progress is not None else None
+        self.want(dump=self._wanted.dump + 1)
+        until = time.monotonic() + STACKS
+        while time.monotonic() < until and len(list(folder.glob("*.stacks"))) != world:
+            time.sleep(0.2)
+        for rank, process in sorted(attempt.ranks().items()):
+            if not (folder / f"rank-{rank}.stacks").exists():
+                attempt.stuck.append(f"rank {rank} does not answer ({describe(process)})")
+        return [str(path.relative_to(self.run.root)) for path in sorted(folder.glob("*.stacks"))]
+
+    # What they are told
+
+    def only(self, attempt: int) -> None:
+        """From now on no rank of an attempt of before may go on. Raises OSError."""
+        self._write(Control(attempt=attempt))
+
+    def adopt(self, attempt: int) -> None:
+        """Go on with what a predecessor wanted of an attempt."""
+        try:
+            self._wanted = Control.model_validate(json.loads(self.run.control.read_text()))
+        except (OSError, ValueError):
+            self._wanted = Control(attempt=attempt)
+        self._wanted = self._wanted.model_copy(update={"attempt": attempt})
+
+    def want(self, **wishes: Any) -> None:
+        """Tell the ranks. On a full disk they cannot hear of it: what follows from that comes by itself."""
+        try:
+            self._write(self._wanted.model_copy(update=wishes))
+        except OSError as error:
+            self.say(f"WARNING: {self.run.control} could not be written: {error}")
+
+    def _write(self, control: Control) -> None:
+        self._wanted = control
+        durable.write_file(self.run.control, control.model_dump_json().encode())

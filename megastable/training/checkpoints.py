@@ -1,0 +1,410 @@
+"""The checkpoints of a run in training: which one it begins from, when one stands, which ones still count.
+
+Between the trainer and checkpoint/: it journals, says, and raises. All methods are collective.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megastable.base.collectives import agree, first, shared
+from megastable.base.errors import CheckpointError, MegastableError, SpaceError, UnstableError
+from megastable.checkpoint import loading, markers, store
+from megastable.checkpoint.health import Trend
+from megastable.checkpoint.saving import Outcome, Saver
+from megastable.checkpoint.staging import Staging, recover
+from megastable.checkpoint.store import LayoutState, RunState
+from megastable.checkpoint.vitals import Vitals, doubt, judge, loss_change, ratio, size_change, unclear
+from megastable.checkpoint.whole import run_of
+from megastable.config.tree import RunConfig
+from megastable.engine.engine import Engine
+from megastable.recovery.persisted_state import interrupted
+from megastable.run.directory import RunDirectory
+
+
+class Checkpoints:
+    """Of one run, on this rank. note, say, phase: the trainer's journal, console and heartbeat. recipe: the
+    frozen one. vitals: measures those of the state that the engine holds.
+
+    last: the step of the newest one that counts, -1 where there is none. rejected: those that were passed over at the
+    start as they are damaged, and why; passed: those that are good, but have read what is put off by now. ill: the
+    step of a state that could not be saved because it is not finite.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        run: RunDirectory,
+        note: Callable[..., None],
+        say: Callable[[str], None],
+        phase: Callable[[str], None],
+        recipe: Callable[[], bytes],
+        vitals: Callable[[], Vitals],
+    ) -> None:
+        self.config, self.engine, self.run, self.folder = config.checkpoint, engine, run, run.checkpoints
+        self.note, self.say, self.phase, self.vitals = note, say, phase, vitals
+        self.saver = Saver(self.folder, engine, self.config, config.model, recipe)
+        self.trend = Trend(self.config.healthy_after)
+        self._model = config.model
+        self.last = -1
+        self.rejected: dict[str, str] = {}
+        self.passed: set[str] = set()
+        self.ill: int | None = None
+        self.changes: dict[
+            str, float
+        ] = {}  # of the state that was loaded since it was saved: what rounding did
+        self._moved: dict[str, str] = {}  # as saved, but with other losses here: passed over, and why
+        self._doubted: set[int] = set()  # steps of those that cannot prove healthy
+
+    # Starting
+
+    def find(self, has_read: Callable[[RunState], bool] = lambda _: False) -> Path | None:
+        """The newest good one that the run may go on from; None in a new run. has_read: whether one has read what is
+        put off since then: such a one is taken only where there is no other good one."""
+        first(self._clean)
+        if self.config.staging is not None:
+            self._recover(Staging(self.config.staging, self.run.root))
+        before = first(self.run.handed_over)
+        if before is not None:
+            self.say(f"the last process asked for a checkpoint from before step {before}")
+            first(lambda: self._only_before(before))
+        elif cut_short := first(lambda: interrupted(self.run.events("training", "incident", "checkpoint"))):
+            first(lambda: self._leave_behind(*cut_short))
+        convicted = first(self._convicted)
+        unfit = convicted | self._moved
+        behind = first(lambda: self._of_which(has_read)) - unfit.keys()
+        found, rejected = store.newest_good(self.folder, unfit | dict.fromkeys(behind, ""))
+        self.passed = behind & rejected.keys()
+        if found is None and behind:
+            found, damaged = store.newest_good(self.folder, unfit)
+            rejected, self.passed = rejected | damaged, set()
+        told, self.rejected = self.rejected, {name: problem for name, problem in rejected.items() if problem}
+        for name, problem in self.rejected.items() - told.items():
+            self.note("checkpoint_rejected", name=name, problem=problem)
+            self.say(f"passed over a damaged checkpoint: {problem}")
+        if found is None and self.rejected:
+            raise shared(CheckpointError(self._nothing_left(convicted)))
+        return found
+
+    def _of_which(self, true: Callable[[RunState], bool]) -> set[str]:
+        """Names of those of whose state this is true; of one that cannot be read it is not: it is damaged."""
+        found = set[str]()
+        for path in self._paths():
+            with suppress(CheckpointError):
+                if true(store.read_state(path)):
+                    found.add(path.name)
+        return found
+
+    def _paths(self) -> list[Path]:
+        return store.newest_first(self.folder)
+
+    def _nothing_left(self, convicted: Collection[str]) -> str:
+        """Why the run cannot begin."""
+        count = len(self.rejected)
+        told = f"{self.folder}: none of its {count} checkpoints can be used; see the lines above."
+        if self._moved:
+            return (
+                f"{told} Weights and moments of {len(self._moved)} of them are as large as when they were saved, but "
+                f"compute other losses here: {self._look()}"
+            )
+        accept = f", or accept one: {self._accept(convicted)}" if convicted else ""
+        return f"{told} Restore one{accept}, or start again with another run.dir"
+
+    def _look(self) -> str:
+        """What a person can do who has a checkpoint, or a machine, that computes something else."""
+        return (
+            "look at kernels, versions and hardware. Where they were changed on purpose, accept one: "
+            f"{self._accept(self._moved)}; checkpoint.vitals.probes=0 goes on without asking"
+        )
+
+    def _accept(self, names: Collection[str]) -> str:
+        newest = max((self.folder / name for name in names), key=store.step_of)
+        return f"python tools/checkpoint.py accept {newest}"
+
+    def _convicted(self) -> dict[str, str]:
+        """Names of those that a run has convicted already, with the reason."""
+        rulings = {path.name: markers.convicted(path) for path in store.newest_first(self.folder)}
+        return {name: ruling.reason for name, ruling in rulings.items() if ruling is not None}
+
+    def load(self, found: Path, saved: RunState, layout: LayoutState) -> None:
+        """Weights, moments and random states of `found` into the engine, whatever layout wrote it."""
+        agree(lambda: loading.load(found, saved, self.engine))
+        self.engine.refresh_weights()
+        agree(lambda: store.restore_rng(found))
+        if saved.layout != layout:
+            self.note("reshaped", old=vars(saved.layout), new=vars(layout))
+            self.say(f"{found.name} was written by another layout ({saved.layout}): reshaped")
+        if saved.updates and not saved.adam_step:
+            self.note("moments_anew", step=saved.step)
+            self.say(f"{found.name} holds no optimizer state: Adam's moments begin anew")
+        self.last = saved.step
+
+    def proved(self, found: Path, saved: RunState) -> bool:
+        """Whether the state that the engine holds is the one that `found` was saved of.
+
+        If so, those that were passed over are put aside. Otherwise it is convicted, and `find` finds another one.
+        Raises CheckpointError where one before computes other losses, and this one cannot tell whether that is to blame
+        or what computes here.
+        """
+        now = self.vitals()
+        bf16 = self.engine.flat_state().moments is torch.bfloat16
+        kept = saved.vitals
+        most = ratio(self.engine.config.optimizer.betas, *first(lambda: self._betas(found)))
+        verdict = judge(kept, now, bf16, self.config.vitals, most)
+        self.changes = (
+            {}
+            if kept is None
+            else {"sizes": size_change(kept.sizes, now.sizes), "losses": loss_change(kept, now)}
+        )
+        asked = bool(verdict.problem or self._moved)
+        ruling = first(lambda: markers.accepted(found)) if asked else None
+        if verdict.problem and ruling is not None:
+            self.note(
+                "warning", step=saved.step, text=f"{found.name}: {verdict.problem}; accepted by a person"
+            )
+            self.say(
+                f"WARNING: {found}: {verdict.problem}; a person accepts it: {ruling.reason or 'no reason given'}"
+            )
+        elif verdict.problem:
+            what = (
+                "its checksums are right, its content is not"
+                if verdict.content
+                else "its content is as large as it was, what it computes is not as it was"
+            )
+            problem = f"{found}: {what}: {verdict.problem}"
+            if verdict.content:
+                first(lambda: markers.convict(found, problem))
+            else:  # of the checkpoint or of what computes here: the one before it tells
+                self._moved[found.name] = problem
+            return False
+        doubtful = unclear(kept, now, self.config.vitals) if self._moved else ""
+        if doubtful and ruling is None:
+            names = ", ".join(self._moved)
+            raise shared(
+                CheckpointError(
+                    f"{self.folder}: {names}: weights and moments are as large as when they were saved, but compute "
+                    f"other losses here, and {found.name} does not prove that this is right: {doubtful}. So nothing is "
+                    f"convicted: {self._look()}"
+                )
+            )
+        # Whom a person has accepted may be as wrong as they are, and convicts nobody by being taken.
+        for name, problem in self._moved.items() if not doubtful else ():
+            path = self.folder / name
+            first(lambda path=path, problem=problem: markers.convict(path, problem))  # type: ignore[misc]
+        for name in self.rejected if dist.get_rank() == 0 else ():
+            store.set_aside(self.folder / name)
+        if self.passed:
+            reason = f"it has read samples that {self.run.blends.name} puts off since then"
+            for name in first(lambda: store.set_aside_newer(self.folder, saved.step, forget=False)):
+                self.note("checkpoint_suspect", name=name, reason=reason)
+                self.say(f"passed over {name}: {reason}")
+        return True
+
+    def _betas(self, found: Path) -> list[tuple[float, float]]:
+        """Adam's when `found` was saved; none where its recipe cannot be read, which nothing else here needs."""
+        try:
+            return [run_of(found).optimizer.betas]
+        except MegastableError:
+            return []
+
+    def begin(self, step: int) -> None:
+        """Training goes on after `step`."""
+        self.last = max(self.last, step)
+        self.saver.began = first(time.time)
+        self.trend.resumed(step, first(self._unproven))
+
+    def prepare(self) -> None:
+        """Once the rewind points have their share of the memory."""
+        if self.config.interval:
+            self.saver.prepare()
+            self._say_note()
+
+    def _say_note(self) -> None:
+        if note := self.saver.take_note():
+            self.say(note)
+
+    def _clean(self) -> None:
+        try:
+            self.saver.clean()
+        except OSError as error:
+            raise SpaceError(f"{self.folder} cannot be written to: {error}") from None
+
+    def _recover(self, staging: Staging) -> None:
+        since = first(lambda: next((e["time"] for e in self.run.events("training")), math.inf))
+        if (found := recover(staging, self.folder, self._model, since - 0.001)) is None:  # it was rounded
+            return
+        step, problem = found
+        self.note("checkpoint_recovered", step=step, problem=problem)
+        what = problem or f"brought over from the local disks to {self.folder}"
+        self.say(f"the checkpoint of step {step}, which was not uploaded yet: {what}")
+
+    def _only_before(self, before: int) -> None:
+        """Leave only those of before a step, if there are any at all; of them only up to the newest healthy one."""
+        steps = self._steps()
+        if steps and min(steps) >= before:
+            raise CheckpointError(
+                f"{self.folder}: the last process asked for a checkpoint from before step {before}, and all "
+                f"are later (from step {min(steps)} on): restore one, or accept the oldest by removing the line with "
+                f'"event": "handover" at the end of {self.run.journal}'
+            )
+        healthy = [step for step in steps if step < before and self._is_healthy(step)]
+        if steps and not healthy:
+            self.say(
+                "none of the checkpoints from before it has proved healthy yet: the newest of them is taken"
+            )
+        store.set_aside_newer(self.folder, max(healthy, default=before - 1))
+
+    def _leave_behind(self, undone: int, since: set[str]) -> None:
+        """Put aside what a rewind had undone when the process died, if that leaves any checkpoint."""
+        names = {step: store.name_of(step) for step in self._steps()}
+        if any(step < undone or name in since for step, name in names.items()):
+            for name in store.set_aside_newer(self.folder, undone - 1, since):
+                why = f"an incident undid step {undone} and what came after"
+                self.note("checkpoint_suspect", name=name, reason=why)
+
+    def _steps(self) -> list[int]:
+        return [store.step_of(path) for path in store.newest_first(self.folder)]
+
+    def _is_healthy(self, step: int) -> bool:
+        return markers.healthy(self.folder / store.name_of(step)) is not None
+
+    def _unproven(self) -> list[int]:
+        """Steps of those that may prove healthy yet."""
+        return [step for step in self._steps() if not self._is_healthy(step) and not self._is_doubted(step)]
+
+    def _is_doubted(self, step: int) -> bool:
+        try:
+            vitals = store.read_state(self.folder / store.name_of(step)).vitals
+        except CheckpointError:
+            return False  # damaged: it is passed over anyway
+        return vitals is not None and bool(vitals.doubt)
+
+    # While training
+
+    def save(self, state: RunState, wait: bool = False) -> bool:
+        """Begin to save, and wait for it where that is said; False when there is no checkpoint of it then. A state that
+        proves ill is left by whoever calls (`ill`); where that is waited for, UnstableError is raised."""
+        self.settle()
+        if self.ill is None:
+            self._examine(state)
+            self.saver.begin(state)
+            self._say_note()
+            if wait or not self.saver.asynchronous:
+                self.settle()
+        if wait and self.ill is not None:
+            raise self.unstable()
+        return self.saver.pending == state.step or self.last == state.step
+
+    def _examine(self, state: RunState) -> None:
+        """Measure what the checkpoint of `state` is to remember of it. The steps wait for this: done before anything is
+        copied, it tells of a copy that goes wrong."""
+        before, now = state.vitals, self.vitals()
+        if before is not None and before.doubt:
+            before = None  # no measure of anything
+        reason = doubt(now, before, state.recent_losses, self.config.vitals)
+        self._doubted.discard(state.step)
+        if reason:
+            self._doubted.add(state.step)
+            text = f"the checkpoint of step {state.step} will not count as healthy: {reason}"
+            self.note("warning", step=state.step, text=text)
+            self.say(f"step {state.step}: warning: {text}")
+        state.vitals = now.model_copy(update={"doubt": reason})
+
+    def finish(self) -> None:
+        """Wait for the one that is under way, if there is one. Raises SpaceError, UnstableError."""
+        self.settle()
+        if self.ill is not None:
+            raise self.unstable()
+
+    def settle(self) -> None:
+        """As `finish`, where the state may be ill: something else is being done about it. Raises SpaceError."""
+        self.phase("checkpoint")
+        self._stands(self.saver.finish())
+
+    def stepped(self, step: int, calm: bool, written: float, settled: float) -> None:
+        """After every step: has one come to stand, has one proved healthy? calm: the step was on trend; written,
+        settled: the sums of `saver.votes`. Afterwards `ill` says whether a state was found not to be finite."""
+        self._stands(self.saver.heard(written, settled))
+        self._mark(self.trend.step(step, calm), step)
+
+    def back_to(self, state: RunState) -> None:
+        """The run went back: later ones no longer count; where there are no others, one of now comes first."""
+        self.phase("checkpoint")
+        step, outcome = state.step, self.saver.finish()
+        self.trend.back_to(step)
+        if outcome is not None and outcome.step <= step:
+            # One of a later step is put aside below, without a word that would make it count.
+            self._stands(outcome)
+        self.ill = None
+        steps = first(self._steps)
+        kept = max((saved for saved in steps if saved <= step), default=None)
+        if kept is None and steps:
+            if not self.save(state, wait=True):
+                self.last = -1
+                return  # a suspect one is better than none
+            kept = step
+        for name in first(lambda: store.set_aside_newer(self.folder, step)):
+            self.note(
+                "checkpoint_suspect", name=name, reason=f"written after step {step}, which was returned to"
+            )
+        self.last = -1 if kept is None else kept
+
+    def unstable(self) -> UnstableError:
+        """What to raise where a state that is not finite cannot be left. A checkpoint of it would push out a good one,
+        and from here on every update is refused anyway."""
+        self.note("unstable", step=self.ill)
+        error = UnstableError(
+            f"step {self.ill}: weights or Adam's moments are not finite, so there is no checkpoint of it. Those in "
+            f"{self.folder} are from before: start again to go on from the newest; if it recurs, lower optimizer.lr "
+            "or skip the data"
+        )
+        shared(error)
+        return error
+
+    def _stands(self, outcome: Outcome | None) -> None:
+        """Journal what became of a save. A disk that refuses ends the run, if the recipe says so."""
+        if outcome is None:
+            return
+        step = outcome.step
+        if outcome.path is not None:
+            self.last = max(self.last, step)
+            self.note(
+                "checkpoint", step=step, name=outcome.path.name, bytes=outcome.size,
+                seconds=round(outcome.seconds, 3), blocked=round(outcome.blocked, 3),
+            )  # fmt: skip
+            if step not in self._doubted:
+                self._mark(self.trend.saved(step), step)
+            return
+        self.note("checkpoint_failed", step=step, problem=outcome.problem)
+        if not outcome.finite:
+            self.ill = step
+            return
+        message = (
+            f"the checkpoint of step {step} could not be written: {outcome.problem}. Earlier ones are intact"
+        )
+        if self.config.on_failure == "stop":
+            raise shared(
+                SpaceError(f"{message}. Make room and start again, or set checkpoint.on_failure=continue")
+            )
+        self.say(f"WARNING: {message}; training goes on (checkpoint.on_failure=continue)")
+
+    def _mark(self, steps: list[int], now: int) -> None:
+        """Those of `steps` have proved healthy."""
+        for step in steps if dist.get_rank() == 0 else ():
+            path = self.folder / store.name_of(step)
+            if not path.exists():
+                continue  # it made room for newer ones before it could prove itself
+            try:
+                markers.mark_healthy(path, now, self.trend.after)
+            except CheckpointError as error:
+                self.say(f"WARNING: {error}")
+            else:
+                self.note("checkpoint_healthy", step=now, name=path.name)

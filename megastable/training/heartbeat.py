@@ -1,0 +1,209 @@
+"""How a rank and the process above it hear of each other, through files that all hosts share: no ports, no signals.
+
+Rank 0 says in progress.json where the run stands, and sees when somebody adds to the skip ledger. Every rank looks at
+control.json: asked to stop, it votes for a checkpoint; asked for its stacks, it leaves them in logs/; and one that
+belongs to an attempt of before ends itself, wherever it runs. What ends a rank by an error it writes down, as its last
+words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import socket
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch.distributed import DistError
+
+from megastable.base.errors import FAILED, SUPERSEDED, MegastableError
+from megastable.checkpoint.store import RunState
+from megastable.run import directory
+from megastable.run.directory import RunDirectory
+from megastable.run.rank_ipc import LOST, Control, LastWords, folder_of
+from megastable.training.startup import StopRequest
+
+PACKAGE = Path(__file__).parents[1]
+SECONDS = 0.25  # between two looks of rank 0, and two reports of its progress
+OTHERS = 2.0  # ... and, at least, of the other ranks, which are many
+
+
+class Heartbeat:
+    """Of one rank, from the start of its run to the end: `with Heartbeat(...) as heart`."""
+
+    def __init__(
+        self, run: RunDirectory, rank: int, world: int, steps: int, stop: StopRequest, attempt: int | None
+    ) -> None:
+        self.run, self.rank, self.stop, self.attempt = run, rank, stop, attempt
+        self._facts: dict[str, Any] = {
+            "attempt": attempt, "pid": os.getpid(), "host": socket.gethostname(), "world": world, "steps": steps,
+            "phase": "starting", "step": None, "cursor": None,
+        }  # fmt: skip
+        self._dirty = True
+        self._over, self._news = False, threading.Event()
+        self._dumped = 0
+        # Of many ranks none may load the file system: it is all the same to them whether they hear at once.
+        self._pause = max(OTHERS, world / 500) if rank else SECONDS
+        self._ledger = self._state_of_ledger()
+        self.more_skips = False  # the ledger is not what it was when `skips_read` was called last
+        self._thread = threading.Thread(target=self._look, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            self._last_words(error)
+        self.phase("ended")
+        self._over = True
+        self._news.set()
+        self._thread.join(timeout=2)  # not for ever, where the file system hangs
+
+    @property
+    def strict(self) -> bool:
+        """Whether a person has started this process, and sees what is wrong; not a supervisor at night."""
+        return self.attempt is None or self.attempt <= 1
+
+    # Where the run stands
+
+    def phase(self, name: str) -> None:
+        """What is being done now. Another thread writes it down, at once."""
+        if name != self._facts["phase"]:
+            self._facts["phase"] = name
+            self._dirty = True
+            self._news.set()
+
+    def at(self, state: RunState) -> None:
+        """Where the run stands, before a step. The first one of a process still belongs to its start."""
+        self._facts |= {"step": state.step, "cursor": state.cursor}
+        self._dirty = True
+        if "seconds" in self._facts:
+            self.phase("step")
+
+    def stepped(self, **numbers: Any) -> None:
+        """What the step measured: fields of `Progress`."""
+        self._facts |= numbers
+        self._dirty = True
+
+    # What is added to the skip ledger
+
+    def skips_read(self) -> None:
+        """Before the ledger is read: what changes it from now on is news."""
+        self._ledger = self._state_of_ledger()
+        self.more_skips = False
+
+    def _state_of_ledger(self) -> tuple[int, int] | None:
+        try:
+            # Opened, as a network file system answers `stat` from what it remembers, up to a minute old.
+            with self.run.skips.open("rb") as file:
+                found = os.fstat(file.fileno())
+        except OSError:
+            return None
+        return found.st_size, found.st_mtime_ns
+
+    def _report(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk: the journal has what matters
+            self._dirty = False
+            # Not synced: what a power cut takes is of no use after it.
+            temporary = self.run.progress.with_name(f".{self.run.progress.name}.tmp")
+            temporary.write_text(directory.as_json({**self._facts, "time": round(time.time(), 3)}))
+            os.replace(temporary, self.run.progress)
+
+    # What is wanted of it
+
+    def _look(self) -> None:
+        while True:
+            over = self._over
+            if self._dirty and not self.rank:
+                self._report()
+            if over:
+                return
+            if not self.rank and self._state_of_ledger() != self._ledger:
+                self.more_skips = True
+            if self.attempt is not None:
+                with contextlib.suppress(OSError, ValueError):  # not there, or just being replaced: next time
+                    self._obey(Control.model_validate(json.loads(self.run.control.read_text())))
+            if self._news.wait(self._pause):
+                self._news.clear()
+
+    def _obey(self, wanted: Control) -> None:
+        assert self.attempt is not None
+        if wanted.attempt > self.attempt:
+            os._exit(SUPERSEDED)
+        if wanted.attempt < self.attempt:
+            return
+        if wanted.stop:
+            self.stop.ask()
+        if wanted.dump > self._dumped:
+            self._dumped = wanted.dump
+            self._stacks()
+
+    def _stacks(self) -> None:
+        facts = self._facts
+        with self._file("stacks").open("w") as file:
+            file.write(
+                f"rank {self.rank} on {facts['host']}, process {facts['pid']}: {facts['phase']} after step "
+                f"{facts['step']}\n\n"
+            )
+            file.flush()
+            faulthandler.dump_traceback(file)
+
+    # Last words
+
+    def _last_words(self, error: Exception) -> None:
+        collective = isinstance(error, MegastableError) and error.collective
+        if collective and self.rank:
+            return
+        words = LastWords(
+            rank=self.rank, host=self._facts["host"], pid=os.getpid(), time=time.time(),
+            step=self._facts["step"], cursor=self._facts["cursor"],
+            code=error.code if isinstance(error, MegastableError) else FAILED,
+            error=_in_a_line(error), where=_where(error), alone=not collective,
+            trace="".join(traceback.format_exception(error)) if _lost(error, self._facts["world"]) else "",
+        )  # fmt: skip
+        with contextlib.suppress(OSError):
+            self._file("json").write_text(words.model_dump_json())
+
+    def _file(self, suffix: str) -> Path:
+        folder = folder_of(self.run, self.attempt or 0)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"rank-{self.rank}.{suffix}"
+
+
+def _lost(error: BaseException, world: int) -> bool:
+    """Whether it says that another rank is gone: as torch.distributed does; not as a file system or a server would."""
+    # Gloo's errors have no class of their own, but begin with the place in its source.
+    of_ranks = isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    return world > 1 and of_ranks and LOST.search(str(error)) is not None
+
+
+def parting(error: BaseException, rank: int, world: int) -> str:
+    """What a rank prints of the unforeseen error that ends it: its traceback, or a line where only another one is gone.
+
+    That one is to blame, and whoever reads the log looks for what it said; the traceback is among the last words.
+    """
+    if not _lost(error, world):
+        return "".join(traceback.format_exception(error))
+    return f"rank {rank} lost another rank at {_where(error) or 'its start'}: {_in_a_line(error)}\n"
+
+
+def _in_a_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:500]
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of ours."""
+    # Not by the name in the path: what is installed may lie in a clone of that name.
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(PACKAGE)
+    ]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

@@ -1,0 +1,107 @@
+"""What is kept and shown of every step: the record, the curves, the progress line. Rank 0 only."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from megastable.base.hardware import memory_gib
+from megastable.checkpoint.store import RunState
+from megastable.config.tree import RunConfig
+from megastable.data.loader import Step
+from megastable.engine.engine import Measured
+from megastable.engine.layer_stats import Statistics
+from megastable.model.flops import flops_per_token
+from megastable.parallel.layout import Layout
+from megastable.run.directory import RunDirectory
+from megastable.run.records import LAYER_SCHEMA, LayerRecord, Recorder, StepRecord, worst_samples
+from megastable.training.live import Live
+
+
+class Observer:
+    """Keeps and shows the steps of a run. peak: TFLOP/s of a device, for MFU; done: steps of earlier processes."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: RunDirectory,
+        layout: Layout,
+        device: torch.device,
+        peak: float,
+        done: int,
+    ) -> None:
+        self.config, self.layout, self.device, self.peak = config, layout, device, peak
+        self.live = Live(config.logging, run.tensorboard, config.train.steps, done)
+        self.steps = Recorder(run.steps, config.logging.flush_steps)
+        self.layers = Recorder(run.layers, 1, LAYER_SCHEMA)
+        self._clips: list[bool] = []
+
+    def step(
+        self,
+        state: RunState,
+        batch: Step,
+        measured: Measured,
+        applied: bool,
+        lr: float,
+        seconds: float,
+        waited: float,
+        statistics: Statistics | None,
+    ) -> None:
+        """Record and show the step that ended at `state`. seconds: it took, `waited` of them for data."""
+        c, now = self.config, time.time()
+        worst = worst_samples(
+            measured.losses.tolist(), batch.positions.tolist(), c.logging.worst_samples, c.train.micro_batch,
+            self.layout.samples,
+        )  # fmt: skip
+        per_second = c.train.global_batch * c.model.sequence_length / seconds
+        flops = per_second / self.layout.world / (self.peak * 1e12)
+        clipped = applied and 0 < c.optimizer.clip < measured.grad_norm
+        self._clips.append(clipped)
+        occasional: dict[str, Any] = {}
+        if statistics is not None:
+            occasional = statistics.overall | {"clipped_fraction": sum(self._clips) / len(self._clips)}
+            self._clips.clear()
+        record = StepRecord(
+            step=state.step,
+            time=now,
+            first_position=batch.first,
+            next_position=batch.next,
+            skipped=batch.skipped,
+            applied=applied,
+            finite=measured.finite,
+            clipped=clipped,
+            loss=measured.loss,
+            z_loss=float(measured.squares.mean()) * c.model.z_loss,
+            z=float(measured.squares.mean().sqrt()),
+            grad_norm=measured.grad_norm,
+            lr=lr,
+            **vars(worst),
+            seconds=seconds,
+            data_seconds=waited,
+            tokens_per_second=per_second,
+            mfu_full=flops * flops_per_token(c.model, causal=False),
+            mfu_causal=flops * flops_per_token(c.model, causal=True),
+            memory=memory_gib(self.device),
+            loss_scale=measured.loss_scale,
+            fp8=None if measured.fp8 is None else float(measured.fp8),
+            **occasional,
+        )
+        self.steps.add(record)
+        self.live.step(record)
+        if statistics is not None and statistics.layers:
+            rows = [
+                LayerRecord(state.step, now, name, **values) for name, values in statistics.layers.items()
+            ]
+            self.layers.add(*rows)
+            self.live.layers(rows)
+
+    def flush(self) -> None:
+        """Write what is not on the disk yet; when it refuses, that is logged, and stays in memory."""
+        self.steps.flush()
+        self.layers.flush()
+
+    def close(self) -> None:
+        self.flush()
+        self.live.close()

@@ -1,0 +1,102 @@
+"""What every rank does before there is a trainer: signals, the run directory, the data; the same on all ranks."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import signal
+import socket
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+
+from megastable.base.collectives import agree, first, shared, strangers
+from megastable.base.errors import ConfigError
+from megastable.config import deepspeed_json
+from megastable.config.tree import RunConfig
+from megastable.data.blends import read_blends
+from megastable.data.corpora import Corpora, open_corpora
+from megastable.run import directory
+from megastable.run.directory import RunDirectory
+
+
+class StopRequest:
+    """Set by SIGTERM or SIGINT; a second SIGINT interrupts at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._set)
+
+    def ask(self) -> None:
+        """As if the signal had come."""
+        self.signal = self.signal or signal.SIGTERM
+
+    def _set(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+
+
+def open_run(config: RunConfig, recipe_path: Path) -> tuple[RunConfig, RunDirectory]:
+    """The run directory: chosen, made and locked by rank 0, and seen by all."""
+    token, mine = secrets.token_hex(8), []
+
+    def make() -> tuple[Path, str]:
+        run = directory.make(config, recipe_path)
+        run.lock()
+        mine.append(run)
+        try:
+            (run.root / ".seen").write_text(token)
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={run.root} cannot be written to: {error}: make room, or use another"
+            ) from None
+        return run.root, token
+
+    def see() -> None:
+        try:
+            found = (root / ".seen").read_text()
+        except OSError:
+            found = ""
+        if found != theirs:
+            raise ConfigError(
+                f"run.dir={root} is not the same directory on {socket.gethostname()} (rank {dist.get_rank()}) as on "
+                "rank 0: it must lie on a file system that all hosts share"
+            )
+
+    root, theirs = first(make)
+    agree(see)
+    run = config.run.model_copy(update={"dir": root})
+    # Rank 0 goes on with the object that holds the lock.
+    return config.model_copy(update={"run": run}), mine[0] if mine else RunDirectory(root)
+
+
+def open_data(config: RunConfig) -> tuple[RunConfig, Corpora]:
+    """The corpora, and the configuration with their vocabulary. All ranks must see the same of both."""
+
+    def read() -> tuple[RunConfig, Corpora]:
+        # The directory was not made yet where this is a new run.
+        blends = read_blends(RunDirectory(config.run.dir).blends) if config.run.dir is not None else []
+        corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed, blends)
+        size = config.model.vocab_size or corpora.vocab_size
+        if size < corpora.vocab_size:
+            raise ConfigError(
+                f"model.vocab_size={size} is smaller than the tokenizer's {corpora.vocab_size}: "
+                "leave it out, or make it larger"
+            )
+        model = config.model.model_copy(update={"vocab_size": size})
+        return config.model_copy(update={"model": model}), corpora
+
+    resolved, corpora = agree(read)
+    ds_config = deepspeed_json.build(resolved, dist.get_world_size())
+    view = (resolved.model_dump_json(), json.dumps(ds_config), corpora.order_fingerprint)
+    for what, value in zip(("recipe", "DeepSpeed file", "data.corpora"), view, strict=True):
+        if other := strangers(value):
+            raise shared(
+                ConfigError(
+                    f"{what}: ranks {other} see another one than rank 0: make them the same on all hosts"
+                )
+            )
+    return resolved, corpora

@@ -1,0 +1,87 @@
+"""summary.json: a run in a few figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from megastable.config.recipe import find
+from megastable.config.tree import RunConfig
+from megastable.data.plant import read_planted
+from megastable.model.flops import parameters
+from megastable.run.directory import RunDirectory
+from megastable.stability.policy_state import PolicyState
+
+if TYPE_CHECKING:  # it needs torch
+    from megastable.checkpoint.store import RunState
+
+
+def incidents(run: RunDirectory, config: RunConfig) -> list[dict[str, Any]]:
+    """The incidents of a run, in order, from its journal; `class` as the field calls it. outcome: "open" where none
+    was told, as after a crash in the middle of one.
+
+    planted_documents: of a corpus that was made bad on purpose (data/plant.py), to compare with; else empty.
+    """
+    planted = [read_planted(find(corpus.path)) for corpus in config.data.corpora]
+    documents = [d.model_dump() for p in planted if p is not None for d in p.documents]
+    return [_shown(summary, documents) for summary in latest(run.events("incident")).values()]
+
+
+def latest(events: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """By number, what the last of `events` says of each incident: every one carries all that was known by then."""
+    found: dict[int, dict[str, Any]] = {}
+    for event in events:
+        summary = event.get("summary") if event.get("event") == "incident" else None
+        if isinstance(summary, dict) and isinstance(summary.get("number"), int):
+            found[summary["number"]] = summary
+    return found
+
+
+def _shown(summary: dict[str, Any], planted: list[dict[str, Any]]) -> dict[str, Any]:
+    rest = {key: value for key, value in summary.items() if key != "kind"}
+    actions = summary.get("actions") or [None]
+    return {**rest, "class": summary.get("kind"), "action": actions[-1], "planted_documents": planted}
+
+
+def _fp8(config: RunConfig, state: RunState) -> dict[str, Any] | None:
+    """fallbacks: how often FP8 was left. steps_without: that were done without it because of that, of new ground."""
+    if config.precision.fp8 is None:
+        return None
+    memory = PolicyState.model_validate(state.stability.get("guard", {}).get("policy", {}))
+    recipe = config.precision.fp8.recipe
+    return {"recipe": recipe, "fallbacks": len(memory.fallbacks), "steps_without": memory.rested}
+
+
+def summarise(
+    config: RunConfig, state: RunState, validation: float | None, entropy: float | None,
+    incidents: list[dict[str, Any]],
+) -> dict[str, Any]:  # fmt: skip
+    """Losses in nats per token; final_loss: `RunState.recent_loss`; None = not measured. tokens_per_second: of all
+    steps, without evaluations, checkpoints and starts.
+
+    val_unigram_entropy: the loss of the best model that knows only how frequent each token of the validation text is.
+    fp8: what became of it in a run that wants it.
+    """
+    layout = state.layout
+    return {
+        "steps": state.step,
+        "updates": state.updates,
+        "parameters": parameters(config.model),
+        "tokens": state.tokens,
+        "first_loss": state.first_loss,
+        "final_loss": state.recent_loss,
+        "val_loss": validation,
+        "val_unigram_entropy": entropy,
+        "tokens_per_second": state.tokens / max(state.seconds, 1e-9),
+        "seconds": state.seconds,
+        "world_size": layout.tensor * layout.pipeline * layout.data,
+        "tensor": layout.tensor,
+        "pipeline": layout.pipeline,
+        "data": layout.data,
+        "context": layout.context,
+        "zero_stage": layout.zero,
+        "precision": layout.precision,
+        "fp8": _fp8(config, state),
+        "cursor": state.cursor,
+        "incidents": incidents,
+    }

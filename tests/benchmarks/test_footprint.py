@@ -1,0 +1,108 @@
+"""Memory of real training steps on processes of this machine, beside what plan/memory.py says."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks import footprint
+from benchmarks.footprint import LAYOUTS, Case, Row
+from benchmarks.train_speed import peak_of
+from megastable.base import products
+from megastable.base.errors import ConfigError
+from megastable.config.tree import RunConfig
+from megastable.engine.layer_stats import attention_chunks
+from megastable.model.gpt import Block
+from megastable.model.kernels import DTYPES
+from megastable.parallel.topology import TensorParallel
+from megastable.plan import activations
+
+# The rest takes minutes: MEGASTABLE_FOOTPRINTS=all.
+SOME = ["one", "one, fp16", "one, full", "PP2", "DP2 ZeRO 3 full"]
+ALL = os.environ.get("MEGASTABLE_FOOTPRINTS") == "all"
+
+
+def holds(config: RunConfig) -> bool:
+    """Products of bf16 that are computed in fp32 take more memory than the formulas say."""
+    return products.NATIVE or config.precision.kind != "bf16"
+
+
+def test_formulas_hold() -> None:
+    chosen = [name for name in (LAYOUTS if ALL else SOME) if holds(LAYOUTS[name].config)]
+    assert chosen
+    rows = footprint.measure(chosen)
+    assert {row.layout for row in rows} == set(chosen)
+    for row in rows:
+        assert row.held == pytest.approx(row.held_expected, rel=0.005), row
+        assert row.total_expected == pytest.approx(row.total, rel=0.05), row
+        assert sum(row.kinds.values()) == row.total_expected
+        # Under ZeRO 3 DeepSpeed gathers the parameters one by one, and gloo lets go of them when its threads come to
+        # it: all of them are 0.32 of the rest. That they are gathered one by one is in tests/parallel/test_building.py.
+        more = 0.35 if "ZeRO 3" in row.layout else 0.01
+        assert 0.99 * row.building_expected <= row.building <= (1 + more) * row.building_expected, row
+        # A step that is looked at, and a diagnosis, need no more than any other step, but for counts of FP8 and what
+        # gloo has not given back yet.
+        assert row.watched <= row.total * (1.01 if row.layout in SOME else 1.05), row
+        assert row.located <= row.total * 1.01, row
+
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"precision": {"kind": "fp32"}},
+    {"micro_batch": 8, "model": {"sequence_length": 1024}},  # scores in several chunks
+    {"model": {"kv_heads": None, "qk_norm": False}},
+    {"model": {"kv_heads": None, "norms": "after", "qk_norm": "full"}},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_formula_of_a_look_at_the_attention_holds(shape: dict[str, Any]) -> None:
+    config = Case(**shape).config
+    if not holds(config):
+        pytest.skip("this CPU computes products of bf16 in fp32")
+    m, dtype = config.model, DTYPES[config.precision.kind]
+    block = Block(m, TensorParallel(), 0, "none").to(dtype)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(m.sequence_length, config.train.micro_batch, m.hidden).to(dtype)
+
+    def look() -> None:
+        for entropy, highest in attention_chunks(*block.queries_and_keys(x), None):
+            assert entropy.shape == highest.shape
+
+    assert activations.watched(config) == pytest.approx(peak_of(look, again=footprint.PROFILED), rel=0.03)
+
+
+ROW = Row("TP2", 0, 0, 100, 100, 1000, 1030, 1001, 900, "head", {"weights": 1000, "logits": 30}, 500, 510)
+
+
+def test_difference_and_table() -> None:
+    assert ROW.difference == pytest.approx(0.03)
+    shown = footprint.table([ROW, replace(ROW, rank=1), replace(ROW, rank=2, total=990)])
+    assert shown.row_count == 2  # ranks of a stage that took the same are one row
+
+
+def test_an_unknown_layout_is_named() -> None:
+    with pytest.raises(ConfigError, match="TP3"):
+        footprint.measure(["TP3"])
+    outcome = CliRunner().invoke(footprint.app, ["--layout", "TP3"])
+    assert outcome.exit_code == 2
+
+
+def test_help_has_examples() -> None:
+    outcome = CliRunner().invoke(footprint.app, ["--help"], env={"COLUMNS": "200"})
+    assert outcome.exit_code == 0
+    assert "--json footprint.json" in " ".join(outcome.output.split())
+
+
+def test_json_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    outcome = CliRunner().invoke(
+        footprint.app, ["--layout", "one", "--json", str(tmp_path / "no" / "x.json")]
+    )
+    assert outcome.exit_code == 2

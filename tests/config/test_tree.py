@@ -1,0 +1,166 @@
+"""The tree: defaults that follow from others, and what is refused as impossible."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from megastable.config.stability import StabilityConfig
+from megastable.config.tree import ModelConfig, RunConfig
+
+
+def refused(**parts: Any) -> str:
+    """The message that refuses a tree."""
+    with pytest.raises(ValidationError) as error:
+        RunConfig.model_validate(parts)
+    return "\n".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.value.errors())
+
+
+# Each with its key and its remedy.
+IMPOSSIBLE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "tensor-heads": (
+        {"parallel": {"tensor": 8}, "model": {"heads": 12, "hidden": 768, "kv_heads": 4}},
+        ("parallel.tensor=8", "model.heads=12", "change one"),
+    ),
+    "tensor-kv-heads": (
+        {"parallel": {"tensor": 4}, "model": {"heads": 12, "kv_heads": 2}},
+        ("parallel.tensor=4", "model.kv_heads=2", "change one"),
+    ),
+    "tensor-ffn": (
+        {"parallel": {"tensor": 3}, "model": {"ffn": 2048, "vocab_multiple": 384}},
+        ("parallel.tensor=3", "model.ffn=2048", "change one"),
+    ),
+    "tensor-vocabulary": (
+        {"parallel": {"tensor": 3}, "model": {"ffn": 1536}},
+        ("parallel.tensor=3", "model.vocab_multiple=128", "set vocab_multiple to a multiple"),
+    ),
+    "stages-without-a-block": (
+        {"parallel": {"pipeline": 13}},
+        ("parallel.pipeline=13", "model.layers=12", "use fewer stages"),
+    ),
+    "sequence-alone": ({"parallel": {"sequence": True}}, ("parallel.sequence", "parallel.tensor above 1")),
+    "sequence-length": (
+        {"parallel": {"sequence": True, "tensor": 4}, "model": {"sequence_length": 2050}},
+        ("parallel.sequence", "parallel.tensor=4", "model.sequence_length=2050", "change one"),
+    ),
+    "pipeline-zero-2": (
+        {"parallel": {"pipeline": 2, "zero": 2}},
+        ("parallel.zero=2", "parallel.pipeline=2", "use parallel.zero=1 or parallel.pipeline=1"),
+    ),
+    "pipeline-zero-3": (
+        {"parallel": {"pipeline": 2, "zero": 3}},
+        ("parallel.zero=3", "parallel.pipeline=2", "use parallel.zero=1 or parallel.pipeline=1"),
+    ),
+    "zero-0": ({"parallel": {"zero": 0}}, ("parallel.zero=0", "use parallel.zero=1")),
+    "context-heads": (
+        {"parallel": {"context": 4, "tensor": 2}},
+        ("parallel.context=4", "parallel.tensor=2", "model.heads=12", "change one"),
+    ),
+    "context-length": (
+        {"parallel": {"context": 4}, "model": {"sequence_length": 2050}},
+        ("parallel.context=4", "model.sequence_length=2050", "change one"),
+    ),
+    "context-sequence": (
+        {"parallel": {"context": 2, "sequence": True, "tensor": 2}, "model": {"sequence_length": 2050}},
+        ("parallel.tensor=2", "model.sequence_length=2050 / parallel.context=2", "change one"),
+    ),
+    "micro-batch": (
+        {"train": {"global_batch": 64, "micro_batch": 6}},
+        ("train.micro_batch=6", "train.global_batch=64", "change one"),
+    ),
+    "beta-1": ({"optimizer": {"betas": [1.0, 0.95]}}, ("optimizer.betas=[1.0, 0.95]", "below 1")),
+    "beta-2": ({"optimizer": {"betas": [0.9, 1.0]}}, ("optimizer.betas=[0.9, 1.0]", "below 1")),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_an_impossible_combination_names_its_keys_and_a_remedy(name: str) -> None:
+    parts, words = IMPOSSIBLE[name]
+    message = refused(**parts)
+    for word in words:
+        assert word in message
+    # One reason only, so that no case hides behind another; kv_heads divides heads, so what divides one divides both.
+    assert len(message.splitlines()) == (2 if name == "tensor-heads" else 1)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    message = refused(parallel={"zero": 2, "pipeline": 13}, train={"global_batch": 3, "micro_batch": 2})
+    for word in ("model.layers=12", "parallel.zero=2", "train.micro_batch=2"):
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"heads": 12, "kv_heads": 5}, ("kv_heads=5", "heads=12")),
+        ({"hidden": 100, "heads": 12}, ("heads=12", "hidden=100", "set head_dim")),
+        ({"hidden": 36, "heads": 12}, ("head_dim=3", "odd")),
+        ({"head_dim": 7}, ("head_dim=7", "odd")),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(model: dict[str, Any], words: tuple[str, ...]) -> None:
+    message = refused(model=model)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("ranges", [[[5, 5]], [[0, 2], [9, 3]]])
+def test_skips_that_go_nowhere_are_refused(ranges: list[list[int]]) -> None:
+    assert "empty or reversed" in refused(data={"skip": ranges})
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("optimizer", "lr", float("inf")),
+        ("optimizer", "lr", float("nan")),
+        ("optimizer", "lr", 0),
+        ("optimizer", "clip", -1),
+        ("optimizer", "betas", [0.9, 1.1]),
+        ("schedule", "floor", 1.5),
+        ("schedule", "kind", "cosin"),
+        ("train", "steps", 0),
+        ("train", "steps", 1.5),
+        ("data", "skip", [[-1, 5]]),
+        ("parallel", "zero", 4),
+        ("precision", "kind", "fp8"),
+    ],
+)
+def test_values_out_of_range_are_refused(section: str, key: str, value: Any) -> None:
+    assert f"{section}.{key}" in refused(**{section: {key: value}})
+
+
+def test_a_recipe_of_before_there_were_kernels() -> None:
+    def read(**kernels: Any) -> RunConfig:
+        return RunConfig.model_validate({"model": {"attention": "sdpa", "hidden": 48}, "kernels": kernels})
+
+    assert read().kernels.attention == "sdpa" and read().model.hidden == 48
+    assert read(compile=False).kernels.attention == "sdpa"
+    assert read(attention="blocked").kernels.attention == "blocked"
+    assert refused(model={"attention": "sdpa"}, kernels="sdpa").startswith("kernels: ")
+
+
+def test_what_follows_from_other_sizes() -> None:
+    m = ModelConfig(hidden=768, heads=12, vocab_size=50_257)
+    assert (m.key_value_heads, m.head_width, m.ffn_width, m.padded_vocab) == (12, 64, 2048, 50_304)
+    m = ModelConfig(
+        hidden=4096, heads=32, kv_heads=8, head_dim=64, ffn=100, vocab_size=128, vocab_multiple=64
+    )
+    assert (m.key_value_heads, m.head_width, m.ffn_width, m.padded_vocab) == (8, 64, 100, 128)
+    assert ModelConfig(hidden=4096, heads=32).ffn_width == 11_008  # as Llama 7B
+
+
+def test_a_tree_cannot_be_changed() -> None:
+    c = RunConfig()
+    with pytest.raises(ValidationError, match="frozen"):
+        c.train.steps = 5  # type: ignore[misc]
+
+
+def test_a_recipe_of_before_regions_were_grown_still_loads() -> None:
+    """Every run of then has the key in its frozen recipe, and must go on."""
+    old = StabilityConfig.model_validate({"attribution": {"ahead": 16, "window": 8}})
+    assert old.attribution.window == 8 and "ahead" not in old.model_dump()["attribution"]
+    with pytest.raises(ValidationError, match="aheadd"):
+        StabilityConfig.model_validate({"attribution": {"aheadd": 16}})

@@ -1,0 +1,388 @@
+"""Megatron-core's checkpoints: its own model computes what ours does, and what comes back is the same bytes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megastable.base.errors import CheckpointError, ConfigError
+from megastable.checkpoint import store
+from megastable.checkpoint.new_run import write_run
+from megastable.checkpoint.plain import load_plain
+from megastable.checkpoint.store import LayoutState, RunState
+from megastable.checkpoint.whole import WholeState, parameters, run_of
+from megastable.config.tree import RunConfig
+from megastable.convert.foreign.megatron import MegatronState, export_megatron, find, import_megatron
+from megastable.convert.foreign.megatron_names import NORMS
+from tests.convert.foreign import mcore
+from tests.convert.foreign.junk import spoilt
+from tests.distributed import run_ranks
+
+MODEL = dict(
+    layers=4, hidden=32, heads=8, kv_heads=2, head_dim=6, ffn=20, sequence_length=24, vocab_size=101, vocab_multiple=16,
+    rope_theta=50_000.0, norm_eps=1e-3,
+)  # fmt: skip
+LLAMA3 = {"kind": "llama3", "factor": 32.0, "original_length": 8192}
+EXAMPLES = 60
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1)]
+
+
+def made(folder: Path, **model: Any) -> Path:
+    """A run whose weights are all different from one another, norms too."""
+    run = RunConfig.model_validate({"model": MODEL | model, "precision": {"kind": "bf16"}})
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(name: str, _: str) -> Tensor:
+        shape = parameters(run.model)[name].shape
+        return torch.randn(shape, generator=generator) * 0.2 + (1 if len(shape) == 1 else 0)
+
+    layout = LayoutState(tensor=1, pipeline=1, data=1, zero=1, precision="bf16")
+    state = RunState(step=7, order_fingerprint="", layout=layout)
+    return write_run(folder, run, state, draw, optimizer=False, origin={})
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Checkpoints by their model, each made once."""
+    done: dict[str, Path] = {}
+
+    def checkpoint(**model: Any) -> Path:
+        key = json.dumps(model)
+        if key not in done:
+            done[key] = made(tmp_path_factory.mktemp("ours") / "run", **model)
+        return done[key]
+
+    return checkpoint
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store_ = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store_}", rank=0, world_size=1)
+    with mcore.on_the_cpu():
+        yield
+    dist.destroy_process_group()
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 101, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def our_logits(checkpoint: Path) -> Tensor:
+    return load_plain(checkpoint)(tokens())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {}, {"qk_norm": False}, {"tied": True}, {"kv_heads": 8}, {"heads": 4, "kv_heads": 1, "head_dim": None},
+        {"qk_norm": False, "qkv_bias": True}, {"rope_theta": 1e9, "rope_scaling": LLAMA3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_megatrons_model_computes_the_same(
+    ours: Any, alone: None, tmp_path: Path, model: dict[str, Any]
+) -> None:
+    checkpoint = ours(**model)
+    folder = export_megatron(checkpoint, tmp_path / "megatron", local=True)
+    theirs = mcore.logits(folder, tokens(), 1, 1)
+    expected = our_logits(checkpoint)
+    assert theirs is not None and expected.std() > 0.3
+    assert (theirs[..., :101] - expected).abs().max() < 1e-4
+
+
+def test_what_megatrons_model_holds_is_imported(ours: Any, alone: None, tmp_path: Path) -> None:
+    """The other way round: from its own state_dict, extra state, names and all."""
+    content = torch.load(
+        export_megatron(ours(), tmp_path / "args", local=True) / "mp_rank_00" / "model_optim_rng.pt",
+        weights_only=False,
+    )
+    torch.manual_seed(3)
+    model = mcore.build(content["args"])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape) * 0.2 + (1 if p.dim() == 1 else 0))
+    place = tmp_path / "saved" / "iter_0000123" / "mp_rank_00"
+    place.mkdir(parents=True)
+    state = model.state_dict()
+    assert any(name.endswith("_extra_state") for name in state)
+    torch.save(
+        {"args": content["args"], "checkpoint_version": 3.0, "iteration": 123, "model": state},
+        place / "model_optim_rng.pt",
+    )
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("123")
+    said: list[str] = []
+    checkpoint = import_megatron(tmp_path / "saved", tmp_path / "run", None, said.append)
+    assert "iteration 123" in said[0] and "moments do not travel" in said[0]
+    store.verify(checkpoint)
+    assert WholeState(checkpoint).kinds == ("weight",) and store.read_state(checkpoint).step == 0
+    run = run_of(checkpoint).model
+    assert (run.vocab_size, run.padded_vocab, run.sequence_length) == (101, 112, 24)
+    x = tokens()
+    with torch.no_grad():
+        mask = torch.ones(1, 1, 24, 24).triu(1).bool()
+        theirs = model(x, torch.arange(24).expand(2, -1), mask)
+    assert (theirs[..., :101] - our_logits(checkpoint)).abs().max() < 1e-4
+
+
+def test_megatrons_ranks_compute_the_same(ours: Any, tmp_path: Path) -> None:
+    """Its own tensor and pipeline ranks, each with its file, loaded strictly."""
+    models: list[dict[str, Any]] = [{}, {"tied": True}, {"qkv_bias": True}]
+    cases = [(model, tensor, pipeline) for model in models for tensor, pipeline in ((2, 1), (1, 2))]
+    folders = [
+        (export_megatron(ours(**model), tmp_path / str(n), tensor, pipeline, local=True), tensor, pipeline)
+        for n, (model, tensor, pipeline) in enumerate(cases)
+    ]
+    answers = run_ranks(2, mcore.ranks_logits, folders, tokens())[0]
+    for (model, _, _), parts in zip(cases, answers, strict=True):
+        theirs = torch.cat([part for part in parts if part is not None], -1)
+        assert (theirs[..., :101] - our_logits(ours(**model))).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("model", "local"),
+    [
+        ({}, False),
+        ({"tied": True, "qk_norm": False}, True),
+        ({"qkv_bias": True, "rope_scaling": LLAMA3, "max_positions": 99}, False),
+    ],
+    ids=str,
+)
+def test_every_layout_comes_back_as_the_same_bytes(
+    ours: Any, tmp_path: Path, model: dict[str, Any], local: bool
+) -> None:
+    source = ours(**model)
+    before = WholeState(source)
+    for tensor, pipeline in LAYOUTS:
+        name = f"{tensor}-{pipeline}"
+        export_megatron(source, tmp_path / name, tensor, pipeline, local=local)
+        with_recipe = run_of(source) if pipeline == 1 else None
+        checkpoint = import_megatron(tmp_path / name, tmp_path / f"run-{name}", with_recipe, lambda _: None)
+        after = WholeState(checkpoint)
+        assert after.names == before.names
+        for parameter in before.names:
+            assert torch.equal(after.tensor(parameter, "weight"), before.tensor(parameter, "weight")), (
+                parameter
+            )
+        # Padding and sizes came along: the recipe that Megatron's arguments make is the old one's.
+        model_after, model_before = run_of(checkpoint).model, run_of(source).model
+        assert model_after.padded_vocab == model_before.padded_vocab
+        for key in ("head_width", "tied", "qkv_bias", "rope_scaling", "sequence_length", "longest"):
+            assert getattr(model_after, key) == getattr(model_before, key)
+
+
+def test_another_padding_of_the_vocabulary_is_taken(ours: Any, tmp_path: Path) -> None:
+    source = ours()
+    export_megatron(source, tmp_path / "megatron", tensor=2)
+    before = WholeState(source).tensor("embedding.weight", "weight")  # 112 rows
+    for multiple, rows in ((128, 128), (2, 102)):
+        run = run_of(source)
+        run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_multiple": multiple})})
+        checkpoint = import_megatron(tmp_path / "megatron", tmp_path / f"run-{rows}", run, print)
+        after = WholeState(checkpoint).tensor("embedding.weight", "weight")
+        kept = min(rows, 112)
+        assert len(after) == rows and torch.equal(after[:kept], before[:kept]) and not after[kept:].any()
+
+
+def changed(
+    ours: Any, folder: Path, change: Callable[[dict[str, Any]], Any], rank: str = "00", **model: Any
+) -> Path:
+    """An export of two tensor ranks with something changed in the file of one."""
+    if not folder.exists():
+        export_megatron(ours(**model), folder, tensor=2)
+    file = folder / "iter_0000007" / f"mp_rank_{rank}" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    change(content)
+    torch.save(content, file)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("use_rope_scaling", True), ("rotary_percent", 0.5), ("rotary_interleaved", True), ("add_bias_linear", True),
+        ("add_qkv_bias", True), ("num_experts", 8), ("position_embedding_type", "learned_absolute"),
+        ("apply_layernorm_1p", True), ("layernorm_zero_centered_gamma", True), ("normalization", "LayerNorm"),
+        ("swiglu", False), ("squared_relu", True), ("multi_latent_attention", True), ("window_size", (128, 0)),
+        ("softmax_type", "learnable"), ("mtp_num_layers", 1), ("attention_output_gate", True), ("qk_l2_norm", True),
+        ("rotary_seq_len_interpolation_factor", 4), ("use_mup", True), ("spec", ["a", "b"]),
+        ("virtual_pipeline_model_parallel_size", 2), ("num_layers", 6), ("rotary_base", 10_000),
+        ("norm_epsilon", 1e-5), ("qk_layernorm", False), ("num_query_groups", 4), ("kv_channels", 8),
+        ("untie_embeddings_and_output_weights", False), ("tensor_model_parallel_size", 4),
+    ],
+)  # fmt: skip
+def test_an_option_without_a_home_is_refused_by_name(ours: Any, tmp_path: Path, key: str, value: Any) -> None:
+    folder = changed(ours, tmp_path / "megatron", lambda content: setattr(content["args"], key, value))
+    names = {
+        "num_layers": "model.layers", "rotary_base": "model.rope_theta", "norm_epsilon": "model.norm_eps",
+        "qk_layernorm": "model.qk_norm", "num_query_groups": "model.kv_heads", "kv_channels": "model.head_dim",
+        "untie_embeddings_and_output_weights": "model.tied", "add_qkv_bias": "model.qkv_bias",
+        "use_rope_scaling": "model.rope_scaling",
+    }  # fmt: skip
+    with pytest.raises(CheckpointError, match=names.get(key, key)):
+        import_megatron(folder, tmp_path / "run", run_of(ours()), print)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decoder.layers.0.self_attention.linear_proj.bias", "embedding.position_embeddings.weight",
+        "decoder.layers.1.mlp.experts.linear_fc1.weight0", "decoder.layers.0.mlp.router.weight",
+        "decoder.final_layernorm.bias", "language_model.encoder.final_norm.weight", "decoder.\x1b[2Jlayers",
+    ],
+)  # fmt: skip
+def test_a_tensor_without_a_home_is_refused_by_name(ours: Any, tmp_path: Path, name: str) -> None:
+    for rank in ("00", "01"):
+        folder = changed(
+            ours, tmp_path / "megatron", lambda content: content["model"].update({name: torch.ones(2)}), rank
+        )
+    with pytest.raises(CheckpointError) as caught:
+        import_megatron(folder, tmp_path / "run", run_of(ours()), print)
+    assert name.replace("\x1b", "\\x1b") in str(caught.value) and "no home" in str(caught.value)
+
+
+def test_files_that_do_not_belong_together_are_refused(ours: Any, tmp_path: Path) -> None:
+    def refused(change: Callable[[dict[str, Any]], Any], match: str, at: str = "01") -> None:
+        folder = tmp_path / f"megatron-{len(list(tmp_path.iterdir()))}"
+        changed(ours, folder, change, at)
+        with pytest.raises(CheckpointError, match=match):
+            import_megatron(folder, tmp_path / "run", run_of(ours()), print)
+        assert not (tmp_path / "run").exists()
+
+    norm = "decoder.final_layernorm.weight"
+    refused(lambda c: c["model"][norm].mul_(2), "different copies of final_norm")
+    refused(lambda c: c["model"].pop(norm), f"not all tensor ranks hold {norm}")
+    refused(lambda c: c.update(iteration=8), "of iteration 8, others are of 7")
+    refused(lambda c: c.update(checkpoint_version=2.0), "checkpoint_version=2.0", "00")
+    refused(lambda c: c.pop("checkpoint_version"), "checkpoint_version=0", "00")
+    refused(lambda c: c.update(model0=c.pop("model")), "interleaved", "00")
+    refused(lambda c: c.pop("model"), "no model", "00")
+    refused(lambda c: c["model"].update({norm: torch.ones(3)}), r"final_norm.weight is \(3,\)")
+    refused(lambda c: c["model"].update({norm: torch.ones(32).to(torch.float8_e4m3fn)}), "FP8")
+    refused(lambda c: c["model"].update({norm: argparse.Namespace()}), "not a tensor")
+    word = "embedding.word_embeddings.weight"
+    refused(lambda c: c["model"].update({word: torch.ones(5, 32)}), "embedding.weight|vocabulary")
+
+
+def test_a_tied_head_that_differs_is_refused(ours: Any, tmp_path: Path) -> None:
+    export_megatron(ours(tied=True), tmp_path / "megatron", pipeline=2)
+    file = tmp_path / "megatron" / "iter_0000007" / "mp_rank_00_001" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    content["model"]["output_layer.weight"] += 1
+    torch.save(content, file)
+    with pytest.raises(CheckpointError, match="different copies of embedding"):
+        import_megatron(tmp_path / "megatron", tmp_path / "run", None, print)
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "pipeline", "match"),
+    [
+        ({"rope_scaling": {"kind": "linear", "factor": 2.0}}, 1, 1, "rope_scaling=.*as Llama 3.1 only"),
+        ({"rope_scaling": LLAMA3 | {"original_length": 4096}}, 1, 1, "rope_scaling=.*original_length=8192"),
+        ({"qk_norm": "full"}, 1, 1, "qk_norm=full"), ({"norms": "after"}, 1, 1, "norms=after"),
+        ({}, 3, 1, "tensor=3 does not divide model.heads"), ({}, 1, 3, "pipeline=3 does not divide"),
+        ({}, 0, 1, "tensor=0"), ({"vocab_multiple": 1}, 2, 1, "vocab_multiple"),
+    ],
+)  # fmt: skip
+def test_what_megatron_cannot_be_is_said_before_anything_is_written(
+    ours: Any, tmp_path: Path, model: dict[str, Any], tensor: int, pipeline: int, match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        export_megatron(ours(**model), tmp_path / "megatron", tensor, pipeline)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_replaces_nothing(ours: Any, tmp_path: Path) -> None:
+    (tmp_path / "megatron").mkdir()
+    with pytest.raises(CheckpointError, match="exists already"):
+        export_megatron(ours(), tmp_path / "megatron")
+    assert not list((tmp_path / "megatron").iterdir())
+
+
+def test_folders_that_are_no_checkpoint_say_what_they_are(ours: Any, tmp_path: Path) -> None:
+    def refused(folder: Path, match: str) -> None:
+        with pytest.raises(CheckpointError, match=match):
+            import_megatron(folder, tmp_path / "run", None, print)
+
+    refused(tmp_path / "nowhere", "no such folder")
+    folder = tmp_path / "megatron"
+    folder.mkdir()
+    refused(folder, "neither latest_checkpointed_iteration.txt")
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    for text, match in (
+        ("../x", "not a number"),
+        ("9" * 50, "not a number"),
+        ("12", "iter_0000012 is not there"),
+    ):
+        tracker.write_text(text)
+        refused(folder, match)
+    tracker.write_text("release\n")
+    (folder / "release").mkdir()
+    assert find(folder) == folder / "release"
+    refused(folder, "mp_rank_00")
+    (folder / "release" / "metadata.json").write_text("{}")
+    refused(folder, "ckpt-convert-format torch")
+    (folder / "release" / "metadata.json").unlink()
+    (folder / "release" / "mp_rank_00_000_001").mkdir()
+    refused(folder, "expert parallelism")
+    (folder / "release" / "mp_rank_00_000_001").rmdir()
+    (folder / "release" / "mp_rank_99999_00001").mkdir()
+    refused(folder, "tensor rank 0, stage 0 is missing")
+
+
+def test_a_checkpoint_without_arguments_needs_a_recipe(ours: Any, tmp_path: Path) -> None:
+    folder = changed(ours, tmp_path / "megatron", lambda content: content.pop("args"))
+    with pytest.raises(CheckpointError, match=r"do not say num_layers, .*give a recipe"):
+        import_megatron(folder, tmp_path / "run", None, print)
+    said: list[str] = []
+    import_megatron(folder, tmp_path / "run", run_of(ours()), said.append)
+    assert any("do not say num_layers" in line and "rotary_base" in line for line in said)
+    assert MegatronState(find(folder)).iteration == 7
+
+
+@pytest.fixture(scope="module")
+def exported(ours: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_megatron(ours(), tmp_path_factory.mktemp("exported") / "megatron", tensor=2, pipeline=2)
+
+
+@settings(max_examples=EXAMPLES)
+@given(data=st.data())
+def test_content_of_any_other_kind_is_an_error_that_says_where(
+    exported: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("junk") / "iter_0000007"
+    shutil.copytree(exported, folder)
+    file = data.draw(st.sampled_from(sorted(folder.glob("*/*.pt"))))
+    torch.save(spoilt(torch.load(file, weights_only=False), data), file)
+    try:
+        checkpoint = import_megatron(folder, folder.parent / "run", None, lambda _: None)
+    except (CheckpointError, ConfigError) as error:
+        said = str(error)
+        checkpoint = folder.parent / "run"
+    else:
+        said = str(folder)
+        store.verify(checkpoint)
+    assert str(folder) in said and checkpoint.exists() == (checkpoint.name != "run")
+
+
+def test_transformer_engines_names_are_those_that_megatron_maps_to() -> None:
+    """It is not needed for that: the local spec says what its norms are called there."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    mapped = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
+    for name, local in NORMS["local"].items():
+        there = next(local.replace(old, new) for old, new in mapped.items() if local.startswith(old))
+        assert NORMS["transformer_engine"][name] == there

@@ -1,0 +1,175 @@
+"""Files that others pickled: their data is read, and nothing in them is run."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastable.base.errors import CheckpointError
+from megastable.convert.foreign.unpickle import StandIn, dense, fields, load, number
+
+FORMATS = pytest.mark.parametrize("zipped", [True, False])
+
+
+def save(content: Any, path: Path, zipped: bool = True) -> Path:
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    return path
+
+
+@FORMATS
+def test_data_is_read_and_strange_classes_stand_still(tmp_path: Path, zipped: bool) -> None:
+    content: dict[str, Any] = {
+        "weight": torch.arange(6.0).view(2, 3),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "args": argparse.Namespace(num_layers=2, nested=[torch.ones(2)]),
+        "stage": signal.SIGINT,  # an IntEnum of 2, as DeepSpeed's stage of ZeRO
+        "shape": torch.Size([2, 3]),
+        "groups": collections.OrderedDict(a=(1, None, True)),
+        "lists": collections.defaultdict(list, {"a": [1]}),
+        "queue": collections.deque([1, 2]),
+        "rng": np.random.RandomState(0).get_state(),
+        "path": Path("x"),
+    }
+    found = load(save(content, tmp_path / "a.pt", zipped))
+    assert torch.equal(found["weight"], content["weight"]) and torch.equal(found["half"], content["half"])
+    assert found["shape"] == (2, 3) and found["groups"] == {"a": (1, None, True)}
+    assert found["lists"] == {"a": [1]} and found["queue"] == [1, 2]
+    assert fields(found["args"])["num_layers"] == 2
+    assert torch.equal(fields(found["args"])["nested"][0], torch.ones(2))
+    assert isinstance(found["args"], StandIn) and found["args"].path == "argparse.Namespace"
+    assert number(found["stage"]) == 2
+    assert isinstance(found["path"], StandIn) and fields(found["rng"][1]) == {}
+
+
+class Calls:
+    """Pickles as a call of `function`."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def touched(path: Path) -> str:
+    return f"open({str(path)!r}, 'w')"
+
+
+@FORMATS
+@pytest.mark.parametrize("how", ["os", "eval", "exec", "subprocess", "open", "import"])
+def test_nothing_in_a_pickle_is_run(tmp_path: Path, zipped: bool, how: str) -> None:
+    trap = tmp_path / "trap"
+    bomb = {
+        "os": Calls(os.system, f"touch {trap}"),
+        "eval": Calls(eval, touched(trap)),
+        "exec": Calls(exec, touched(trap)),
+        "subprocess": Calls(subprocess.check_call, ["touch", str(trap)]),
+        "open": Calls(open, str(trap), "w"),
+        "import": Calls(__import__, "antigravity"),
+    }[how]
+    if how != "import":
+        pickle.loads(pickle.dumps(bomb))
+    assert trap.exists() == (how != "import")  # it does go off where it is let
+    trap.unlink(missing_ok=True)
+    path = save({"bomb": bomb, "weight": torch.ones(1)}, tmp_path / "a.pt", zipped)
+    try:
+        found = load(path)
+    except CheckpointError as error:
+        said = str(error)
+    else:
+        said = f"a.pt: {found['bomb']}"
+        assert isinstance(found["bomb"], StandIn)
+    assert "a.pt" in said and "weights_only" not in said
+    assert not trap.exists() and "antigravity" not in sys.modules
+
+
+def test_what_another_library_has_allowed_stays_outside(tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    path = save([Calls(open, str(trap), "w")], tmp_path / "a.pt")
+    with torch.serialization.safe_globals([(open, "_io.open"), (open, "io.open")]):
+        before = set(torch.serialization.get_safe_globals())
+        assert isinstance(load(path)[0], StandIn)
+        assert set(torch.serialization.get_safe_globals()) == before
+    assert not trap.exists()
+
+
+@FORMATS
+def test_cut_off_files_are_refused(tmp_path: Path, zipped: bool) -> None:
+    whole = save({"weight": torch.arange(500.0), "x": signal.SIGINT}, tmp_path / "a.pt", zipped).read_bytes()
+    for length in [*range(0, len(whole), 97), len(whole) - 1]:
+        path = tmp_path / "cut.pt"
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"cut\.pt"):
+            load(path)
+
+
+def test_a_flipped_bit_of_a_tensor_is_seen(tmp_path: Path) -> None:
+    weight = torch.arange(500.0)
+    path = save({"weight": weight}, tmp_path / "a.pt")
+    whole = bytearray(path.read_bytes())
+    whole[whole.index(weight.numpy().tobytes()) + 1000] ^= 1
+    path.write_bytes(whole)
+    assert not torch.equal(torch.load(path, weights_only=True)["weight"], weight)  # torch does not look
+    with pytest.raises(CheckpointError, match="CRC-32"):
+        load(path)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    content = {"weight": torch.arange(5.0), "args": argparse.Namespace(a=1)}
+    folder = tmp_path_factory.mktemp("saved")
+    return [save(content, folder / "a.pt", zipped).read_bytes() for zipped in (True, False)]
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_changed_and_random_bytes_never_end_in_a_traceback(
+    tmp_path_factory: pytest.TempPathFactory, saved: list[bytes], data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("bytes") / "a.pt"
+    if data.draw(st.booleans()):
+        path.write_bytes(
+            data.draw(st.sampled_from([b"", b"PK\x03\x04", b"\x80\x02"])) + data.draw(st.binary())
+        )
+    else:
+        whole = bytearray(data.draw(st.sampled_from(saved)))
+        for at in data.draw(st.lists(st.integers(0, len(whole) - 1), min_size=1, max_size=3)):
+            whole[at] = data.draw(st.integers(0, 255))
+        path.write_bytes(whole)
+    with contextlib.suppress(CheckpointError):  # nothing else
+        load(path)
+
+
+@pytest.mark.parametrize("what", ["missing", "folder", "zip", "script"])
+def test_what_is_no_such_file_is_named(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "a.pt"
+    if what == "folder":
+        path.mkdir()
+    elif what == "zip":
+        np.savez(path.open("wb"), a=np.ones(3))
+    elif what == "script":
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
+    with pytest.raises(CheckpointError, match=r"a\.pt"):
+        load(path)
+
+
+def test_numbers_and_tensors_are_told_from_the_rest() -> None:
+    assert number(torch.tensor(3.0)) == 3 and number(4) == 4
+    assert number(True) is None and number("3") is None and number(float("nan")) is None
+    assert number(torch.ones(2)) is None and number(10**400) is None
+    assert dense(torch.ones(2, device="meta")) is None and dense(torch.ones(2).to_sparse()) is None
+    assert dense(torch.ones(2, dtype=torch.int64)) is None and dense([1.0]) is None

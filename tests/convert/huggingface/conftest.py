@@ -1,0 +1,108 @@
+"""Checkpoints of random weights, and a corpus with a real tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megastable.checkpoint import store
+from megastable.checkpoint.new_run import write_run
+from megastable.checkpoint.whole import parameters
+from megastable.config.tree import ModelConfig, RunConfig
+from megastable.convert.huggingface.tokenizer_export import MANY_LANGUAGES, real_text
+from megastable.data.manifest import adopt
+from megastable.data.shards import ShardWriter
+from megastable.data.tokenizer import Tokenizer
+from megastable.data.train_tokenizer import train_sentencepiece
+from tests.conftest import tiny
+
+VOCABULARY = 700  # no padding divides it
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"layers": 3},
+    "qwen3-tied": {"layers": 2, "tied": True, "kv_heads": 1, "head_dim": 24},
+    "llama": {"layers": 2, "qk_norm": False, "rope_theta": 500_000.0},
+    "llama-tied": {"layers": 2, "qk_norm": False, "tied": True, "kv_heads": None, "norm_eps": 1e-6},
+    "llama3": {
+        "layers": 2, "qk_norm": False, "rope_theta": 500_000.0, "kv_heads": 1, "head_dim": 16,
+        "rope_scaling": {"kind": "llama3", "factor": 8.0, "original_length": 16},
+    },
+    "llama-linear": {"layers": 1, "qk_norm": False, "rope_scaling": {"kind": "linear", "factor": 4.0}},
+    "qwen2": {"layers": 2, "qk_norm": False, "qkv_bias": True, "tied": True, "norm_eps": 1e-6},
+    "olmo2": {"layers": 2, "qk_norm": "full", "norms": "after"},
+    "olmo2-wide": {
+        "layers": 1,
+        "qk_norm": "full",
+        "norms": "after",
+        "head_dim": 16,
+        "kv_heads": 4,
+        "ffn": 96,
+    },
+}  # fmt: skip
+Make = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """As ours are: SentencePiece BPE that keeps every text."""
+    texts = [real_text()[:60_000], *MANY_LANGUAGES]
+    return train_sentencepiece(texts, tmp_path_factory.mktemp("tokenizer") / "tokenizer.model", VOCABULARY)
+
+
+@pytest.fixture(scope="session")
+def text_corpus(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_corpus(tmp_path_factory.mktemp("text"), tokenizer)
+
+
+def write_text_corpus(folder: Path, tokenizer: Tokenizer) -> Path:
+    """A prepared corpus of real text, with its tokenizer."""
+    text = real_text()
+    with ShardWriter(folder / "part-0", tokenizer.vocab_size) as writer:
+        for first in range(0, len(text), 2000):
+            writer.add_document(np.array([*tokenizer.encode(text[first : first + 2000]), tokenizer.eod]))
+    tokenizer.copy_to(folder)
+    adopt(folder, tokenizer.info, validation=0.1).save(folder)
+    return folder
+
+
+def configured(corpus: Path, out: Path, model: dict[str, Any], **parts: Any) -> RunConfig:
+    return tiny(corpus, out, model={"vocab_size": VOCABULARY, "sequence_length": 48, **model}, **parts)
+
+
+@pytest.fixture(scope="session")
+def make(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """make(model, parallel={...}, ...) -> the folder of a checkpoint whose weights are random, norms too; not to be
+    changed."""
+    known: dict[str, Path] = {}
+
+    def made(model: dict[str, Any], **parts: Any) -> Path:
+        key = repr((model, parts))
+        if key not in known:
+            out = tmp_path_factory.mktemp("made") / "run"
+            known[key] = write_random(out, configured(text_corpus, out, model, **parts))
+        return known[key]
+
+    return made
+
+
+def write_random(out: Path, run: RunConfig, **changed: Tensor) -> Path:
+    p = run.parallel
+    layout = store.LayoutState(tensor=p.tensor, pipeline=p.pipeline, data=2, zero=p.zero, precision="bf16")
+    state = store.RunState(step=7, order_fingerprint="0" * 64, layout=layout)
+    whole = random_weights(run.model) | changed
+    return write_run(out, run, state, lambda name, kind: whole[name], optimizer=False, origin={})
+
+
+def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Nothing is at its initial value: neither norms, nor the rows of the vocabulary's padding."""
+    drawn = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, described in parameters(config).items():
+        weight = torch.randn(described.shape, generator=drawn)
+        found[name] = 1 + 0.3 * weight if len(described.shape) == 1 else 0.15 * weight
+    return found

@@ -1,0 +1,218 @@
+"""Whatever makes the two compute something else is found: that is what the check is for."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megastable.base import free_memory
+from megastable.base.errors import CheckpointError
+from megastable.convert.huggingface import parity
+from megastable.convert.huggingface.export import to_hf
+from megastable.convert.huggingface.parity import Checked, Row, compare, sheet
+from megastable.report.sheet import as_json
+from tests.convert.huggingface.conftest import MODELS, Make, configured, write_random
+
+Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
+
+
+def interleaved(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    """The other layout of rotary embeddings: pairs (2i, 2i + 1), as Meta's own Llama files have it."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    heads = tensors[name].view(4, 2, 4, 32)
+    tensors[name] = heads.transpose(1, 2).reshape(32, 32).contiguous()
+
+
+def swapped(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    gate, up = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    tensors[gate], tensors[up] = tensors[up], tensors[gate]
+
+
+def nudged(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    tensors["model.norm.weight"][3] += 1e-6
+
+
+CHANGES: dict[str, Change] = {
+    "interleaved": interleaved,
+    "swapped": swapped,
+    "nudged": nudged,
+    "theta": lambda _, s: s["rope_parameters"].update(rope_theta=1e4 + 50) or s.update(rope_theta=1e4 + 50),
+    "eps": lambda _, s: s.update(rms_norm_eps=2e-5),
+    "norms": lambda t, _: t["model.layers.0.input_layernorm.weight"].mul_(1.01),
+}
+
+
+@pytest.fixture(scope="module")
+def qwen3(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return to_hf(make(MODELS["qwen3"]), tmp_path_factory.mktemp("qwen3") / "out", dtype="fp32").out
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_found(make: Make, qwen3: Path, tmp_path: Path, name: str) -> None:
+    checkpoint, out = make(MODELS["qwen3"]), shutil.copytree(qwen3, tmp_path / "out")
+    tensors = load_file(out / "model.safetensors")
+    settings = json.loads((out / "config.json").read_text())
+    CHANGES[name](tensors, settings)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text(json.dumps(settings))
+    found = compare(checkpoint, out)
+    assert found.failed and found.verdict.startswith("NOT THE SAME")
+    if name in ("theta", "eps"):
+        assert not found.unequal and all(
+            row.largest > parity.LARGEST or row.kl > parity.KL for row in found.rows
+        )
+    else:
+        assert found.unequal and "tensors have other numbers" in found.verdict
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "llama", "olmo2"])
+def test_a_model_too_large_for_the_memory_is_compared_layer_by_layer(
+    make: Make, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make({**MODELS[name], "layers": 6})
+    out = to_hf(checkpoint, tmp_path / "out").out
+    whole = compare(checkpoint, out)
+    need: list[tuple[int, int]] = []
+    memory = parity._memory
+    monkeypatch.setattr(parity, "_memory", lambda *a: need.append(memory(*a)) or need[-1])
+    monkeypatch.setattr(free_memory, "free", lambda: need[-1][0] - 1 if need else 0)
+    streamed = compare(checkpoint, out)
+    assert (whole.how, streamed.how) == ("loaded whole", "loaded layer by layer, for want of memory")
+    assert streamed.rows == whole.rows and not streamed.failed
+    assert need[-1][1] < need[-1][0]
+    monkeypatch.setattr(free_memory, "free", lambda: need[-1][1] - 1)
+    skipped = compare(checkpoint, out)
+    assert not skipped.rows and not skipped.failed
+    assert skipped.verdict.startswith("NOT CHECKED: it would take ")
+
+
+def test_without_transformers_it_says_so_loudly(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make(MODELS["llama"])
+    out = to_hf(checkpoint, tmp_path / "out").out
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    found = compare(checkpoint, out)
+    assert found.verdict.startswith("NOT CHECKED: transformers is not installed") and not found.rows
+    assert found.verdict.endswith("tensors are the same, bit for bit") and not found.failed
+    tensors = load_file(out / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    found = compare(checkpoint, out)
+    assert found.failed and found.unequal == ["model.norm.weight"] and "NOT THE SAME" in found.verdict
+
+
+def test_positions_are_left_out_rather_than_memory_filled(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make(MODELS["olmo2"])
+    out = to_hf(checkpoint, tmp_path / "out").out
+    monkeypatch.setattr(parity, "LOGITS", 4 * 700 * 4 * 5)
+    found = compare(checkpoint, out)
+    assert [row.tokens for row in found.rows] == [10, 10] and not found.failed
+
+
+def test_where_the_corpora_are_not_there_other_text_is_taken(
+    make: Make, text_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make(MODELS["llama"])
+    out = to_hf(checkpoint, tmp_path / "out").out
+    without = to_hf(checkpoint, tmp_path / "without", without_tokenizer=True).out
+
+    def gone(*_: Any) -> Any:
+        raise CheckpointError("gone")
+
+    monkeypatch.setattr(parity, "open_corpora", gone)
+    assert [row.of for row in compare(checkpoint, out).rows] == [
+        "random tokens",
+        "text of Python's own library",
+    ]
+    found = compare(checkpoint, without)
+    assert [row.of for row in found.rows] == ["random tokens"]
+    assert found.notes == [
+        "compared on random tokens alone: neither the run's corpora nor a tokenizer are there"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (
+            {"rms_norm_eps": 1.0000001e-5},
+            "model.norm_eps is 1.0000001e-05 there, and 1e-05 in the checkpoint",
+        ),
+        ({"rope_theta": 1e4 + 1e-5, "rope_parameters": None}, "model.rope_theta is 10000.00001 there"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 1.0000001, "rope_theta": 1e4}},
+            "model.rope_scaling is kind='linear' factor=1.0000001",
+        ),
+    ],
+)
+def test_a_setting_is_compared_though_it_hardly_shows(
+    make: Make, qwen3: Path, tmp_path: Path, changed: dict[str, Any], named: str
+) -> None:
+    out = shutil.copytree(qwen3, tmp_path / "out")
+    settings = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(settings | changed))
+    found = compare(make(MODELS["qwen3"]), out)
+    assert found.failed and all(row.same for row in found.rows)
+    assert named in found.verdict
+
+
+def test_tensors_are_compared_bit_by_bit(text_corpus: Path, tmp_path: Path) -> None:
+    """0.0 == -0.0, which is why that is not asked."""
+    run = configured(text_corpus, tmp_path / "run", MODELS["llama"])
+    checkpoint = write_random(tmp_path / "run", run, **{"final_norm.weight": torch.zeros(32)})
+    out = to_hf(checkpoint, tmp_path / "out").out
+    tensors = load_file(out / "model.safetensors")
+    tensors["model.norm.weight"].neg_()
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    assert compare(checkpoint, out).unequal == ["model.norm.weight"]
+
+
+def test_what_is_held_in_fp64_is_compared_as_it_is_read(make: Make, qwen3: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(qwen3, tmp_path / "out")
+    tensors = {k: v.double() * (1 + 1e-12) for k, v in load_file(out / "model.safetensors").items()}
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    found = compare(make(MODELS["qwen3"]), out)
+    assert not found.failed and found.precision == "float64"
+
+
+def test_another_model_is_named(make: Make, tmp_path: Path) -> None:
+    out = to_hf(make(MODELS["llama"]), tmp_path / "out").out
+    with pytest.raises(CheckpointError, match=r"another model than .*: model.layers is 2 there, and 3"):
+        compare(make(MODELS["qwen3"]), out)
+    with pytest.raises(CheckpointError, match=r"model.qk_norm is False there, and True"):
+        compare(make({"layers": 2}), out)
+
+
+@pytest.mark.parametrize(
+    ("largest", "kl"), [(2e-4, 0.0), (0.0, 2e-10), (float("nan"), 0.0), (0.0, float("nan"))]
+)
+def test_the_limits_and_what_is_no_number(largest: float, kl: float) -> None:
+    fine = Row("text", 5, 9e-5, 9e-11, 1.0, 3.0)
+    assert not Checked(Path("a"), Path("b"), rows=[fine]).failed
+    found = Checked(Path("a"), Path("b"), rows=[fine, Row("text", 5, largest, kl, 1.0, 3.0)])
+    assert found.failed and "on text logits differ" in found.verdict
+    assert "NOT THE SAME" in json.loads(as_json(sheet(found)))["title"]
+
+
+def test_a_row_of_numbers_by_hand() -> None:
+    ours = torch.tensor([[[0.0, 0.0], [1.0, 3.0]]])
+    theirs = torch.tensor([[[0.0, 0.0], [1.0, 2.0]]])
+    row = parity._row("these", ours, theirs)
+    p = torch.tensor([1.0, 3.0]).double().softmax(0)
+    q = torch.tensor([1.0, 2.0]).double().softmax(0)
+    assert row.kl == pytest.approx(float((p * (p / q).log()).sum()) / 2)
+    assert (row.tokens, row.largest, row.agree, row.scale) == (2, 1.0, 1.0, 3.0)
+    theirs[0, 0, 1] = float("nan")
+    assert not parity._row("these", ours, theirs).largest < 1

@@ -1,0 +1,89 @@
+"""A model of transformers is imported, trained on, and goes out again as one that computes what ours does."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from megastable.checkpoint.plain import find_checkpoint
+from megastable.checkpoint.whole import WholeState
+from megastable.config import recipe
+from megastable.config.tree import RunConfig
+from megastable.convert.huggingface.export import to_hf
+from megastable.convert.huggingface.importing import from_hf
+from megastable.convert.huggingface.parity import compare
+from megastable.data.tokenizer import Tokenizer
+from megastable.run import records
+from tests.convert.huggingface.conftest import VOCABULARY
+from tests.distributed import run_ranks
+
+LLAMA_3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def train(config: RunConfig) -> int:
+    from megastable.train import train
+
+    return train(config, Path("recipe.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "parts", "world"),
+    [
+        ("qwen2", {}, {"parallel": {"tensor": 2}, "precision": {"kind": "bf16", "fp8": "delayed"}}, 2),
+        ("llama", {"rope_parameters": LLAMA_3}, {"parallel": {"pipeline": 2}, "precision": {"kind": "fp32"}}, 2),
+    ],
+    ids=["qwen2-tp2-fp8", "llama3-pp2"],
+)  # fmt: skip
+def test_import_continue_export(
+    text_corpus: Path, tokenizer: Tokenizer, tmp_path: Path, kind: str, options: dict[str, Any],
+    parts: dict[str, Any], world: int,
+) -> None:  # fmt: skip
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        kind, vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=8192, eos_token_id=tokenizer.eod, **options,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "theirs")
+    tokenizer.copy_to(tmp_path / "theirs")
+    tree = {
+        "model": {"sequence_length": 32, "vocab_multiple": 64},
+        "data": {"corpora": [{"path": str(text_corpus)}]},
+        "optimizer": {"lr": 1e-3}, "schedule": {"warmup_steps": 0},
+        "train": {"steps": 3, "global_batch": 4, "micro_batch": 2, "eval_samples": 4},
+        "logging": {"tensorboard": False, "layers_interval": 1},
+    }  # fmt: skip
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(tree | parts))
+    made = from_hf(tmp_path / "theirs", tmp_path / "run", tmp_path / "base.yaml")
+    assert not compare(made.checkpoint, tmp_path / "theirs").failed
+
+    run_ranks(world, train, recipe.load(tmp_path / "run/recipe.yaml"))
+
+    before, after = WholeState(made.checkpoint), WholeState(find_checkpoint(tmp_path / "run"))
+    assert after.checkpoint.name == "step-3" and after.names == before.names
+    for name in after.names:
+        assert not torch.equal(before.tensor(name, "weight"), after.tensor(name, "weight")), name
+    losses = records.read(tmp_path / "run/steps")["loss"].to_pylist()
+    assert len(losses) == 3 and all(map(math.isfinite, losses))
+    layers = {
+        row["name"]: row for row in records.read(tmp_path / "run/layers", records.LAYER_SCHEMA).to_pylist()
+    }
+    assert ("blocks.1.attention.qkv.bias" in layers) == (kind == "qwen2")
+
+    out = to_hf(tmp_path / "run", tmp_path / "out", check=compare)
+    assert out.checked is not None and out.checked.rows and not out.checked.failed
+    settings = json.loads((out.out / "config.json").read_text())
+    assert (settings["model_type"], settings["max_position_embeddings"]) == (kind, 8192)
+    assert settings["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e4} | options.get(
+        "rope_parameters", {}
+    )

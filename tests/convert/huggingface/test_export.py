@@ -1,0 +1,267 @@
+"""What is exported computes what the checkpoint does, in transformers; and where it cannot, nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from megastable.base.errors import CheckpointError, ConfigError
+from megastable.checkpoint import markers, store
+from megastable.checkpoint.files import hash_file
+from megastable.checkpoint.plain import load_plain
+from megastable.config import recipe
+from megastable.convert.huggingface import export
+from megastable.convert.huggingface.export import NotTheSame, to_hf
+from megastable.convert.huggingface.folder import Folder, load_folder
+from megastable.convert.huggingface.parity import compare
+from megastable.convert.huggingface.tokenizer_export import fast
+from megastable.data.manifest import Manifest
+from megastable.data.tokenizer import load_tokenizer
+from tests.convert.huggingface.conftest import MODELS, VOCABULARY, Make, configured, write_random
+from tests.data.texts import hugging_face_file
+from tests.full_disk import files_no_larger_than
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as held:
+            assert held.metadata() == {"format": "pt"}
+            found |= {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_the_same_in_transformers(make: Make, tmp_path: Path, name: str, dtype: Any) -> None:
+    checkpoint = make(MODELS[name], parallel={"tensor": 2} if MODELS[name].get("kv_heads") != 1 else {})
+    made = to_hf(checkpoint, tmp_path / "out", dtype=dtype, check=compare)
+    found = made.checked
+    assert found is not None and not found.why and not found.failed and not found.unequal
+    assert [row.of for row in found.rows] == ["random tokens", "text of the validation corpus"]
+    assert all(
+        row.largest < 2e-5 and row.kl < 1e-11 and row.agree == 1 and row.tokens == 96 for row in found.rows
+    )
+    assert {tensor.dtype for tensor in exported(tmp_path / "out").values()} == {export.DTYPES[dtype]}
+    # And by our own reader.
+    ours, theirs = load_plain(checkpoint), load_folder(tmp_path / "out")
+    if dtype == "fp32":
+        tokens = torch.arange(VOCABULARY)[:40].unsqueeze(0)
+        assert torch.equal(ours(tokens), theirs(tokens))
+
+
+def test_shards_hold_what_one_file_would(make: Make, tmp_path: Path) -> None:
+    checkpoint = make(MODELS["qwen3"])
+    one = to_hf(checkpoint, tmp_path / "one")
+    many = to_hf(checkpoint, tmp_path / "many", shard_size=20_000)
+    assert one.files == 1 and many.files > 3
+    assert (tmp_path / "one/model.safetensors").is_file()
+    single, sharded = exported(tmp_path / "one"), exported(tmp_path / "many")
+    assert single.keys() == sharded.keys()
+    assert all(torch.equal(single[name], sharded[name]) for name in single)
+    assert single["model.embed_tokens.weight"].shape == (VOCABULARY, 32)  # without padding
+    where = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
+    assert where["metadata"]["total_size"] == many.bytes == sum(2 * t.numel() for t in single.values())
+    assert where["weight_map"].keys() == single.keys()
+    assert compare(checkpoint, tmp_path / "many").failed is False
+
+
+def test_a_tied_model_has_no_head_of_its_own(make: Make, tmp_path: Path) -> None:
+    to_hf(make(MODELS["qwen3-tied"]), tmp_path / "out")
+    assert "lm_head.weight" not in exported(tmp_path / "out")
+    settings = json.loads((tmp_path / "out/config.json").read_text())
+    assert settings["tie_word_embeddings"] is True and settings["head_dim"] == 24
+
+
+def test_the_card_says_where_it_came_from_and_how_it_was_checked(make: Make, tmp_path: Path) -> None:
+    checkpoint = make(MODELS["llama"])
+    made = to_hf(checkpoint, tmp_path / "out", check=compare)
+    card = (tmp_path / "out/README.md").read_text()
+    assert f"| step 7 |\n| manifest of the checkpoint (xxh3-128) | `{made.manifest}` |" in card
+    assert "| random tokens | 96 |" in card and "the same: all 21 tensors bit for bit" in card
+    assert str(tmp_path) not in card and str(checkpoint) not in card
+    to_hf(checkpoint, tmp_path / "other")
+    assert "It was not: whoever exported it left that out." in (tmp_path / "other/README.md").read_text()
+
+
+def test_where_documents_are_kept_apart_nothing_begins_one(make: Make, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    for apart, begins in ((True, None), (False, 2)):
+        corpora = recipe.load(make(MODELS["llama"]) / "recipe.yaml").data.corpora
+        checkpoint = make(MODELS["llama"], data={"corpora": corpora, "keep_documents_apart": apart})
+        out = to_hf(checkpoint, tmp_path / str(apart)).out
+        assert (
+            Folder(out).settings["bos_token_id"] == AutoTokenizer.from_pretrained(out).bos_token_id == begins
+        )
+        assert Folder(out).settings["eos_token_id"] == AutoTokenizer.from_pretrained(out).eos_token_id == 2
+        assert ("it is `bos`, too" in (out / "README.md").read_text()) is not apart
+
+
+def test_the_card_says_whether_the_checkpoint_has_proved_healthy(text_corpus: Path, tmp_path: Path) -> None:
+    checkpoint = write_random(tmp_path / "run", configured(text_corpus, tmp_path / "run", MODELS["llama"]))
+    to_hf(checkpoint, tmp_path / "one")
+    markers.mark_healthy(checkpoint, step=57, steps=50)
+    to_hf(checkpoint, tmp_path / "other")
+    assert "| its health | not proven by later steps |" in (tmp_path / "one/README.md").read_text()
+    assert "| its health | proven by the 50 steps after it |" in (tmp_path / "other/README.md").read_text()
+
+
+def test_no_other_model_is_refused_by_the_name_of_its_option(text_corpus: Path, tmp_path: Path) -> None:
+    run = configured(text_corpus, tmp_path / "run", {"qk_norm": "full"})
+    write_random(tmp_path / "run", run)
+    with pytest.raises(ConfigError, match=r"model.qk_norm=full with model.norms=before"):
+        to_hf(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_that_transformers_would_replace_is_told(make: Make, tmp_path: Path) -> None:
+    notes = {kind: " ".join(to_hf(make(MODELS[kind]), tmp_path / kind).notes) for kind in ("qwen2", "llama")}
+    assert "load this one with PreTrainedTokenizerFast.from_pretrained('qwen2')" in notes["qwen2"]
+    assert "PreTrainedTokenizerFast" not in notes["llama"]
+
+
+def test_what_is_there_stays_as_it_is(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match=r"out exists already"):
+        to_hf(make(MODELS["llama"]), tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing(make: Make, tmp_path: Path) -> None:
+    with (
+        files_no_larger_than(60_000),
+        pytest.raises(CheckpointError, match=r"could not be written.*Nothing was left"),
+    ):
+        to_hf(make(MODELS["llama"]), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match=r"0.00 GB are free on that disk: make room"):
+        to_hf(make(MODELS["llama"]), tmp_path / "new/out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_are_not_finite_are_not_exported(text_corpus: Path, tmp_path: Path) -> None:
+    # write_run refuses them, so the file is changed afterwards, and its checksum with it.
+    checkpoint = write_random(tmp_path / "run", configured(text_corpus, tmp_path / "run", MODELS["llama"]))
+    file = checkpoint / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-4:] = b"\x00\x00\xc0\x7f"  # nan
+    file.write_bytes(content)
+    contents = store.read_contents(checkpoint)
+    files = {**contents.files, file.name: hash_file(file)}
+    (checkpoint / store.MANIFEST).write_bytes(contents.model_copy(update={"files": files}).sealed())
+    with pytest.raises(CheckpointError, match=r"holds values that are not finite"):
+        to_hf(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_computes_something_else_does_not_appear(make: Make, tmp_path: Path) -> None:
+    def spoilt(checkpoint: Path, folder: Path) -> Any:
+        settings = json.loads((folder / "config.json").read_text())
+        settings["rope_parameters"]["rope_theta"] = settings["rope_theta"] = 10_300.0
+        (folder / "config.json").write_text(json.dumps(settings))
+        return compare(checkpoint, folder)
+
+    with pytest.raises(NotTheSame, match=r"on random tokens logits differ by up to"):
+        to_hf(make(MODELS["qwen3"]), tmp_path / "out", check=spoilt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_or_wrong_tokenizer_is_told(make: Make, text_corpus: Path, tmp_path: Path) -> None:
+    corpus = shutil.copytree(text_corpus, tmp_path / "corpus")
+    run = configured(corpus, tmp_path / "run", MODELS["llama"])
+    checkpoint = write_random(tmp_path / "run", run)
+    model = corpus / "tokenizer.model"
+    kept = model.read_bytes()
+    model.unlink()
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer.model cannot be read.*--tokenizer; .*--no-tokenizer"
+    ):
+        to_hf(checkpoint, tmp_path / "out")
+    made = to_hf(checkpoint, tmp_path / "out", tokenizer=text_corpus)
+    assert made.tokenizer and not made.notes
+    model.write_bytes(kept + kept[-9:])
+    with pytest.raises(CheckpointError, match=r"not the file that the corpus was made with"):
+        to_hf(checkpoint, tmp_path / "other")
+    made = to_hf(checkpoint, tmp_path / "without", without_tokenizer=True, check=compare)
+    assert not (tmp_path / "without/tokenizer.json").exists()
+    assert made.notes == ["no tokenizer was written, as you asked"]
+    assert made.checked is not None and not made.checked.failed
+    assert Folder(tmp_path / "without").settings["eos_token_id"] is None
+    shutil.rmtree(corpus)
+    with pytest.raises(CheckpointError, match=r"the tokenizer was not found: .*manifest.json is not there"):
+        to_hf(checkpoint, tmp_path / "more")
+
+
+def test_no_ordinary_token_becomes_the_end_of_a_text(make: Make, text_corpus: Path, tmp_path: Path) -> None:
+    corpus = shutil.copytree(text_corpus, tmp_path / "corpus")
+    checkpoint = write_random(tmp_path / "run", configured(corpus, tmp_path / "run", MODELS["llama"]))
+    other = hugging_face_file(tmp_path, VOCABULARY)
+    with pytest.raises(
+        CheckpointError,
+        match="ends documents with the token 2, which is '\"' there: it is another tokenizer; name",
+    ):
+        to_hf(checkpoint, tmp_path / "out", tokenizer=other)
+    assert not (tmp_path / "out").exists()
+    # The other form of the same tokenizer is not the corpus's file, and ends texts with the same token, whatever its
+    # name is.
+    form = tmp_path / "form.json"
+    form.write_text(json.dumps(fast(load_tokenizer(text_corpus))))
+    to_hf(checkpoint, tmp_path / "usual", tokenizer=form)
+    manifest = Manifest.load(corpus)
+    info = manifest.tokenizer.model_copy(update={"eod": 1})
+    manifest.model_copy(update={"tokenizer": info}).save(corpus)
+    made = to_hf(checkpoint, tmp_path / "named", tokenizer=form)
+    assert Folder(made.out).settings["eos_token_id"] == 1
+    # The corpus's own file can say so only as long as it is that file.
+    with (corpus / "tokenizer.model").open("ab") as file:
+        file.write((corpus / "tokenizer.model").read_bytes()[-9:])
+    with pytest.raises(CheckpointError, match="which is '<s>' there"):
+        to_hf(checkpoint, tmp_path / "lost", tokenizer=form)
+
+
+def test_the_token_that_begins_documents_is_the_corpuss(
+    make: Make, text_corpus: Path, tmp_path: Path
+) -> None:
+    """Of a tokenizer that is named: checked as the end is; and where the corpus is gone, it is said to be a guess."""
+    corpus = shutil.copytree(text_corpus, tmp_path / "corpus")
+    checkpoint = write_random(tmp_path / "run", configured(corpus, tmp_path / "run", MODELS["llama"]))
+    manifest = Manifest.load(corpus)
+
+    def begin_with(token: int) -> None:
+        info = manifest.tokenizer.model_copy(update={"bos": token})
+        manifest.model_copy(update={"tokenizer": info}).save(corpus)
+
+    begin_with(1)
+    form = tmp_path / "form.json"
+    content = fast(load_tokenizer(text_corpus))
+    form.write_text(json.dumps(content))
+    made = to_hf(checkpoint, tmp_path / "usual", tokenizer=form)
+    assert Folder(made.out).settings["bos_token_id"] == 1
+    assert not [note for note in made.notes if "guessed" in note]
+    begin_with(300)
+    assert Folder(to_hf(checkpoint, tmp_path / "named", tokenizer=form).out).settings["bos_token_id"] == 300
+    vocab = content["model"]["vocab"]
+    word, other = (next(piece for piece, id in vocab.items() if id == wanted) for wanted in (300, 301))
+    vocab[word], vocab[other] = 301, 300
+    form.write_text(json.dumps(content))
+    with pytest.raises(
+        CheckpointError, match=r"begins documents with the token 300, which is .* there: it is another"
+    ):
+        to_hf(checkpoint, tmp_path / "other", tokenizer=form)
+    shutil.rmtree(corpus)
+    (note,) = [n for n in to_hf(checkpoint, tmp_path / "gone", tokenizer=text_corpus).notes if "guessed" in n]
+    assert note == "the corpus is not there: what begins and ends a document is guessed from the tokenizer"

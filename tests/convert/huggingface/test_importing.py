@@ -1,0 +1,279 @@
+"""A folder becomes a run: the same weights, bit for bit, and everything else from the recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from megastable.base.errors import CheckpointError, ConfigError
+from megastable.checkpoint import store
+from megastable.checkpoint.plain import find_checkpoint
+from megastable.checkpoint.whole import WholeState
+from megastable.config import recipe
+from megastable.config.tree import CorpusConfig
+from megastable.convert.huggingface.export import to_hf
+from megastable.convert.huggingface.importing import from_hf
+from megastable.convert.huggingface.parity import compare
+from megastable.data.corpora import open_corpora
+from megastable.data.manifest import Manifest
+from megastable.data.tokenizer import Tokenizer, load_tokenizer
+from megastable.data.train_tokenizer import train_sentencepiece
+from tests.convert.huggingface.conftest import (
+    MODELS,
+    VOCABULARY,
+    Make,
+    configured,
+    write_random,
+    write_text_corpus,
+)
+from tests.full_disk import files_no_larger_than
+
+
+@pytest.fixture
+def base(text_corpus: Path, tmp_path: Path) -> Path:
+    return written(tmp_path / "base.yaml", text_corpus)
+
+
+def written(path: Path, corpus: Path, **parts: Any) -> Path:
+    tree = {
+        "model": {"sequence_length": 32, "vocab_multiple": 64, "z_loss": 3e-4, "layers": 9},
+        "data": {"corpora": [{"path": str(corpus)}]}, "parallel": {"tensor": 2, "pipeline": 1, "zero": 1},
+        "optimizer": {"lr": 1e-5}, "train": {"steps": 4, "global_batch": 4, "micro_batch": 2},
+    }  # fmt: skip
+    path.write_text(yaml.safe_dump(tree | parts))
+    return path
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back_again_bit_by_bit(make: Make, base: Path, tmp_path: Path, name: str) -> None:
+    first = make(MODELS[name])
+    folder = to_hf(first, tmp_path / "out", dtype="fp32", shard_size=50_000).out
+    parallel = [] if MODELS[name].get("kv_heads") != 1 else ["parallel.tensor=1"]
+    made = from_hf(folder, tmp_path / "run", base, parallel)
+    assert find_checkpoint(tmp_path / "run") == made.checkpoint
+    assert store.step_of(made.checkpoint) == 0
+    one, other = WholeState(first), WholeState(made.checkpoint)
+    assert one.names == other.names and other.kinds == ("weight",) and other.adam_step == 0
+    for tensor in one.names:
+        a, b = one.tensor(tensor, "weight"), other.tensor(tensor, "weight")
+        padded = tensor in ("embedding.weight", "head.weight")
+        assert torch.equal(a[:VOCABULARY] if padded else a, b[:VOCABULARY] if padded else b)
+        assert not padded or (len(b) == 704 and not b[VOCABULARY:].any())
+    assert not compare(made.checkpoint, folder).failed
+    # And out again: the same files.
+    to_hf(made.checkpoint, tmp_path / "again", dtype="fp32", shard_size=50_000)
+    for file in folder.glob("*.safetensors*"):
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_the_model_is_the_folders_and_the_rest_the_recipes(make: Make, base: Path, tmp_path: Path) -> None:
+    folder = to_hf(make(MODELS["olmo2"]), tmp_path / "out").out
+    made = from_hf(folder, tmp_path / "run", base, ["train.steps=6"])
+    run = recipe.load(tmp_path / "run/recipe.yaml")
+    m = run.model
+    assert (m.layers, m.hidden, m.heads, m.kv_heads, m.ffn, m.vocab_size) == (2, 32, 4, 2, 64, VOCABULARY)
+    assert (m.qk_norm, m.norms, m.norm_eps) == ("full", "after", 1e-5)
+    assert (m.sequence_length, m.vocab_multiple, m.z_loss) == (32, 64, 3e-4)
+    assert (run.optimizer.lr, run.train.steps, run.parallel.tensor, run.run.dir) == (
+        1e-5,
+        6,
+        2,
+        tmp_path / "run",
+    )
+    assert made.notes == [f"model.layers: 9 in {base}, 2 in {folder}: the folder's holds"]
+    journal = (tmp_path / "run/journal.jsonl").read_text().splitlines()
+    event = json.loads(journal[0])
+    assert len(journal) == 1 and (event["event"], event["what"]) == ("imported", "Olmo2ForCausalLM")
+    state = store.read_state(made.checkpoint)
+    assert (state.step, state.updates, state.cursor, state.tokens) == (0, 0, 0, 0)
+    assert (tmp_path / "run/checkpoints/latest").read_text() == "step-0"
+
+
+def test_a_sequence_longer_than_the_model_knows_is_refused(make: Make, base: Path, tmp_path: Path) -> None:
+    folder = to_hf(make(MODELS["llama"]), tmp_path / "out").out
+    with pytest.raises(
+        ConfigError, match=r"model.sequence_length=64 .*was made for 48 \(max_position_embeddings\)"
+    ):
+        from_hf(folder, tmp_path / "run", base, ["model.sequence_length=64"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_layout_that_the_model_does_not_allow_is_refused(make: Make, base: Path, tmp_path: Path) -> None:
+    folder = to_hf(make(MODELS["qwen3-tied"]), tmp_path / "out").out
+    with pytest.raises(ConfigError, match=r"parallel.tensor=2 does not divide model.kv_heads=1"):
+        from_hf(folder, tmp_path / "run", base)
+
+
+def test_a_wrong_tokenizer_is_refused(make: Make, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    folder = to_hf(make(MODELS["llama"]), tmp_path / "out").out
+    other = train_sentencepiece(["other text, " * 50, *"abcdefghij"], tmp_path / "other/tokenizer.model", 290)
+    base = written(tmp_path / "base.yaml", write_text_corpus(tmp_path / "other", other))
+    with pytest.raises(CheckpointError, match=r"a wrong tokenizer: .*they make"):
+        from_hf(folder, tmp_path / "run", base)
+    # By the hash of the SentencePiece model that is beside it, it is the same at once; and by its ids, too.
+    right = tmp_path / "right"
+    right.mkdir()
+    good = written(tmp_path / "good.yaml", write_text_corpus(right, tokenizer))
+    from_hf(folder, tmp_path / "one", good)
+    (folder / "tokenizer.model").unlink()
+    from_hf(folder, tmp_path / "two", good)
+    (right / "tokenizer.model").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot be compared with the folder's.*--any-tokenizer"):
+        from_hf(folder, tmp_path / "three", good)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"has no tokenizer.json or SentencePiece model.*--any-tokenizer"
+    ):
+        from_hf(folder, tmp_path / "three", good)
+    from_hf(folder, tmp_path / "three", good, any_tokenizer=True)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(make: Make, tmp_path: Path) -> None:
+    folder = to_hf(make({**MODELS["llama"], "vocab_size": 285}), tmp_path / "out", without_tokenizer=True).out
+    other = train_sentencepiece(["other text, " * 50, *"abcdefghij"], tmp_path / "other/tokenizer.model", 290)
+    base = written(tmp_path / "base.yaml", write_text_corpus(tmp_path / "other", other))
+    with pytest.raises(
+        CheckpointError, match=r"a wrong tokenizer: it has 290 tokens, and .* a vocabulary of 285"
+    ):
+        from_hf(folder, tmp_path / "run", base)
+
+
+def test_another_end_of_documents_is_said(make: Make, base: Path, tmp_path: Path) -> None:
+    folder = to_hf(make(MODELS["llama"]), tmp_path / "out").out
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"eos_token_id": [5, 6]}))
+    notes = from_hf(folder, tmp_path / "run", base).notes
+    assert any("end with token 2, the model was made with eos_token_id=[5, 6]" in note for note in notes)
+
+
+def test_documents_that_begin_otherwise_than_the_model_are_said(
+    make: Make, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """A model whose tokenizer puts a token before every text, and a corpus without it, or the other way round."""
+    plain, begun = tmp_path / "plain", tmp_path / "begun"
+    for corpus in (plain, begun):
+        corpus.mkdir()
+        write_text_corpus(corpus, tokenizer)
+    manifest, bos = Manifest.load(begun), load_tokenizer(tokenizer.file, bos="own").bos
+    manifest.model_copy(update={"tokenizer": manifest.tokenizer.model_copy(update={"bos": bos})}).save(begun)
+    folders = {}
+    for corpus in (plain, begun):
+        run = configured(corpus, tmp_path / f"run-{corpus.name}", MODELS["llama"])
+        folders[corpus] = to_hf(
+            write_random(tmp_path / f"run-{corpus.name}", run), tmp_path / f"out-{corpus.name}"
+        ).out
+    wanted = {
+        (begun, plain): f"begin with no token of their own, and the model's tokenizer puts {bos} before every text: "
+        "prepare the corpus with --bos",
+        (plain, begun): f"begin with token {bos}, and the model's tokenizer puts nothing before a text: prepare the "
+        "corpus without --bos",
+        (plain, plain): "", (begun, begun): "",
+    }  # fmt: skip
+    for (folder, corpus), told in wanted.items():
+        out = tmp_path / f"{folder.name}-{corpus.name}"
+        notes = from_hf(folders[folder], out, written(tmp_path / "base.yaml", corpus)).notes
+        assert (
+            any(told in note for note in notes) if told else not any("begin with" in note for note in notes)
+        )
+    # A folder with a SentencePiece model only: transformers put its bos before every text, unless they are told not to.
+    folder = folders[plain]
+    (folder / "tokenizer.json").unlink()
+    tokenizer.copy_to(folder)
+    for adds, expected in ((None, plain), (True, plain), (False, begun)):
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({} if adds is None else {"add_bos_token": adds})
+        )
+        for corpus in (plain, begun):
+            out = tmp_path / f"sentencepiece-{adds}-{corpus.name}"
+            notes = from_hf(folder, out, written(tmp_path / "base.yaml", corpus)).notes
+            assert any("begin with" in note for note in notes) is (corpus == expected)
+    other = Manifest.load(plain)
+    other.model_copy(update={"name": "other"}).save(plain)
+    with pytest.raises(
+        ConfigError, match=f"begin with no token.*begin with token {bos}: prepare both with --bos"
+    ):
+        open_corpora([CorpusConfig(path=begun), CorpusConfig(path=plain)], 32, 0)
+
+
+def test_what_is_not_finite_and_a_full_disk_leave_nothing(make: Make, base: Path, tmp_path: Path) -> None:
+    folder = to_hf(make(MODELS["llama"]), tmp_path / "out", dtype="fp32").out
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with files_no_larger_than(60_000), pytest.raises(CheckpointError, match=r"could not be written"):
+        from_hf(folder, tmp_path / "run", base)
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-4:] = b"\x00\x00\x80\x7f"  # infinity
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"not finite"):
+        from_hf(folder, tmp_path / "run", base)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(CheckpointError, match=r"there exists already"):
+        from_hf(folder, tmp_path / "there", base)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "there"])
+
+
+LLAMA_3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "half"),
+    [
+        ("llama", {}, True),
+        ("llama", {"rope_parameters": LLAMA_3 | {"rope_theta": 500_000.0}}, False),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, False),
+        ("mistral", {"sliding_window": None, "rms_norm_eps": 1e-5}, False),
+        ("mistral", {"sliding_window": 40}, False),
+        ("qwen2", {"use_sliding_window": False}, False),
+    ],
+)
+def test_a_model_that_transformers_made_themselves(
+    base: Path, tmp_path: Path, tokenizer: Tokenizer, kind: str, options: dict[str, Any], half: bool
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        kind, vocab_size=VOCABULARY + 30, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, max_position_embeddings=64,
+        tie_word_embeddings=False, eos_token_id=2, **options,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(0.3 * torch.randn(p.shape) + ("norm" in name))  # biases, too
+    (model.half() if half else model).save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
+    tokenizer.copy_to(tmp_path / "theirs")
+    made = from_hf(tmp_path / "theirs", tmp_path / "run", base)
+    longest = options.get("sliding_window") or 64
+    assert made.run.model.vocab_size == VOCABULARY + 30 and made.run.model.max_positions == longest
+    found = compare(made.checkpoint, tmp_path / "theirs")
+    assert not found.failed and found.rows and found.precision == ("float16" if half else "float32")
+    # What goes out again computes the same, and was made for as many positions; a Mistral goes out as a Llama.
+    out = to_hf(made.checkpoint, tmp_path / "out", dtype="fp32", check=compare)
+    settings = json.loads((out.out / "config.json").read_text())
+    assert settings["model_type"] == ("llama" if kind == "mistral" else kind)
+    assert settings["max_position_embeddings"] == longest
+    assert any("32 tokens at a time" in note for note in out.notes)
+    assert json.loads((out.out / "tokenizer_config.json").read_text())["model_max_length"] == longest
+    assert any("LlamaForCausalLM" in note for note in made.notes) == (kind == "mistral")
+    assert not compare(find_checkpoint(tmp_path / "run"), tmp_path / "theirs").failed
+
+
+def test_a_sequence_longer_than_the_window_is_refused(base: Path, tmp_path: Path) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=31,
+    )  # fmt: skip
+    MistralForCausalLM(config).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(ConfigError, match=r"sequence_length=32 .*was made for 31 .*or its sliding_window"):
+        from_hf(tmp_path / "theirs", tmp_path / "run", base)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,280 @@
+"""config.json: both transformers' ways of saying it, and every option without a home refused by its name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.base.errors import CheckpointError
+from megastable.config.tree import ModelConfig, RopeScalingConfig
+from megastable.convert.huggingface.names import ARCHITECTURES, architecture_of
+from megastable.convert.huggingface.settings import KNOWN, model_of, settings_of
+
+LLAMA_3 = {"kind": "llama3", "factor": 8.0, "low_freq_factor": 0.5, "original_length": 8192}
+TOKENS = {"bos": 0, "eos": 2, "pad": None}
+OWN = {"layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab_size", "qk_norm", "norms", "tied"} | {
+    "norm_eps", "rope_theta", "rope_scaling", "qkv_bias", "sequence_length",
+}  # fmt: skip
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelConfig:
+    qk_norm, norms, bias = draw(st.sampled_from(sorted(ARCHITECTURES, key=str)))
+    kv_heads = draw(st.integers(1, 8))
+    scaling = draw(st.sampled_from([None, {"kind": "linear", "factor": 2.5}, LLAMA_3]))
+    return ModelConfig(
+        layers=draw(st.integers(1, 99)), heads=kv_heads * draw(st.integers(1, 8)), kv_heads=kv_heads,
+        hidden=draw(st.integers(1, 9999)), head_dim=2 * draw(st.integers(1, 128)), ffn=draw(st.integers(1, 9999)),
+        vocab_size=draw(st.integers(1, 10**6)), qk_norm=qk_norm, norms=norms, tied=draw(st.booleans()),
+        norm_eps=draw(st.floats(1e-8, 1e-2)), rope_theta=draw(st.floats(1, 1e8)),
+        sequence_length=draw(st.integers(1, 10**6)), qkv_bias=bias, rope_scaling=scaling,
+    )  # fmt: skip
+
+
+@given(models())
+def test_what_is_written_reads_back(config: ModelConfig) -> None:
+    settings = json.loads(json.dumps(settings_of(config, "bfloat16", TOKENS)))
+    found = model_of(settings, "config.json")
+    assert found.keys() == OWN
+    assert found == {key: getattr(config, key) for key in OWN}
+    for keys in (
+        ("rope_theta", "rope_scaling"),
+        ("rope_parameters",),
+    ):  # as one transformers or the other writes it
+        assert model_of({k: v for k, v in settings.items() if k not in keys}, "config.json") == found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"qk_norm": False}, {"qk_norm": "full", "norms": "after"}, {"qk_norm": False, "qkv_bias": True},
+        {"qk_norm": False, "rope_scaling": LLAMA_3}, {"rope_scaling": {"kind": "linear", "factor": 2}},
+    ],
+)  # fmt: skip
+def test_transformers_write_what_we_read_and_read_what_we_write(options: dict[str, Any]) -> None:
+    from transformers import AutoConfig
+
+    config = ModelConfig(vocab_size=90, hidden=64, heads=4, kv_heads=2, rope_theta=5e5, **options)
+    settings = settings_of(config, "bfloat16", TOKENS)
+    theirs = AutoConfig.for_model(**settings)
+    scaling = config.rope_scaling
+    assert theirs.rope_parameters["rope_type"] == (scaling.kind if scaling else "default")
+    assert theirs.rope_parameters.get("factor") == (scaling.factor if scaling else None)
+    assert (theirs.rope_parameters["rope_theta"], theirs.head_dim, str(theirs.dtype)) == (
+        5e5,
+        16,
+        "torch.bfloat16",
+    )
+    assert (theirs.eos_token_id, theirs.bos_token_id, theirs.pad_token_id) == (2, 0, None)
+    written = json.loads(theirs.to_json_string())
+    assert model_of(written, "config.json") == model_of(settings, "config.json")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "mistral", "olmo2"])
+def test_what_is_left_out_is_what_transformers_take(kind: str) -> None:
+    from transformers import AutoConfig
+
+    name = {one.type: one.name for one in KNOWN.values()}[kind]
+    least = {"model_type": kind, "architectures": [name], "hidden_size": 96, "intermediate_size": 100}
+    least |= {"num_hidden_layers": 1, "num_attention_heads": 32, "vocab_size": 10}
+    theirs, found = AutoConfig.for_model(**least), model_of(least, "config.json")
+    assert found["kv_heads"] == theirs.num_key_value_heads
+    assert found["head_dim"] == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert (
+        found["norm_eps"] == theirs.rms_norm_eps
+        and found["rope_theta"] == theirs.rope_parameters["rope_theta"]
+    )
+    assert found["tied"] == theirs.tie_word_embeddings
+    longest = theirs.max_position_embeddings
+    assert found["sequence_length"] == (min(longest, theirs.sliding_window) if kind == "mistral" else longest)
+
+
+# As they lie on the Hub, but for what all of them have, and for what another file of the same kind has.
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "initializer_range": 0.02,
+    "torch_dtype": "float16", "use_cache": True,
+}  # fmt: skip
+LLAMA_1 = LLAMA | {
+    "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "max_sequence_length": 2048, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": -1, "rms_norm_eps": 1e-06,
+    "vocab_size": 32000, "transformers_version": "4.27.0.dev0",
+}  # fmt: skip
+LLAMA_2 = {k: v for k, v in LLAMA_1.items() if k != "max_sequence_length"} | {
+    "_name_or_path": "meta-llama/Llama-2-7b-hf", "max_position_embeddings": 4096, "num_key_value_heads": 32,
+    "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False,
+}  # fmt: skip
+TINY_LLAMA = LLAMA_2 | {
+    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
+SMOL_LM_2 = LLAMA | {
+    "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "hidden_size": 576, "intermediate_size": 1536,
+    "is_llama_config": True, "max_position_embeddings": 8192, "num_attention_heads": 9, "num_hidden_layers": 30,
+    "num_key_value_heads": 3, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False,
+    "rope_scaling": None, "rope_theta": 100000, "tie_word_embeddings": True, "vocab_size": 49152,
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+}  # fmt: skip
+LLAMA_32 = LLAMA | {
+    "attention_bias": False, "attention_dropout": 0.0, "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192,
+    "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 16,
+    "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "vocab_size": 128256,
+    "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+                     "original_max_position_embeddings": 8192}, "tie_word_embeddings": True,
+}  # fmt: skip
+MISTRAL_03 = {
+    "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 32768,
+}  # fmt: skip
+MISTRAL_01 = MISTRAL_03 | {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000}
+QWEN_25 = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+    "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
+    "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14,
+    "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True,
+    "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+QWEN_3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
+    "initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
+    "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+OLMO_2 = {
+    "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": False, "attention_dropout": 0.0,
+    "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 11008, "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000,
+    "tie_word_embeddings": False, "torch_dtype": "float32", "use_cache": True, "vocab_size": 100352,
+}  # fmt: skip
+GOOD = settings_of(ModelConfig(vocab_size=90, hidden=64, heads=4), "float32", TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"attention_bias": True}, "attention_bias=True: this model cannot be like that: its only biases"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"use_sliding_window": True, "sliding_window": 512}, "use_sliding_window=True"),
+        ({"use_sliding_window": None, "sliding_window": 512}, "use_sliding_window=None"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "type llama3 need high_freq_factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling and rope_parameters disagree"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "llama3", "factor": 2.0}}, "scaled as linear or llama3"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}}, "linear have no beta_fast"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "rope_parameters.factor='2'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor: .*greater than or equal to 1"),
+        ({"rope_parameters": {"rope_type": ["x"]}}, "rope_parameters="),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "as linear or llama3 only"),
+        ({"rope_parameters": LLAMA_32["rope_scaling"] | {"original_max_position_embeddings": 0.5}},
+         "rope_parameters=.*original_length: .*integer"),
+        ({"rope_parameters": LLAMA_32["rope_scaling"] | {"low_freq_factor": 4}}, "low_freq_factor=4 must be below"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rope_parameters="),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters="),
+        ({"rope_theta": 5e5}, "rope_theta=500000.0 and rope_parameters.rope_theta=10000.0 disagree"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: .*rotates whole heads"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*not quantized"),
+        ({"logits_scaling": 8.0}, "logits_scaling=8.0"),
+        ({"pretraining_tp": 2}, "pretraining_tp=2"),
+        ({"residual_multiplier": 0.2}, "residual_multiplier=0.2"),
+        ({"num_experts": 8}, "num_experts=8: it is not known here .* --accept num_experts"),
+        ({"auto_map": {"AutoModel": "evil.py"}}, "auto_map="),
+        ({"architectures": ["GemmaForCausalLM"]}, r"architectures=\['GemmaForCausalLM'\].*MistralForCausalLM"),
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": True},
+         "sliding_window=True"),
+        ({"architectures": None}, "architectures=None"),
+        ({"architectures": [["x"]]}, "architectures="),
+        ({"model_type": "qwen2"}, "model_type='qwen2'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True"),
+        ({"hidden_size": "64"}, "hidden_size='64'"),
+        ({"vocab_size": None}, "vocab_size=None"),
+        ({"head_dim": -2}, "head_dim=-2"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings=0"),
+        ({"rope_parameters": 7}, "rope_parameters=7"),
+        ({"rope_theta": 10**400}, "rope_theta=1000"),
+    ],
+)  # fmt: skip
+def test_what_has_no_home_is_refused_by_its_name(change: dict[str, Any], named: str) -> None:
+    model_of(GOOD, "config.json")
+    with pytest.raises(CheckpointError, match=f"^config.json: .*{named}"):
+        model_of(GOOD | change, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (LLAMA_1, (32, 128, 10_000.0, 1e-6, False, 2048)),
+        (LLAMA_2, (32, 128, 10_000.0, 1e-5, False, 4096)),
+        (TINY_LLAMA, (4, 64, 10_000.0, 1e-5, False, 2048)),
+        (SMOL_LM_2, (3, 64, 100_000.0, 1e-5, True, 8192)),
+        (LLAMA_32, (8, 64, 500_000.0, 1e-5, True, 131_072)),
+        (MISTRAL_01, (8, 128, 10_000.0, 1e-5, False, 4096)),
+        (MISTRAL_03, (8, 128, 1_000_000.0, 1e-5, False, 32_768)),
+        (QWEN_25, (2, 64, 1_000_000.0, 1e-6, True, 32_768)),
+        (QWEN_3, (8, 128, 1_000_000.0, 1e-6, True, 40_960)),
+        (OLMO_2, (32, 128, 500_000.0, 1e-6, False, 4096)),
+    ],
+    ids="llama-1 llama-2 tinyllama smollm2 llama-3.2 mistral-0.1 mistral-0.3 qwen2.5 qwen3 olmo2".split(),
+)  # fmt: skip
+def test_files_of_the_hub_are_read(given: dict[str, Any], wanted: tuple[Any, ...]) -> None:
+    found = model_of(given, "config.json")
+    keys = ("kv_heads", "head_dim", "rope_theta", "norm_eps", "tied", "sequence_length")
+    assert tuple(found[key] for key in keys) == wanted
+    assert found["vocab_size"] == given["vocab_size"]
+
+
+def test_what_the_others_have_beside_a_llama() -> None:
+    of_llama_3 = RopeScalingConfig(kind="llama3", factor=32, original_length=8192)
+    for settings, bias, scaling in (
+        (LLAMA_32, False, of_llama_3), (MISTRAL_03, False, None), (QWEN_25, True, None),
+    ):  # fmt: skip
+        found = model_of(settings, "config.json")
+        assert (found["qk_norm"], found["norms"]) == (False, "before")
+        assert (found["qkv_bias"], found["rope_scaling"]) == (bias, scaling)
+
+
+def test_an_imported_model_keeps_its_positions() -> None:
+    config = ModelConfig(vocab_size=90, sequence_length=64)
+    for positions, wanted in ((None, 64), (8192, 8192), (32, 64)):
+        given = config.model_copy(update={"max_positions": positions})
+        assert settings_of(given, "float32", TOKENS)["max_position_embeddings"] == wanted
+
+
+def test_what_is_null_is_not_what_is_left_out() -> None:
+    assert model_of(QWEN_3 | {"num_key_value_heads": None}, "config.json")["kv_heads"] == 16
+    left_out = {key: value for key, value in QWEN_3.items() if key != "num_key_value_heads"}
+    assert model_of(left_out, "config.json")["kv_heads"] == 32
+
+
+def test_what_a_person_says_does_not_matter_is_let_through() -> None:
+    given = GOOD | {"training_note": "x", "is_mine": True}
+    with pytest.raises(CheckpointError, match=r"training_note='x'"):
+        model_of(given, "config.json", ["is_mine"])
+    assert model_of(given, "config.json", ["is_mine", "training_note"]) == model_of(GOOD, "config.json")
+
+
+def test_the_window_that_qwen_writes_without_using_it_is_no_window() -> None:
+    given = GOOD | {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+    assert model_of(given, "config.json") == model_of(GOOD, "config.json")
+    with pytest.raises(CheckpointError, match=r"sliding_window=4096"):
+        model_of({k: v for k, v in given.items() if k != "use_sliding_window"}, "config.json")
+
+
+def test_one_architecture_for_every_pair() -> None:
+    for (qk_norm, norms, bias), kind in ARCHITECTURES.items():
+        assert architecture_of(ModelConfig(qk_norm=qk_norm, norms=norms, qkv_bias=bias)) is kind

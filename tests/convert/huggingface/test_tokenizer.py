@@ -1,0 +1,249 @@
+"""AutoTokenizer gives the ids that the corpus was made with, whatever the text."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as HuggingFaceModel
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from megastable.base.errors import CheckpointError
+from megastable.convert.huggingface.tokenizer_export import (
+    difference,
+    fast,
+    real_text,
+    texts,
+    write_tokenizer,
+)
+from megastable.data.tokenizer import Tokenizer, load_tokenizer
+from megastable.data.train_tokenizer import train_sentencepiece
+from tests.data.test_prepare import with_bos
+from tests.data.texts import hugging_face_file
+
+
+def loaded(folder: Path, settings: dict[str, Any] | None = None) -> Any:
+    from transformers import AutoTokenizer
+
+    # Beside a config.json, as it is in an export: some versions choose by it.
+    (folder / "config.json").write_text(json.dumps(settings or {"model_type": "qwen3"}))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def plain(auto: Any, text: str) -> list[int]:
+    """The ids of a text that is data: what spells out a special token in it is characters."""
+    return list(auto(text, split_special_tokens=True)["input_ids"])
+
+
+@pytest.fixture(scope="module")
+def auto(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("auto")
+    assert write_tokenizer(tokenizer, folder, 48).problem == ""
+    return loaded(folder)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "olmo2"])
+def test_real_and_random_texts_get_the_same_ids(tokenizer: Tokenizer, tmp_path: Path, kind: str) -> None:
+    write_tokenizer(tokenizer, tmp_path, 48)
+    auto = loaded(tmp_path, {"model_type": kind})
+    for text in texts(tokenizer, seed=1):
+        ids = tokenizer.encode(text)
+        assert plain(auto, text) == ids
+        assert auto.decode(ids) == text == tokenizer.decode(ids)
+    assert (auto.eos_token_id, auto.bos_token_id, len(auto)) == (
+        tokenizer.eod,
+        tokenizer.eod,
+        tokenizer.vocab_size,
+    )
+    assert auto.model_max_length == 48
+    assert auto.decode([*ids, tokenizer.eod], skip_special_tokens=True) == text
+    assert (tmp_path / "tokenizer.model").read_bytes() == tokenizer.content
+
+
+@given(st.text())
+def test_any_text_gets_the_same_ids(tokenizer: Tokenizer, auto: Any, text: str) -> None:
+    assert plain(auto, text) == tokenizer.encode(text)
+
+
+@given(st.text(alphabet=" =-_ab\n▁</s>0", max_size=60))
+def test_runs_and_signs_get_the_same_ids(tokenizer: Tokenizer, auto: Any, text: str) -> None:
+    assert plain(auto, text) == tokenizer.encode(text)
+
+
+def trained(file: Path, **options: Any) -> Tokenizer:
+    model = io.BytesIO()
+    lines = [line for line in real_text().splitlines() if line]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=model, vocab_size=600, minloglevel=2, byte_fallback=True, **options
+    )  # fmt: skip
+    file.write_bytes(model.getvalue())
+    return load_tokenizer(file)
+
+
+def test_a_model_that_puts_a_space_before_texts_as_llamas_does(tmp_path: Path) -> None:
+    other = trained(
+        tmp_path / "llama.model", model_type="bpe", normalization_rule_name="identity", remove_extra_whitespaces=False
+    )  # fmt: skip
+    (tmp_path / "out").mkdir()
+    write_tokenizer(other, tmp_path / "out", 48)
+    auto = loaded(tmp_path / "out", {"model_type": "llama"})
+    for text in texts(other, seed=1):
+        assert plain(auto, text) == other.encode(text)
+    assert auto.decode(other.encode("def f(x):")) == "def f(x):"
+
+
+def test_what_cannot_be_the_same_is_refused_and_written_only_when_asked(tmp_path: Path) -> None:
+    # Of equally likely cuts SentencePiece and tokenizers do not choose the same one.
+    other = train_sentencepiece([real_text()], tmp_path / "unigram.model", 600, "unigram")
+    with pytest.raises(
+        CheckpointError, match=r"the same ids: of the text .* --inexact-tokenizer; .*--no-tokenizer"
+    ):
+        write_tokenizer(other, tmp_path, 48)
+    assert [path.name for path in tmp_path.iterdir()] == ["unigram.model"]
+    assert "texts differ" in write_tokenizer(other, tmp_path, 48, exact=False).problem
+    assert loaded(tmp_path)("import argparse")["input_ids"] == other.encode("import argparse")
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer.json that puts a beginning before every text, as Llama 3's does."""
+    model = HuggingFaceModel(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    special = ["<|begin|>", "<|endoftext|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    model.train_from_iterator(
+        [real_text()], trainers.BpeTrainer(vocab_size=600, special_tokens=special, initial_alphabet=alphabet)
+    )
+    begin = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+    model.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
+    model.enable_truncation(7)
+    file = tmp_path_factory.mktemp("bytes") / "tokenizer.json"
+    model.save(str(file))
+    return load_tokenizer(file)
+
+
+def test_a_tokenizer_json_adds_and_cuts_nothing(byte_level: Tokenizer, tmp_path: Path) -> None:
+    write_tokenizer(byte_level, tmp_path, 48)
+    auto = loaded(tmp_path, {"model_type": "llama"})
+    for text in texts(byte_level, seed=1):
+        assert plain(auto, text) == byte_level.encode(text)
+    assert auto.eos_token == "<|endoftext|>"
+    assert auto("a<|endoftext|>")["input_ids"] == [*byte_level.encode("a"), byte_level.eod]
+    assert plain(auto, "a<|endoftext|>") == byte_level.encode("a<|endoftext|>")
+    assert byte_level.eod not in byte_level.encode("a<|endoftext|>")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "olmo2"])
+def test_a_special_token_in_a_text_is_one_as_fine_tuning_writes_it(
+    tokenizer: Tokenizer, tmp_path: Path, kind: str
+) -> None:
+    write_tokenizer(tokenizer, tmp_path, 48)
+    auto = loaded(tmp_path, {"model_type": kind})
+    assert (auto.eos_token, auto.eos_token_id) == ("</s>", tokenizer.eod)
+    for text in ("x = 1", " x", "", "\n\n", "é 🤷  ▁"):
+        ids = tokenizer.encode(text)
+        assert auto(text + auto.eos_token)["input_ids"] == [*ids, tokenizer.eod]
+        assert auto(text)["input_ids"] == ids  # and nothing else is added
+    # A chat template's tokens; what it adds itself has an id of its own.
+    auto.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    chat = auto.apply_chat_template([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+    ids = chat if isinstance(chat, list) else chat["input_ids"]
+    assert ids == [*tokenizer.encode("a"), tokenizer.eod, *tokenizer.encode("b"), tokenizer.eod]
+    # Data cannot forge it where training and generation encode.
+    assert tokenizer.eod not in tokenizer.encode("x</s>") == plain(auto, "x</s>")
+
+
+def test_padding_is_a_token_of_its_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    assert write_tokenizer(tokenizer, tmp_path, 48).pad == 0
+    auto = loaded(tmp_path)
+    assert (auto.pad_token, auto.pad_token_id) == ("<unk>", 0) and auto.pad_token_id != auto.eos_token_id
+    batch = auto(["a", "a b c d e"], padding=True)
+    assert batch["input_ids"][0].count(0) == batch["attention_mask"][0].count(0) > 0
+
+
+@pytest.mark.parametrize(
+    ("special", "pad"),
+    [
+        (["</s>"], "</s>"),  # there is no other
+        (["</s>", "<unk>", "<pad>"], "<pad>"),
+        (["</s>", "<|im_start|>"], "</s>"),  # one of a chat's own tokens is none for padding
+        (["</s>", "<|endoftext|>"], "<|endoftext|>"),
+    ],
+)
+def test_which_token_pads(tmp_path: Path, special: list[str], pad: str) -> None:
+    model = HuggingFaceModel(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    model.train_from_iterator(
+        ["abc"], trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    )
+    model.save(str(tmp_path / "given.json"))
+    given = load_tokenizer(tmp_path / "given.json", eod="</s>")
+    assert write_tokenizer(given, tmp_path, 48).pad == model.token_to_id(pad)
+    assert loaded(tmp_path).pad_token == pad
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("kind", ["bytes", "metaspace"])
+def test_a_space_before_texts_stays_and_none_comes(tmp_path: Path, kind: str, before: bool) -> None:
+    model = HuggingFaceModel(models.BPE())
+    if kind == "bytes":
+        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=before)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always" if before else "never")
+        alphabet = ["a", "▁"]
+    model.train_from_iterator(
+        ["a aa"], trainers.BpeTrainer(special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False)
+    )
+    model.save(str(tmp_path / "given.json"))
+    given = load_tokenizer(tmp_path / "given.json")
+    write_tokenizer(given, tmp_path, 48)
+    auto = loaded(tmp_path, {"model_type": "llama"})
+    assert auto("a a")["input_ids"] == given.encode("a a") and auto.add_prefix_space is before
+
+
+def test_two_tokenizers_are_told_apart(tokenizer: Tokenizer, byte_level: Tokenizer, tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(fast(tokenizer)))
+    assert difference(tokenizer, load_tokenizer(file)) == ""
+    assert "they make" in difference(tokenizer, byte_level)
+    # A merge less is another tokenizer, though it has the same vocabulary.
+    content = fast(tokenizer)
+    del content["model"]["merges"][random.Random(0).randrange(20)]
+    file.write_text(json.dumps(content))
+    assert "they make" in difference(tokenizer, load_tokenizer(file))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "olmo2"])
+@pytest.mark.parametrize("form", ["sentencepiece", "huggingface"])
+def test_the_token_that_begins_documents_is_put_before_every_text(
+    tokenizer: Tokenizer, tmp_path: Path, kind: str, form: str
+) -> None:
+    if form == "huggingface":
+        begun = load_tokenizer(with_bos(hugging_face_file(tmp_path)), bos="own")
+        assert begun.bos == 600
+    else:
+        begun = load_tokenizer(tokenizer.file, bos="own")
+    assert begun.bos not in (None, begun.eod)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    write_tokenizer(begun, folder, 48)
+    auto = loaded(folder, {"model_type": kind})
+    for text in ("", "a", *texts(begun, seed=2)[:40]):
+        for begin in (True, False):
+            ids = auto(text, add_special_tokens=begin, split_special_tokens=True)["input_ids"]
+            assert ids == [begun.bos] * begin + begun.encode(text)
+    one, other = begun.encode("a b"), begun.encode("c")
+    assert auto("a b", "c")["input_ids"] == [begun.bos, *one, begun.bos, *other]
+    assert (auto.bos_token_id, auto.eos_token_id) == (begun.bos, begun.eod)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    assert settings["add_bos_token"] is True

@@ -1,0 +1,367 @@
+"""What a probe finds equals a plain calculation on one process, and the same under every layout and wrapper."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.config.tree import RunConfig
+from megastable.engine.layer_stats import INDICATORS, Statistics, attention_chunks
+from megastable.model.gpt import GPT, Block
+from megastable.parallel.layout import Layout
+from megastable.parallel.sharding import placement_of
+from megastable.parallel.topology import TensorParallel
+from megastable.run import records
+from tests.conftest import tiny
+from tests.distributed import run_ranks
+from tests.parallel.test_layouts import OLMO2, batches, config, mine
+from tests.patience import PATIENCE
+
+STEPS, RATE = 3, 3e-3
+CLIP = 0.1  # far below the norms: what is measured is what the gradients were before
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "accumulation-2": {"micro_batch": 2},
+    "tp2": {"tensor": 2},
+    "tp2-sequence-full": {"tensor": 2, "sequence": True, "recompute": "full"},
+    "pp2-full": {"pipeline": 2, "recompute": "full"},
+    "pp2-tied": {"pipeline": 2, "tied": True},
+    "zero2": {"zero": 2},
+    "zero3-selective": {"zero": 3, "recompute": "selective"},
+    "zero3-small-buffers": {"zero": 3, "buffer": 5000},
+    "documents-tp2": {"tensor": 2, "apart": True},
+    "context2-documents": {"context": 2, "apart": True},
+    "olmo2-tp2-sequence-full": {"tensor": 2, "sequence": True, "recompute": "full", "model": OLMO2},
+}
+FOUR = {
+    "tp2-pp2-full": {"tensor": 2, "pipeline": 2, "recompute": "full"},
+    "context2-tp2-sequence": {"context": 2, "tensor": 2, "sequence": True},  # k and v of a head on two ranks
+}
+WRAPPERS: dict[str, tuple[dict[str, Any], str]] = {
+    "bf16": ({"precision": "bf16"}, "BF16_Optimizer"),
+    "bf16-pp2": ({"precision": "bf16", "pipeline": 2}, "BF16_Optimizer"),
+    "bf16-zero2": ({"precision": "bf16", "zero": 2}, "DeepSpeedZeroOptimizer"),
+    "bf16-zero3": ({"precision": "bf16", "zero": 3}, "DeepSpeedZeroOptimizer_Stage3"),
+    "fp16-tp2": ({"precision": "fp16", "tensor": 2}, "DeepSpeedZeroOptimizer"),
+}
+
+
+def recipe(**parts: Any) -> RunConfig:
+    c = config(**{"micro_batch": 4, **parts})
+    return c.model_copy(update={"optimizer": c.optimizer.model_copy(update={"clip": CLIP})})
+
+
+def engine_of(parts: dict[str, Any], world: int) -> tuple[Any, list[list[Any]]]:
+    """An engine, and this rank's micro-batches of every step."""
+    import torch.distributed as dist
+
+    from megastable.config import deepspeed_json
+    from megastable.engine.engine import Engine
+    from megastable.parallel.topology import Topology
+
+    apart, buffer = parts.get("apart", False), parts.get("buffer")
+    c = recipe(**{key: value for key, value in parts.items() if key not in ("apart", "buffer")})
+    p = c.parallel
+    layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(c, world), p.context)
+    topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
+    json = deepspeed_json.build(c, world)
+    if buffer:
+        json["zero_optimization"]["sub_group_size"] = buffer
+    made = [mine(batch, topology, c.train.micro_batch) for batch in batches(apart)[:STEPS]]
+    return Engine(c, json, topology), made
+
+
+def watch_last(cases: list[dict[str, Any]], world: int) -> list[dict[str, Any]]:
+    """Some steps of each case, the last of them watched; what was found, and whether the hooks are gone."""
+    found = []
+    for parts in cases:
+        engine, steps = engine_of(parts, world)
+        hooks = hooks_of(engine)
+        for number, micro_batches in enumerate(steps, start=1):
+            if number == STEPS:
+                engine.probe.watch()
+                assert hooks_of(engine) > hooks
+            measured, applied = engine.train_step(micro_batches, RATE, lambda m: m.finite)
+            assert applied
+        found.append(
+            {
+                "statistics": engine.statistics(), "again": engine.statistics(), "grad_norm": measured.grad_norm,
+                "wrapper": type(engine.optimizer).__name__, "hooks": hooks_of(engine) - hooks,
+            }
+        )  # fmt: skip
+    return found
+
+
+def hooks_of(engine: Any) -> int:
+    """Of the blocks; DeepSpeed has some of its own."""
+    return sum(len(b._forward_hooks) + len(b._forward_pre_hooks) for b in engine.probe.blocks)
+
+
+@cache
+def plain(tied: bool, apart: bool, olmo2: bool = False) -> tuple[Statistics, dict[str, int]]:
+    """The same steps by autograd and torch's AdamW on the whole model; also the sizes of its parameters."""
+    c = recipe(tied=tied, model=OLMO2 if olmo2 else {})
+    model = GPT(c.model, TensorParallel(), "none", c.run.seed)
+    named = {placement_of(p).name: p for p in model.parameters()}
+    blocks = [m for m in model.modules() if isinstance(m, Block)]
+    o = c.optimizer
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p], "weight_decay": o.weight_decay if p.dim() > 1 else 0.0}
+            for p in named.values()
+        ],
+        lr=RATE, betas=o.betas, eps=o.eps,
+    )  # fmt: skip
+    seen: dict[str, Any] = {}
+    for b in blocks:
+        b.register_forward_hook(lambda m, _, y: seen.update({m.name: y}))
+        b.attention.qkv.register_forward_hook(lambda m, _, y, name=b.name: seen.update({f"{name}.qkv": y}))
+    layers: dict[str, dict[str, float]] = {}
+    for tokens, labels, segments in batches(apart)[:STEPS]:
+        adamw.zero_grad()
+        x: Any = tokens if segments is None else (tokens, segments)
+        logits = model(x)[..., : c.model.vocab_size]
+        attention = {b.name: attention_of(b, seen[f"{b.name}.qkv"], segments) for b in blocks}
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.t().flatten())
+        (losses + c.model.z_loss * logits.logsumexp(-1).square().mean()).backward()
+        gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_(list(named.values()), CLIP)
+        before = {name: p.detach().clone() for name, p in named.items()}
+        adamw.step()
+    squares = dict.fromkeys(("weight", "second", "update"), 0.0)
+    highest = 0.0
+    for name, p in named.items():
+        second, w = adamw.state[p]["exp_avg_sq"], p.detach()
+        change = (before[name] - w).double()
+        layers[name] = {
+            "gradient_rms": rms(gradients[name]), "gradient_max": float(gradients[name].abs().max()),
+            "weight_rms": rms(w), "weight_max": float(w.abs().max()),
+            "second_moment_rms": rms(second), "second_moment_max": float(second.abs().max()),
+            "update_ratio": float(change.norm() / w.double().norm()),
+        }  # fmt: skip
+        for kind, value in (("weight", w), ("second", second), ("update", change)):
+            squares[kind] += float(value.double().square().sum())
+        highest = max(highest, float(second.max()))
+    for b in blocks:
+        y = (seen[b.name][0] if apart else seen[b.name]).detach()
+        entropy, logit = attention[b.name]
+        layers[b.name] = {
+            "activation_rms": rms(y), "activation_max": float(y.abs().max()),
+            "attention_logit": logit, "attention_entropy": entropy,
+        }  # fmt: skip
+    overall = {
+        "parameter_norm": math.sqrt(squares["weight"]), "second_moment_norm": math.sqrt(squares["second"]),
+        "second_moment_max": highest, "update_ratio": math.sqrt(squares["update"] / squares["weight"]),
+        "attention_logit": max(layers[b.name]["attention_logit"] for b in blocks),
+        "attention_entropy": min(layers[b.name]["attention_entropy"] for b in blocks),
+        "grad_norm": float(norm),
+    }  # fmt: skip
+    return Statistics(overall, layers), {name: p.numel() for name, p in named.items()}
+
+
+def rms(x: torch.Tensor) -> float:
+    return float(x.detach().double().square().mean().sqrt())
+
+
+@torch.no_grad()
+def attention_of(block: Block, qkv: torch.Tensor, segments: torch.Tensor | None) -> tuple[float, float]:
+    """Mean entropy and largest logit by the whole matrix of scores."""
+    from megastable.model.rope import document_positions, rope_table, rotate
+
+    a = block.attention
+    s, b, _ = qkv.shape
+    assert a.q_norm is not None and a.k_norm is not None
+    q, k, _ = qkv.split([n * a.width for n in (a.q_heads, a.k_heads, a.k_heads)], -1)
+    if a.q_norm.weight.numel() == a.width:
+        q, k = q.unflatten(-1, (-1, a.width)), k.unflatten(-1, (-1, a.width))
+    q, k = (n(x).reshape(s, b, -1, a.width) for n, x in ((a.q_norm, q), (a.k_norm, k)))
+    cos, sin = rope_table(s, a.rope, qkv.device)
+    position = torch.arange(s).expand(b, s) if segments is None else document_positions(segments)
+    cos, sin = cos[position.t()][:, :, None], sin[position.t()][:, :, None]
+    q, k = (rotate(x, cos, sin).permute(1, 2, 0, 3) for x in (q, k))
+    entropy, highest = whole_attention(q, k, segments)
+    return float(entropy.mean()), float(highest.max())
+
+
+def whole_attention(
+    q: torch.Tensor, k: torch.Tensor, segments: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entropy and largest logit, fp64 [b, q, s], straight from their definitions."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1).double()
+    scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k) / math.sqrt(q.shape[-1])
+    allowed = torch.ones(scores.shape[-2:], dtype=torch.bool).tril().expand_as(scores)
+    if segments is not None:
+        allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
+    scores = scores.masked_fill(~allowed, -math.inf)
+    p = scores.softmax(-1)
+    return -torch.xlogy(p, p).sum(-1), scores.amax(-1)
+
+
+def check(got: dict[str, Any], name: str, parts: dict[str, Any]) -> None:
+    wanted, _ = plain(parts.get("tied", False), parts.get("apart", False), "model" in parts)
+    overall, layers = got["statistics"].overall, got["statistics"].layers
+    assert got["hooks"] == 0
+    found = {**overall, "grad_norm": got["grad_norm"]}
+    assert found.keys() == wanted.overall.keys()
+    for key, value in wanted.overall.items():
+        # A second moment is a square, so that it is off by twice as much.
+        rel = 4e-5 if key.startswith("second_moment") else 2e-5
+        assert found[key] == pytest.approx(value, rel=rel), f"{name}: {key}"
+    assert list(layers) == list(wanted.layers)
+    for row, values in wanted.layers.items():
+        assert layers[row] == pytest.approx(values, rel=1e-4), f"{name}: {row}"
+    assert got["statistics"].indicators == {key: overall[key] for key in INDICATORS if "fp8" not in key}
+    # A step that was not watched has the cheap ones only.
+    cheap = {k: v for k, v in overall.items() if not k.startswith("attention")}
+    assert got["again"] == Statistics(cheap, {})
+
+
+def test_one_process_equals_a_plain_calculation() -> None:
+    cases: list[dict[str, Any]] = [
+        {},
+        {"tied": True},
+        {"apart": True, "recompute": "full"},
+        {"micro_batch": 1},
+    ]
+    (found,) = run_ranks(1, watch_last, cases, 1)
+    for parts, got in zip(cases, found, strict=True):
+        check(got, str(parts), parts)
+
+
+@pytest.mark.parametrize(("world", "cases"), [(2, LAYOUTS), (4, FOUR)])
+def test_every_layout_equals_a_plain_calculation(world: int, cases: dict[str, dict[str, Any]]) -> None:
+    """With parameters replicated, cut into pieces and tied, and blocks run twice for their activations."""
+    ranks = run_ranks(world, watch_last, list(cases.values()), world)
+    for index, (name, parts) in enumerate(cases.items()):
+        found = [rank[index] for rank in ranks]
+        check(found[0], name, parts)
+        assert all(other["statistics"] == found[0]["statistics"] for other in found), name
+
+
+def test_every_wrapper_measures_the_gradients_that_it_reports() -> None:
+    """In low precision too: unscaled, before clipping, every parameter once."""
+    _, sizes = plain(False, False)
+    ranks = run_ranks(2, watch_last, [parts for parts, _ in WRAPPERS.values()], 2)
+    for (name, (_, wrapper)), one, other in zip(WRAPPERS.items(), *ranks, strict=True):
+        assert one["wrapper"] == wrapper and one["hooks"] == 0, name
+        assert one["statistics"] == other["statistics"]
+        rows = one["statistics"].layers
+        total = math.sqrt(sum(rows[p]["gradient_rms"] ** 2 * n for p, n in sizes.items()))
+        assert total == pytest.approx(one["grad_norm"], rel=1e-5), name
+        wanted = plain(False, False)[0].overall
+        for key, value in one["statistics"].overall.items():
+            assert value == pytest.approx(wanted[key], rel=0.05), f"{name}: {key}"
+
+
+def unchanged_by_watching() -> dict[str, Any]:
+    """The same run, watched at every step or never; then a step whose gradients are not finite."""
+    from megastable.engine.flatstate import KINDS
+
+    numbers: list[Any] = []
+    states = []
+    for watched in (False, True):
+        engine, steps = engine_of({"recompute": "full"}, 1)
+        for micro_batches in steps:
+            if watched:
+                engine.probe.watch()
+            measured, _ = engine.train_step(micro_batches, RATE, lambda m: m.finite)
+            numbers.append((measured.loss, measured.grad_norm))
+            if watched:
+                engine.statistics()
+        flat = engine.flat_state()
+        states.append({f"{kind}/{n}": t for kind in KINDS for n, t in flat.shards(kind).items()})
+    engine.probe.watch()
+    weight = next(p for n, p in engine.ds.module.named_parameters() if n.endswith("mlp.down.weight"))
+    handle = weight.register_hook(lambda g: torch.full_like(g, math.nan))
+    _, applied = engine.train_step(steps[0], RATE, lambda m: m.finite)
+    handle.remove()
+    return {"numbers": numbers, "states": states, "refused": engine.statistics(), "applied": applied}
+
+
+def test_watching_changes_nothing_and_a_refused_step_has_no_update() -> None:
+    (found,) = run_ranks(1, unchanged_by_watching)
+    assert found["numbers"][:STEPS] == found["numbers"][STEPS:]
+    one, other = found["states"]
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    assert not found["applied"]
+    statistics = found["refused"]
+    assert "update_ratio" not in statistics.overall and "update_ratio" not in statistics.indicators
+    assert math.isfinite(statistics.overall["second_moment_max"])
+    broken = [name for name, row in statistics.layers.items() if row.get("gradient_max") == math.inf]
+    assert broken == ["blocks.0.mlp.down.weight"]
+    assert math.isnan(statistics.layers[broken[0]]["gradient_rms"])
+    assert all("update_ratio" not in row for row in statistics.layers.values())
+
+
+def train_a_little(c: RunConfig) -> int:
+    from megastable.train import train
+
+    return train(c, Path("recipe.yaml"))
+
+
+def test_a_run_records_its_layers_and_draws_their_curves(corpus: Path, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+    logging = {"tensorboard": True, "norms_interval": 2, "layers_interval": 3, "worst_samples": 2}
+    train = {"steps": 7, "global_batch": 8, "micro_batch": 2, "eval_samples": 0}
+    parts: dict[str, Any] = {"optimizer": {"clip": 0.01}, "stability": {"signs": {"enabled": False}}}
+    c = tiny(corpus, tmp_path / "run", logging=logging, train=train, **parts)
+    assert run_ranks(1, train_a_little, c) == [0]
+    steps = records.read(tmp_path / "run/steps").to_pylist()
+    occasional = ("parameter_norm", "second_moment_max", "update_ratio", "clipped_fraction")
+    for row in steps:
+        assert all((row[name] is not None) == (row["step"] in (2, 3, 4, 6)) for name in occasional)
+        assert (row["attention_logit"] is not None) == (row["step"] in (3, 6))
+        assert row["finite"] and row["clipped"] and len(row["worst_positions"]) == 2
+        assert (
+            row["worst_positions"][0]
+            == row["worst_position"]
+            in range(row["first_position"], row["next_position"])
+        )
+        assert row["worst_rank"] == 0 and row["z"] ** 2 * c.model.z_loss == pytest.approx(row["z_loss"])
+    layers = records.read(tmp_path / "run/layers", records.LAYER_SCHEMA).to_pylist()
+    assert [row["step"] for row in layers if row["name"] == "blocks.1"] == [3, 6]
+    for row in layers:
+        block = row["name"] in ("blocks.0", "blocks.1")
+        assert (row["activation_rms"] is not None) == block == (row["gradient_rms"] is None)
+    curves = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    curves.Reload()
+    assert [e.step for e in curves.Scalars("attention_entropy/blocks.1")] == [3, 6]
+    assert [e.step for e in curves.Scalars("norms/update_to_weight")] == [2, 3, 4, 6]
+    assert "gradient_rms/blocks.0.mlp.down.weight" in curves.Tags()["scalars"]
+
+
+@given(
+    sizes=st.tuples(*(st.integers(1, n) for n in (3, 2, 3, 17, 5))), apart=st.booleans(), scores=st.integers(1, 2000),
+    spread=st.sampled_from([0.0, 1.0, 100.0]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_attention_in_chunks_is_that_of_the_whole(
+    sizes: tuple[int, ...], apart: bool, scores: int, spread: float, seed: int
+) -> None:
+    b, kv, groups, s, d = sizes
+    g = torch.Generator().manual_seed(seed)
+    q = spread * torch.randn(b, kv * groups, s, d, generator=g)
+    k = torch.randn(b, kv, s, d, generator=g)
+    segments = (torch.rand(b, s, generator=g) < 0.3).cumsum(1).int() if apart else None
+    parts = list(attention_chunks(q, k, segments, scores))
+    entropy, highest = (torch.cat(x, -1).flatten(1, 2) for x in zip(*parts, strict=True))
+    wanted, logits = whole_attention(q, k, segments)
+    assert torch.allclose(entropy.double(), wanted, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(highest.double(), logits, rtol=1e-4, atol=1e-5)
+    at_once = max(x.numel() for x, _ in parts) * s
+    assert at_once <= max(scores, b * kv * groups * s)
+
+
+def test_uniform_attention_has_the_entropy_of_its_length() -> None:
+    q, k = torch.zeros(1, 2, 64, 8), torch.randn(1, 2, 64, 8)
+    entropy, highest = (torch.cat(x, -1) for x in zip(*attention_chunks(q, k, None), strict=True))
+    assert torch.allclose(entropy[0, 0, 0], torch.arange(1, 65).float().log(), atol=1e-5)
+    assert float(highest.abs().max()) == 0.0

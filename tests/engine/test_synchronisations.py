@@ -1,0 +1,151 @@
+"""How often a step makes the host wait for the whole device: on a GPU it queues no work meanwhile.
+
+torch.cuda.set_sync_debug_mode, by which tests/gpu finds waits for a stream, is silent about cudaDeviceSynchronize.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megastable.config import deepspeed_json
+from megastable.config.tree import RunConfig
+from megastable.data.loader import MicroBatch
+from megastable.parallel.layout import Layout
+from megastable.parallel.topology import Topology
+from tests.distributed import run_ranks
+
+LENGTH, ACCUMULATION = 32, 4
+# With overlap_comm DeepSpeed sends gradients beside the backward pass, and waits at its end before it drops them.
+ZERO_2 = {"stage_1_and_2.py:independent_gradient_partition_epilogue": ACCUMULATION}
+# world, recipe, the waits of a step that are DeepSpeed's and have to be
+KINDS: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
+    "bf16 ZeRO 1": (1, {}, {}),
+    "bf16 ZeRO 2": (1, {"parallel": {"zero": 2}}, ZERO_2),
+    "bf16 ZeRO 3": (1, {"parallel": {"zero": 3}}, {}),
+    "fp32 ZeRO 1": (1, {"precision": {"kind": "fp32"}}, {}),
+    "fp16 ZeRO 1": (1, {"precision": {"kind": "fp16"}}, {}),
+    "bf16 pipeline": (2, {"parallel": {"pipeline": 2}}, {}),
+}
+
+
+def config_of(parts: dict[str, Any], world: int) -> RunConfig:
+    shape = dict(layers=2, hidden=32, heads=2, ffn=64, sequence_length=LENGTH, vocab_size=100)
+    tree: dict[str, Any] = {
+        "model": shape,
+        "train": {"global_batch": 2 * ACCUMULATION, "micro_batch": 2, "steps": 20},
+        "run": {"timeout": 120},
+        "kernels": {"compile": False},
+    }
+    return RunConfig.model_validate(tree | parts)
+
+
+def batches() -> list[MicroBatch]:
+    found = []
+    for _ in range(ACCUMULATION):
+        tokens = torch.randint(100, (2, LENGTH + 1))
+        found.append(
+            MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.arange(2), None)
+        )
+    return found
+
+
+class Queued:
+    """A stream or an event of a device that works beside the host, where there is none."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = torch.device("cpu")
+
+    def __enter__(self) -> Queued:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        return None
+
+    def nothing(self, *_: Any) -> None:
+        return None
+
+    wait_stream = wait_event = record = record_event = synchronize = nothing
+
+    def query(self) -> bool:
+        return True
+
+
+def counted(names: list[str]) -> dict[str, tuple[dict[str, dict[str, int]], int]]:
+    """By kind: what waits for the device in the later steps, in an evaluation and in a measurement, by who asks how
+    often; and the clock readings that its timers keep."""
+    import torch.distributed as dist
+    from deepspeed.accelerator import set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    from megastable.engine.engine import Engine
+
+    waits = Counter[str]()
+
+    class Device(CPU_Accelerator):
+        """As CUDA: what DeepSpeed does only where a device works beside the host is counted, too."""
+
+        Stream = Event = Queued
+
+        def is_synchronized_device(self) -> bool:
+            return False
+
+        def is_fp16_supported(self) -> bool:
+            return True
+
+        def current_stream(self, *_: Any) -> Queued:
+            return Queued()
+
+        default_stream = current_stream
+
+        def stream(self, stream: Queued) -> Queued:
+            return stream
+
+        def synchronize(self, *_: Any) -> None:
+            caller = traceback.extract_stack()[-2]
+            waits[f"{Path(caller.filename).name}:{caller.name}"] += 1
+
+    def waited(call: Any, *arguments: Any) -> dict[str, int]:
+        waits.clear()
+        call(*arguments)
+        return dict(waits)
+
+    set_accelerator(Device())
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
+    found = {}
+    for name in names:
+        world, parts, _ = KINDS[name]
+        config = config_of(parts, world)
+        topology = Topology(Layout(1, config.parallel.pipeline, 1), dist.get_rank(), 120)
+        engine = Engine(config, deepspeed_json.build(config, world), topology)
+
+        def step(engine: Engine = engine) -> None:
+            engine.train_step(batches(), 1e-3, lambda m: m.finite)
+
+        steps = [waited(step) for _ in range(5)][3:]  # DeepSpeed's timer begins with the third
+        assert steps[0] == steps[1]
+        seen = {
+            "step": steps[0],
+            "evaluate": waited(engine.evaluate, batches()),
+            "measure": waited(engine.measure, batches()),
+            "discard": waited(engine.train_step, batches(), 1e-3, lambda _: False),
+        }
+        clocks = getattr(engine.ds.timers, "timers", {}).values()
+        found[name] = seen, sum(len(clock.event_timers) for clock in clocks)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_nothing_waits_for_the_device_but_what_has_to(world: int) -> None:
+    names = [name for name, kind in KINDS.items() if kind[0] == world]
+    for rank in run_ranks(world, counted, names):
+        for name, (seen, kept) in rank.items():
+            wanted = KINDS[name][2]
+            expected = {"step": wanted, "evaluate": {}, "measure": wanted, "discard": wanted}
+            assert seen == expected, name
+            assert kept == 0, f"{name}: {kept} readings of clocks that nobody asks for"

@@ -1,0 +1,113 @@
+"""Trouble right after a resume, from a state that was bad when it was saved, or whose checkpoint remembers nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drills.poison import poison
+from megastable.base import errors
+from megastable.checkpoint import markers
+from megastable.config.tree import RunConfig
+from megastable.recovery.persisted_state import tried
+from megastable.run.directory import RunDirectory
+from tests.conftest import write_corpus
+from tests.distributed import run_ranks
+from tests.engine.test_gate import trainer_of
+from tests.recovery.test_recovery import incidents, recipe, train
+from tests.training.test_resume import identical
+
+
+@pytest.fixture(scope="module")
+def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("easy") / "corpus"
+    write_corpus(folder, ids=20)
+    return folder
+
+
+def at(corpus: Path, run: Path, steps: int, interval: int = 10, **parts: Any) -> RunConfig:
+    batch = {"steps": steps, "global_batch": 8, "micro_batch": 2, "eval_samples": 8, "eval_interval": 0}
+    checkpoint = {"interval": interval, "keep": 9, "healthy_after": 5}
+    return recipe(corpus, run, train=batch, checkpoint=checkpoint, **parts)
+
+
+def resumed(run: Path) -> list[int]:
+    return [e["step"] for e in RunDirectory(run).events("resumed")]
+
+
+@pytest.mark.parametrize("world", [1, 2], ids=["one", "zero1-dp2"])
+def test_an_old_checkpoint_that_is_bad_is_convicted_by_the_steps_after_it(
+    world: int, easy: Path, tmp_path: Path
+) -> None:
+    run, straight, folder = tmp_path / "run", tmp_path / "straight", tmp_path / "run/checkpoints"
+    assert run_ranks(world, train, at(easy, run, 40))[0] == (0, "")
+    for step in (40, 30):
+        poison(folder, "weight", forget=True, step=step)
+    for step in (40, 30):
+        code, message = run_ranks(world, train, at(easy, run, 50))[0]
+        assert code == errors.HANDOVER and "is convicted" in message, message
+        assert markers.convicted(folder / f"step-{step}") is not None
+    assert run_ranks(world, train, at(easy, run, 50))[0] == (0, "")
+    assert resumed(run) == [40, 30, 20]
+    assert [e["before"] for e in RunDirectory(run).events("handover")] == [40, 30]
+    assert {e["summary"]["cause"] for e in incidents(run, "handed over")} == {"storage"}
+    # No sample is lost, and no rate is cut: the run ends as if nothing had been.
+    assert not (run / "skips.jsonl").exists()
+    assert not [e for e in RunDirectory(run).events("incident") if e.get("action") == "cut_lr"]
+    run_ranks(world, train, at(easy, straight, 50))
+    assert identical(*(r / "checkpoints/step-50" for r in (run, straight))) == 3 * world
+
+
+@pytest.mark.parametrize("last_resort", ["train_on", "stop"])
+def test_where_all_are_bad_it_trains_on_and_tells_a_person(
+    last_resort: str, easy: Path, tmp_path: Path
+) -> None:
+    """The state is finite: what becomes of it is for a person to say."""
+    run, wanted = tmp_path / "run", {"policy": {"last_resort": last_resort}}
+    assert run_ranks(1, train, at(easy, run, 30, 30))[0] == (0, "")
+    poison(run / "checkpoints", "weight", forget=True)
+    ((code, message),) = run_ranks(1, train, at(easy, run, 50, 30, stability=wanted))
+    alerts = [e["reason"] for e in RunDirectory(run).events("alert") if e["what"] == "begun"]
+    if last_resort == "stop":
+        assert code == errors.UNSTABLE and "is convicted" in message and not alerts
+        return
+    assert (
+        code == 0 and len(alerts) == 1 and "is convicted" in alerts[0] and "is from before step" in alerts[0]
+    )
+    assert not (run / "skips.jsonl").exists() and not list(RunDirectory(run).events("rate_cut"))
+
+
+def test_a_recipe_is_compared_with_that_of_the_checkpoint(easy: Path, tmp_path: Path) -> None:
+    """A start that died before its first checkpoint has frozen another one all the same: at the next start nothing is
+    new, but trouble may well come from it."""
+    run = tmp_path / "run"
+    assert run_ranks(1, train, at(easy, run, 10))[0] == (0, "")
+    other = at(easy, run, 20, optimizer={"lr": 5e-3})
+    assert run_ranks(1, changed, other)[0] == ["optimizer.lr: 0.01 -> 0.005", "train.steps: 10 -> 20"]
+
+
+def changed(config: RunConfig) -> list[str]:
+    """What was changed since the checkpoint that a start goes on from, where it is not since the last start."""
+    trainer = trainer_of(config)
+    trainer.resume()
+    return trainer.changed
+
+
+def test_each_handover_without_new_ground_takes_an_older_one() -> None:
+    def handover(clock: int) -> dict[str, Any]:
+        return {"event": "handover", "policy": {"clock": clock}}
+
+    def training(step: int) -> dict[str, Any]:
+        return {"event": "training", "step": step}
+
+    assert tried([], 50, 30) == []
+    assert tried([training(0), training(20)], 50, 30) == []  # no handover
+    assert tried([training(0), handover(45), training(40)], 50, 30) == [40]
+    assert tried([handover(45), training(40), training(42)], 50, 30) == [40, 42]  # a crash between them
+    assert tried([handover(45), training(40), handover(46), training(30)], 50, 30) == [40, 30]
+    assert tried([handover(45), training(40)], 80, 30) == []  # new ground
+    assert tried([handover(10), training(0), handover(45), training(40)], 50, 30) == [40]
+    assert tried([handover(45), training(0)], 50, 30) == []  # there was none: it began anew
+    assert tried([{"event": "handover"}, training(40)], 50, 30) == []  # of an older version

@@ -1,0 +1,168 @@
+"""What outlives a process: of the checkpoint, of the journal, and what to do with what cannot be read."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from megastable.recovery.persisted_state import Memory, interrupted, recall
+from megastable.stability.actions import Action
+from megastable.stability.detector_state import DetectorState
+from megastable.stability.guard import GuardState
+from megastable.stability.incident import Incident
+from megastable.stability.policy_state import PolicyState, Taken
+from megastable.stability.signals import Verdict
+
+
+def policy(clock: int) -> PolicyState:
+    return PolicyState(clock=clock, taken=[Taken(clock=clock, step=clock, action=Action.REWIND)])
+
+
+def incident(number: int = 1, **changes: Any) -> Incident:
+    given = {"number": number, "step": 33, "onset": 31, "verdict": Verdict.SPIKE, "kind": "recoverable"}
+    return Incident.model_validate({**given, **changes})
+
+
+def event(what: str, clock: int, about: Incident, kind: str = "incident") -> dict[str, Any]:
+    return {
+        "event": kind, "what": what, "number": about.number, "policy": policy(clock).model_dump(mode="json"),
+        "summary": about.model_dump(mode="json"), "time": 1.5,
+    }  # fmt: skip
+
+
+def saved(clock: int = 0, **parts: Any) -> dict[str, Any]:
+    guard = GuardState(detector=DetectorState(seen=40), policy=policy(clock))
+    return Memory(guard=guard, **parts).model_dump(mode="json")
+
+
+def test_without_a_journal_the_checkpoint_is_all() -> None:
+    memory, lost = recall(saved(40, incident=incident(2), incidents=2), [])
+    assert memory.model_dump(mode="json") == saved(40, incident=incident(2), incidents=2) and lost == []
+    assert recall({}, []) == (Memory(), [])
+
+
+def test_what_happened_after_the_checkpoint_is_known_from_the_journal() -> None:
+    opened, attributed = incident(), incident(steps_lost=8, positions=[(3, 5)])
+    told = [
+        event("opened", 33, opened),
+        event("attributed", 33, attributed),
+        event("rewound", 33, attributed),
+    ]
+    for before in (saved(20), {}):
+        memory, lost = recall(before, told)
+        assert memory.incident == attributed and memory.incidents == 1 and lost == []
+        assert memory.guard.policy == policy(33)
+        assert memory.guard.detector == Memory.model_validate(before).guard.detector
+    # A checkpoint of after it knows better.
+    later = saved(50, incident=None, incidents=1)
+    assert recall(later, told)[0].model_dump(mode="json") == later
+
+
+@pytest.mark.parametrize("outcome", ["healed", "stopped"])
+def test_an_incident_that_is_over_is_not_open(outcome: str) -> None:
+    over = incident(outcome=outcome)
+    told = [event("opened", 33, incident()), event("closed", 60, over), event("", 60, over, kind="unstable")]
+    memory, lost = recall(saved(40, incident=incident(), incidents=1), told)
+    assert memory.incident is None and memory.incidents == 1 and lost == []
+    assert memory.guard.policy.clock == 60
+
+
+def test_one_that_was_not_proven_to_be_over_goes_on() -> None:
+    told = [event("opened", 33, incident()), event("closed", 40, incident(outcome="open"))]
+    assert recall(saved(20), told)[0].incident == incident()
+
+
+def test_a_dry_run_has_a_clock_of_its_own() -> None:
+    dry = Memory(guard=GuardState(simulated=True, policy=policy(5))).model_dump(mode="json")
+    told = [event("opened", 33, incident(4))]
+    memory, _ = recall(dry, told, simulated=True)
+    assert memory.guard.policy == policy(5) and memory.incident is None and memory.incidents == 4
+    memory, _ = recall(dry, told)  # back in earnest: what was done before the dry run counts
+    assert memory.guard.policy.clock == 33 and memory.incident is not None
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "named", "kept"),
+    [
+        (("guard", "detector", "shape"), 1, "detector of the checkpoint: guard.detector.shape", "policy"),
+        (("guard", "detector"), [], "detector of the checkpoint", "policy"),
+        (("guard", "policy", "karma"), 1, "policy of the checkpoint: guard.policy.karma", "detector"),
+        (("guard", "policy", "taken"), [{"clock": 1}], "policy of the checkpoint", "detector"),
+        (("guard", "mood"), "good", "mood of the checkpoint", "policy"),
+        (("incident",), {"number": 1}, "incident of the checkpoint: incident.step: Field required", "policy"),
+        (("incident", "verdict"), "odd", "incident of the checkpoint: incident.verdict", "detector"),
+        (("incidents",), "many", "incidents of the checkpoint", "policy"),
+        (("colour",), "red", "colour of the checkpoint", "policy"),
+    ],
+)
+def test_what_cannot_be_read_starts_anew_and_is_named(
+    place: tuple[str, ...], value: Any, named: str, kept: str
+) -> None:
+    """Of a checkpoint by another version: the other parts stay as they are."""
+    tree = saved(40, incident=incident(), incidents=1)
+    whole, below = copy.deepcopy(tree), tree
+    for key in place[:-1]:
+        below = below[key]
+    below[place[-1]] = value
+    memory, (problem,) = recall(tree, [])
+    assert problem.startswith(named)
+    assert memory.model_dump(mode="json")["guard"][kept] == whole["guard"][kept]
+
+
+def test_nothing_at_all_that_can_be_read() -> None:
+    memory, lost = recall({"guard": "good", "incident": 5, "x": None}, [])
+    assert memory == Memory() and len(lost) == 3
+
+
+def test_events_of_another_version_are_passed_over() -> None:
+    """The newest that can be read counts; what is newer is said to be lost."""
+    good, strange = event("opened", 33, incident()), event("attributed", 34, incident())
+    strange["policy"]["karma"] = 1
+    memory, (problem,) = recall(saved(20), [good, strange])
+    assert memory.incident == incident() and memory.guard.policy.clock == 33
+    assert problem == "incident of the journal: policy.karma: Extra inputs are not permitted"
+    assert recall(saved(20), [strange, good])[1] == []
+
+
+@pytest.mark.parametrize("fields", [{}, {"number": "one"}, {"number": 1, "what": "opened"}, {"policy": 5}])
+def test_events_without_what_is_looked_for(fields: dict[str, Any]) -> None:
+    memory, lost = recall(saved(20), [{"event": "incident", **fields}])
+    assert memory.guard.policy.clock == 20 and memory.incident is None
+    assert bool(lost) == ("policy" in fields)
+
+
+def told(what: str, **fields: Any) -> dict[str, Any]:
+    return event(what, 33, incident()) | fields
+
+
+TRAINING = {"event": "training"}
+
+
+def saved_as(name: str) -> dict[str, Any]:
+    return {"event": "checkpoint", "name": name}
+
+
+OPENED, REWOUND = told("opened", onset=31), told("rewound", to_step=20)
+
+
+@pytest.mark.parametrize(
+    ("events", "left"),
+    [
+        ([], None),
+        ([TRAINING, saved_as("step-40")], None),
+        ([TRAINING, saved_as("step-40"), OPENED], (31, set())),
+        ([OPENED, REWOUND], (21, set())),
+        ([OPENED, REWOUND, saved_as("step-30")], (21, {"step-30"})),
+        # It came back: what was written in between, before it did, is as good as it was.
+        ([OPENED, REWOUND, saved_as("step-30"), told("opened", onset=38)], (38, set())),
+        ([OPENED, REWOUND, told("closed")], None),
+        ([OPENED, REWOUND, TRAINING], None),
+        ([OPENED, TRAINING, {"event": "incident", "what": "opened", "onset": 3}], None),
+    ],
+)
+def test_what_a_dead_process_went_back_behind(
+    events: list[dict[str, Any]], left: tuple[int, set[str]] | None
+) -> None:
+    assert interrupted(events) == left

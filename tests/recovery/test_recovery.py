@@ -1,0 +1,554 @@
+"""Bad data in a real run: caught, attributed, rewound, skipped; exact to the byte, whatever the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megastable.base import errors
+from megastable.config.tree import RunConfig
+from megastable.data.corpora import open_corpora
+from megastable.data.plant import Planted, plant
+from megastable.data.skip_ledger import Ledger, SkipEntry, read_ledger
+from megastable.data.skips import Selection
+from megastable.forensics.history import History
+from megastable.run import records
+from megastable.run.directory import RunDirectory
+from tests.conftest import tiny, write_corpus
+from tests.distributed import run_ranks
+from tests.engine.test_gate import trainer_of
+from tests.training.test_failures import terminate
+from tests.training.test_failures import train as train_with
+from tests.training.test_resume import identical
+
+STEPS = 50
+FIRST_BAD = 31
+
+
+def recipe(corpus: Path, run: Path, **parts: Any) -> RunConfig:
+    """Two micro-batches a step, or one on each of two ranks; test_gate.py has all wrappers with more."""
+    train = {"steps": STEPS, "global_batch": 8, "micro_batch": 4, "eval_samples": 8, "eval_interval": 0}
+    train |= parts.pop("train", {})
+    # Judged from early on, so that the runs can be short.
+    stability = parts.pop("stability", {}) | {"detector": {"warmup_steps": 20, "min_values": 12}}
+    defaults: dict[str, Any] = {
+        "stability": stability,
+        "train": train,
+        "optimizer": {"lr": 1e-2},
+        "schedule": {"warmup_steps": 10, "total_steps": STEPS},
+        "checkpoint": {"interval": 0},
+    }
+    return tiny(corpus, run, **{**defaults, **parts})
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Planted]:
+    """A corpus with 20 samples of noise, in parts of the batches of the steps 31 to 33."""
+    folder = tmp_path_factory.mktemp("planted")
+    write_corpus(folder / "clean", ids=20)
+    (folder / "clean/tokenizer.model").write_bytes(b"")  # copied along, never read
+    config = recipe(folder / "clean", folder / "run")
+    what, _ = plant(folder / "clean", folder / "bad", config, step=FIRST_BAD, samples=20)
+    return folder / "bad", what
+
+
+def train(config: RunConfig) -> tuple[int, str]:
+    from megastable import train as module
+
+    try:
+        return module.train(config, Path("recipe.yaml")), ""
+    except errors.MegastableError as error:
+        return error.code, str(error)
+
+
+def incidents(run: Path, what: str = "closed") -> list[dict[str, Any]]:
+    found = [e for e in RunDirectory(run).events("incident") if e["what"] == what]
+    return [e["summary"] for e in found] if what == "closed" else found
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "pp2": (2, {"parallel": {"pipeline": 2}}),
+    "tp2": (2, {"parallel": {"tensor": 2}}),
+    "zero1-dp2": (2, {"train": {"micro_batch": 2}}),
+    "zero2-dp2": (2, {"parallel": {"zero": 2}}),
+    "zero3-dp2": (2, {"parallel": {"zero": 3}}),
+}
+
+
+def hit_and_told(hit: RunConfig, told: RunConfig) -> tuple[tuple[int, str], tuple[int, str]]:
+    """A run that meets the bad region, and one that is told from the start to leave out what the first one skipped."""
+    assert hit.run.dir is not None
+    first = train(hit)
+    skips = [tuple(r) for incident in incidents(hit.run.dir) for r in incident["positions"]]
+    return first, train(told.model_copy(update={"data": told.data.model_copy(update={"skip": skips})}))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_rewind_is_exact(name: str, planted: tuple[Path, Planted], tmp_path: Path) -> None:
+    """The run that hit the bad region ends with the bytes of a run that was told to skip it from the start."""
+    world, parts = LAYOUTS[name]
+    corpus, what = planted
+    hit, told = tmp_path / "hit", tmp_path / "told"
+    configs = recipe(corpus, hit, **parts), recipe(corpus, told, **parts)
+    assert run_ranks(world, hit_and_told, *configs) == [((0, ""), (0, ""))] * world
+    (incident,) = incidents(hit)
+    assert incident["cause"] == "data" and incident["outcome"] == "healed"
+    assert [tuple(r) for r in incident["positions"]] == what.positions
+    assert incident["documents"] == [d.model_dump() for d in what.documents]
+    assert incident["steps_lost"] <= 25 and incident["batches_discarded"] <= 4
+    assert incidents(told) == [] and not list(RunDirectory(told).events("discarded"))
+    assert identical(hit / f"checkpoints/step-{STEPS}", told / f"checkpoints/step-{STEPS}") >= 3
+    one, other = (records.read(run / "steps") for run in (hit, told))
+    for column in ("step", "first_position", "next_position", "loss", "grad_norm", "lr", "applied"):
+        assert one.column(column).equals(other.column(column)), column
+
+
+# Faults of other kinds, on one process
+
+
+def spoil(config: RunConfig, kind: str, steps: list[int], times: int = 1) -> dict[str, Any]:
+    """Train with a fault at the steps `steps`, the first `times` times that each is done; how it ended, and the end."""
+    import torch
+
+    from megastable.engine import engine as engines
+
+    trainer = trainer_of(config)
+    trainer.resume()
+    trainer.follow_blend()
+    engine, real = trainer.engine, trainer.engine.train_step
+    done: dict[int, int] = {}
+
+    def train_step(*args: Any, **options: Any) -> Any:
+        step = trainer.state.step + 1
+        if getattr(engine, "_probing", False) or step not in steps or done.get(step, 0) >= times:
+            return real(*args, **options)
+        done[step] = done.get(step, 0) + 1
+        if kind == "weights":
+            generator = torch.Generator().manual_seed(step)
+            master = engine.masters[0]
+            engine._wait_for_copies()  # or the checkpoint of before would be spoilt, too
+            master.data += torch.randn(master.shape, generator=generator) * 0.2
+            engine.refresh_weights()
+            return real(*args, **options)
+        loss = engines.LossFunction.__call__
+        engines.LossFunction.__call__ = lambda self, *a: twice(loss, self, *a)  # type: ignore[method-assign]
+        try:
+            return real(*args, **options)
+        finally:
+            engines.LossFunction.__call__ = loss  # type: ignore[method-assign]
+
+    def twice(loss: Any, self: Any, *args: Any) -> Any:
+        """What a chip that computes wrongly for a moment does to a step."""
+        value = loss(self, *args)
+        self.samples[-1] = self.samples[-1] * 2
+        return value * 2
+
+    engine.train_step = train_step  # type: ignore[method-assign]
+    try:
+        code, message = trainer.train(), ""
+    except errors.MegastableError as error:
+        code, message = error.code, str(error)
+    factor = trainer.recovery.rate(trainer.state.updates, 1.0)
+    return {"code": code, "message": message, "factor": factor}
+
+
+@pytest.fixture(scope="module")
+def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus that is learnt quickly, so that a fault shows."""
+    folder = tmp_path_factory.mktemp("easy")
+    write_corpus(folder, ids=20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def straight(easy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The last checkpoint of a run of one process without a fault."""
+    run = tmp_path_factory.mktemp("straight")
+    assert run_ranks(1, train, recipe(easy, run)) == [(0, "")]
+    return run / f"checkpoints/step-{STEPS}"
+
+
+@pytest.mark.parametrize("name", ["one", "zero3-dp2", "pp2"])
+def test_spoilt_weights_are_undone_and_the_window_is_read_later(
+    name: str, easy: Path, tmp_path: Path
+) -> None:
+    """Nothing is lost; and the run ends with the bytes of one whose order had the exchange from the start."""
+    run, told = tmp_path / "run", tmp_path / "told"
+    world, parts = LAYOUTS[name]
+    parts = parts | {"stability": {"policy": {"recur_steps": 12, "verify_steps": 6}}}
+    for end in run_ranks(world, spoil, recipe(easy, run, **parts), "weights", [32]):
+        assert end["code"] == 0 and end["factor"] == 1.0
+    (incident,) = incidents(run)
+    assert incident["cause"] == "state" and incident["outcome"] == "healed" and incident["documents"] == []
+    assert incident["actions"] == ["rewind"] and 31 <= incident["onset"] <= 33
+    # The state after step 31 is spoilt already; that after step 30 is good.
+    assert {e["step"] for e in RunDirectory(run).events("snapshot_rejected")} <= {31}
+    assert incident["steps_lost"] <= 5
+    count = 8 * (incident["step"] - incident["onset"] + 1)
+    assert incident["positions"] == [] and not (run / "skips.jsonl").exists()
+    assert [sum(b - a for a, b in incident[of]) for of in ("deferred", "returns")] == [count, count]
+    assert incident["returns"][0][0] >= incident["deferred"][-1][1] + 12 * 8
+
+    told.mkdir()
+    (told / "blends.jsonl").write_bytes((run / "blends.jsonl").read_bytes())
+    assert run_ranks(world, train, recipe(easy, told, **parts)) == [(0, "")] * world
+    assert incidents(told) == [] and identical(
+        run / f"checkpoints/step-{STEPS}", told / f"checkpoints/step-{STEPS}"
+    )
+    (run / "recipe.yaml").write_bytes((told / "recipe.yaml").read_bytes())  # which `spoil` does not write
+    assert samples_of(run) == samples_of(told) != sorted(samples_of(run))
+    config = recipe(easy, told)
+    wanted = open_corpora(config.data.corpora, 32, config.run.seed).train.order.locate(range(8 * STEPS))
+    assert sorted(samples_of(run)) == sorted(
+        zip(wanted.epoch.tolist(), wanted.sequence.tolist(), strict=True)
+    )
+
+
+def samples_of(run: Path) -> list[tuple[int, int]]:
+    """Epoch and sequence of all that a run of one corpus trained on, in its order; undone steps left out."""
+    history = History(run)
+    found = list[tuple[int, int]]()
+    for done in history.steps(1, 10**6):
+        if not done.undone:
+            places = history.library(done.time).source.order.locate(history.positions(done))
+            found += zip(places.epoch.tolist(), places.sequence.tolist(), strict=True)
+    return found
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_what_comes_back_again_and_again_cuts_the_learning_rate(
+    times: int, easy: Path, tmp_path: Path
+) -> None:
+    """In the place of what was deferred others are read, from far ahead: what comes back with them, and with nobody
+    guilty, is not the data; a cut takes two recurrences."""
+    run = tmp_path / "run"
+    steps = {"steps": 70, "eval_samples": 0}
+    policy = {"rewarm_steps": 10, "verify_steps": 10}
+    config = recipe(easy, run, train=steps, stability={"policy": policy})
+    (end,) = run_ranks(1, spoil, config, "weights", [32], times)
+    (incident,) = incidents(run)
+    assert end["code"] == 0 and incident["outcome"] == "healed"
+    cut = times == 3
+    assert incident["actions"] == [*["rewind"] * 2, *["cut_lr"] * cut]
+    assert incident["kind"] == ("divergent" if cut else "lingering")
+    assert incident["cause"] == ("learning_rate" if cut else "state") and end["factor"] == (0.5 if cut else 1)
+    assert len(list(RunDirectory(run).events("rate_cut"))) == cut
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["where bits repeat", "where they need not"])
+def test_what_does_not_happen_again_is_the_hardware(
+    exact: bool, easy: Path, straight: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    (end,) = run_ranks(1, noisy, recipe(easy, run), exact, "chip", [32, 33, 34, 35])
+    assert end["code"] == 0
+    (incident,) = incidents(run)
+    assert incident["cause"] == "hardware" and incident["positions"] == []
+    # Nothing is skipped, nothing lost: the same data, and the bytes of a run without the fault.
+    assert identical(run / f"checkpoints/step-{STEPS}", straight) >= 3
+
+
+def noisy(
+    config: RunConfig,
+    exact: bool,
+    kind: str = "weights",
+    steps: Sequence[int] = (32,),
+    noise: Sequence[str] = (),
+    bound: float = 3.5,
+    damaged: bool = False,
+) -> dict[str, Any]:
+    """`spoil`, on a machine that is said to repeat its bits, or not to; whatever it is said to be, it changes `noise`
+    ("losses", "grad_norm") of what it measures every time, on states of a loss above `bound`. damaged: whichever
+    rewind point is asked for, host memory has lost it."""
+    import torch
+
+    from megastable.engine.engine import Engine
+    from megastable.recovery import replays
+    from megastable.recovery.snapshot import Ring
+
+    real, drawn = Engine.measure, torch.Generator().manual_seed(1)
+
+    def measure(self: Engine, micro_batches: Any) -> Any:
+        found = real(self, micro_batches)
+        if found.loss < bound:
+            return found
+        factor = 1 + float(torch.rand((), generator=drawn))
+        return replace(found, **{name: getattr(found, name) * factor for name in noise})
+
+    def before(self: Ring, *args: Any) -> Any:
+        found = whole(self, *args)
+        for tensor in found.tensors.values() if found is not None else ():
+            tensor.fill_(float("nan"))
+        return found
+
+    whole = Ring.before
+    if damaged:
+        Ring.before = before  # type: ignore[method-assign]
+    Engine.measure = measure  # type: ignore[method-assign]
+    replays.exact = lambda *_: exact  # type: ignore[attr-defined]
+    return spoil(config, kind, list(steps))
+
+
+@pytest.mark.parametrize(
+    ("exact", "noise", "bound", "cause"),
+    [
+        (False, ["losses", "grad_norm"], 3.5, "state"),
+        (False, ["grad_norm"], 0.0, "hardware"),
+        (True, ["losses"], 3.5, "hardware"),
+    ],
+    ids=["magnified last bits", "on a good state, too", "where bits repeat"],
+)
+def test_other_numbers_every_time(
+    exact: bool, noise: list[str], bound: float, cause: str, easy: Path, tmp_path: Path
+) -> None:
+    """A bad state may magnify in what order a GPU sums; hardware is blamed where that cannot be the reason."""
+    (end,) = run_ranks(1, noisy, recipe(easy, tmp_path / "run"), exact, "weights", [32], noise, bound)
+    assert end["code"] == 0
+    assert [i["cause"] for i in incidents(tmp_path / "run")] == [cause]
+
+
+@pytest.mark.parametrize("damaged", [True, False], ids=["damaged rewind points", "no rewind points"])
+@pytest.mark.parametrize(
+    ("exact", "kind", "cause"),
+    [(True, "weights", "hardware"), (False, "weights", "unknown"), (False, "chip", "hardware")],
+    ids=["unsteady where bits repeat", "unsteady", "not again"],
+)
+def test_hardware_is_told_without_a_rewind_point(
+    exact: bool, kind: str, cause: str, damaged: bool, easy: Path, tmp_path: Path
+) -> None:
+    """What replays prove holds where there is no state to go back to: the data is innocent, and read again."""
+    run = tmp_path / "run"
+    points = {} if damaged else {"snapshots": {"interval": 0}}
+    config = recipe(easy, run, stability=points, checkpoint={"interval": 20})
+    noise = ["losses"] if kind == "weights" else []
+    (end,) = run_ranks(1, noisy, config, exact, kind, [32, 33, 34, 35], noise, 3.5, damaged)
+    assert end["code"] == errors.HANDOVER
+    (told,) = incidents(run, "handed over")
+    assert told["summary"]["cause"] == cause
+    assert ("no snapshot is good" in end["message"]) == damaged
+    assert ("hardware" in end["message"]) == (cause == "hardware")
+    assert told["summary"]["positions"] == [] and not (run / "skips.jsonl").exists()
+    assert bool(told["summary"]["deferred"]) == (cause == "unknown")
+
+
+def test_a_checkpoint_is_left_without_proof_once(easy: Path, tmp_path: Path) -> None:
+    """What comes back on the one before it is the policy's: otherwise a run would walk back to its beginning."""
+    run = tmp_path / "run"
+    parts = {"checkpoint": {"interval": 10, "keep": 9}, "stability": {"policy": {"recur_steps": 12}}}
+    (end,) = run_ranks(1, suspicious, recipe(easy, run, **parts))
+    assert end["code"] == errors.HANDOVER and "is the suspect" in end["message"]
+    (told,) = RunDirectory(run).events("handover")
+    assert [t["cause"] for t in told["policy"]["taken"] if t["action"] == "handover"] == ["storage"]
+    (end,) = run_ranks(1, suspicious, recipe(easy, run, **parts))
+    assert end["code"] == 0 and len(list(RunDirectory(run).events("handover"))) == 1
+
+
+def suspicious(config: RunConfig) -> dict[str, Any]:
+    """`spoil`, where any trouble comes from the checkpoint as it seems."""
+    from megastable.recovery.origin import Origin
+
+    Origin.again = lambda *_: True  # type: ignore[method-assign]
+    return spoil(config, "weights", [32])
+
+
+def test_without_rewind_points_it_hands_over_to_a_restart(
+    planted: tuple[Path, Planted], tmp_path: Path
+) -> None:
+    corpus, what = planted
+    run = tmp_path / "run"
+    config = recipe(
+        corpus, run, stability={"snapshots": {"interval": 0}}, checkpoint={"interval": 20, "keep": 9}
+    )
+    ((code, message),) = run_ranks(1, train, config)
+    assert code == errors.HANDOVER
+    assert "there is no snapshot" in message and "checkpoint before step 31" in message
+    told = incidents(run, "handed over")[0]["summary"]
+    ((first, end),), ((begin, until),) = what.positions, told["deferred"]  # nobody was examined: read later
+    assert begin <= first < until <= end + 8 and until - begin == 16
+    assert told["outcome"] == "handed over" and told["positions"] == [] and not (run / "skips.jsonl").exists()
+    assert run_ranks(1, train, config) == [(0, "")]
+    assert [e["step"] for e in RunDirectory(run).events("resumed")] == [20]
+    (over,) = [
+        i for i in incidents(run) if i["number"] == told["number"]
+    ]  # what follows is the noise, read later
+    assert over["outcome"] == "healed" and over["steps_lost"] >= 12
+
+
+def test_a_restart_goes_back_behind_checkpoints_of_after_the_onset(easy: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    parts = {"stability": {"snapshots": {"interval": 0}}, "checkpoint": {"interval": 1, "keep": 50}}
+    config = recipe(easy, run, **parts)
+    (end,) = run_ranks(1, spoil, config, "weights", [32])
+    assert end["code"] == errors.HANDOVER
+    (event,) = RunDirectory(run).events("handover")
+    assert run_ranks(1, train, config) == [(0, "")]
+    assert [e["step"] for e in RunDirectory(run).events("resumed")] == [event["before"] - 1]
+    assert list((run / "checkpoints").glob("suspect-step-*"))
+    assert (run / f"checkpoints/step-{STEPS}").is_dir()
+
+
+@pytest.mark.parametrize("last_resort", ["train_on", "stop"])
+def test_a_handover_needs_a_checkpoint_of_before(last_resort: str, easy: Path, tmp_path: Path) -> None:
+    """Where all are later the run trains on and tells a person, or stops if that is wanted, and keeps them: it must not
+    begin again from nothing in silence."""
+    run = tmp_path / "run"
+    wanted = {"snapshots": {"interval": 0}, "policy": {"last_resort": last_resort}}
+    config = recipe(easy, run, stability=wanted, checkpoint={"interval": 32})
+    (end,) = run_ranks(1, spoil, config, "weights", [32])
+    alerts = list(RunDirectory(run).events("alert"))
+    if last_resort == "stop":
+        assert end["code"] == errors.UNSTABLE and "is from before step" in end["message"]
+        assert len(list((run / "checkpoints").glob("step-*"))) == 1 and not alerts
+        return
+    assert end["code"] == 0 and end["factor"] == 1.0
+    assert [e["what"] for e in alerts][:1] == ["begun"] and "is from before step" in alerts[0]["reason"]
+    (incident,) = incidents(run)
+    assert incident["actions"] == ["alert"] and incident["positions"] == []
+
+
+def test_an_update_that_was_applied_tells_nothing_of_the_hardware(easy: Path, tmp_path: Path) -> None:
+    """Where the budgets are spent it trains on: done again on the state of after it, a step gives other numbers."""
+    config = recipe(easy, tmp_path / "run", stability={"policy": {"rewinds": 0}})
+    ((end, found),) = run_ranks(1, compared, config)
+    (incident,) = incidents(tmp_path / "run")
+    assert end["code"] == 0 and incident["actions"] == ["alert"] and found == []
+
+
+def compared(config: RunConfig) -> tuple[dict[str, Any], list[str]]:
+    """`spoil`, and what replays told of the hardware."""
+    from megastable.recovery.replays import Replays
+
+    real, found = Replays.compare, list[str]()
+
+    def compare(self: Replays, *args: Any) -> tuple[bool, str]:
+        unsteady, damage = real(self, *args)
+        found.append(damage)
+        return unsteady, damage
+
+    Replays.compare = compare  # type: ignore[method-assign]
+    return spoil(config, "weights", [32]), found
+
+
+def test_a_checkpoint_of_after_the_onset_is_replaced_at_once(easy: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = recipe(
+        easy, run, checkpoint={"interval": 1, "keep": 1, "healthy_after": 0, "asynchronous": False}
+    )
+    (end,) = run_ranks(1, spoil, config, "weights", [32])
+    assert end["code"] == 0
+    (rewound,) = incidents(run, "rewound")
+    saved = [e["step"] for e in RunDirectory(run).events("checkpoint")]
+    assert saved.count(rewound["to_step"]) == 2  # when it was reached, and again when nothing else was left
+    assert (run / "checkpoints/latest").read_text() == f"step-{STEPS}"
+
+
+def nan_gradients(config: RunConfig, steps: list[int]) -> int:
+    """Train with gradients that are nan for once: the replay of the same step is finite."""
+    import torch
+
+    trainer = trainer_of(config)
+    engine, real = trainer.engine, trainer.engine.train_step
+
+    def train_step(*args: Any, **options: Any) -> Any:
+        handle = None
+        if not engine._probing and trainer.state.step + 1 in steps:
+            steps.remove(trainer.state.step + 1)
+            weight = next(iter(engine.ds.module.parameters()))
+            handle = weight.register_hook(lambda g: torch.full_like(g, float("nan")))
+        try:
+            return real(*args, **options)
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    engine.train_step = train_step  # type: ignore[method-assign]
+    return int(trainer.train())
+
+
+def test_nan_gradients_that_do_not_come_again_are_the_hardware(easy: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_ranks(1, nan_gradients, recipe(easy, run), [32, 33, 34]) == [0]
+    (incident,) = incidents(run)
+    assert incident["cause"] == "hardware" and incident["positions"] == [] and incident["onset"] == 32
+    assert not (run / "skips.jsonl").exists()
+    assert [e["kind"] for e in RunDirectory(run).events("located")] == ["not reproduced"] * 3
+
+
+def test_no_room_for_a_snapshot_is_said_with_the_numbers(easy: Path, tmp_path: Path) -> None:
+    few = {"snapshots": {"memory_gib": 1e-9}}
+    ((code, message),) = run_ranks(1, train, recipe(easy, tmp_path / "run", stability=few))
+    assert code == errors.BAD_INPUT and "stability.snapshots.memory_gib=1e-09: a snapshot takes 0." in message
+
+
+def test_a_dry_run_says_what_it_would_do_and_does_nothing(
+    planted: tuple[Path, Planted], tmp_path: Path
+) -> None:
+    corpus, _ = planted
+    dry, off = tmp_path / "dry", tmp_path / "off"
+    assert run_ranks(1, train, recipe(corpus, dry, stability={"dry_run": True})) == [(0, "")]
+    assert run_ranks(1, train, recipe(corpus, off, stability={"enabled": False})) == [(0, "")]
+    assert identical(dry / f"checkpoints/step-{STEPS}", off / f"checkpoints/step-{STEPS}") >= 3
+    would = [(e["step"], e["action"]) for e in RunDirectory(dry).events("would")]
+    assert (31, "discard") in would and [a for _, a in would].count("rewind") == 1
+    assert not (dry / "skips.jsonl").exists() and incidents(dry) == []
+
+
+def test_a_dry_run_cuts_no_rate_and_pretends_none(easy: Path, tmp_path: Path) -> None:
+    """Two excursions: nobody is examined, so that nothing says it is the rate."""
+    run = tmp_path / "run"
+    config = recipe(easy, run, stability={"dry_run": True, "policy": {"rewarm_steps": 5}})
+    (end,) = run_ranks(1, spoil, config, "chip", [30, 31, 42, 43])
+    assert end["code"] == 0 and end["factor"] == 1.0
+    actions = [e["action"] for e in RunDirectory(run).events("would")]
+    assert actions.count("rewind") == 2 and "cut_lr" not in actions
+
+
+def test_a_stop_in_the_middle_of_an_incident_forgets_nothing(
+    planted: tuple[Path, Planted], tmp_path: Path
+) -> None:
+    corpus, what = planted
+    run, straight = tmp_path / "run", tmp_path / "straight"
+    # The 38th step that is computed is the 36th: two were done again.
+    ((code, _),) = run_ranks(1, train_with, recipe(corpus, run), terminate, 38)
+    assert code == errors.STOPPED and incidents(run) == []
+    assert run_ranks(1, train, recipe(corpus, run)) == [(0, "")]
+    assert run_ranks(1, train, recipe(corpus, straight)) == [(0, "")]
+    assert identical(run / f"checkpoints/step-{STEPS}", straight / f"checkpoints/step-{STEPS}") >= 3
+    for one, other in zip(incidents(run), incidents(straight), strict=True):
+        assert one | {"seconds": 0} == other | {"seconds": 0} and one["outcome"] == "healed"
+        assert [tuple(r) for r in one["positions"]] == what.positions
+
+
+def test_a_guilty_corpus_is_swapped_out(tmp_path: Path) -> None:
+    """Two corpora; the samples that the second gives to three steps are noise, and one incident is one too many."""
+    for name in ("good", "bad"):
+        write_corpus(tmp_path / name, ids=20, seed=len(name))
+    corpora = [{"path": tmp_path / "good", "weight": 2.0}, {"path": tmp_path / "bad"}]
+    run = tmp_path / "run"
+    config = recipe(tmp_path, run, data={"corpora": corpora}, stability={"policy": {"swap_after": 1}})
+    source = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed).train
+    positions = np.arange(8 * (FIRST_BAD - 1), 8 * (FIRST_BAD + 2))
+    places = source.order.locate(positions)
+    noise = np.random.default_rng(0)
+    tokens = np.memmap(tmp_path / "bad/part-0.bin", dtype=np.uint16, mode="r+")
+    for first in places.first_token[places.corpus == 1].tolist():
+        tokens[first : first + 32] = noise.integers(1, 250, 32)
+    tokens.flush()
+    assert run_ranks(1, train, config) == [(0, "")]
+    (incident,) = incidents(run)
+    assert incident["actions"] == ["swap_corpus"] and incident["outcome"] == "healed"
+    guilty = [p for a, b in incident["positions"] for p in range(a, b)]
+    assert set(guilty) <= set(positions[places.corpus == 1].tolist()) and len(guilty) > 3
+    (entry,) = [e for e in read_ledger(run / "skips.jsonl") if isinstance(e, SkipEntry)]
+    assert entry.corpus == "bad" and entry.first == guilty[0]
+    chosen = Selection(source.order, Ledger.read(run / "skips.jsonl").exclusions)
+    trained = chosen.next_kept(guilty[0], 500)[0]
+    assert set(source.order.locate(trained).corpus.tolist()) == {0}
+    last = records.read(run / "steps").to_pylist()[-1]
+    assert last["next_position"] - 8 * STEPS > 20  # a third of what came after was passed over

@@ -1,0 +1,180 @@
+"""What the shell of a rewind tells the policy, and what it makes of the answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+
+from megastable.base.rng import rng_state
+from megastable.checkpoint import markers, store
+from megastable.config.stability import PolicyConfig, StabilityConfig
+from megastable.recovery import origin
+from megastable.recovery.origin import Origin
+from megastable.recovery.rewind_points import Kept, Points
+from megastable.recovery.rewinding import Rewinding, Tripped
+from megastable.recovery.sample_replay import Trained
+from megastable.recovery.snapshot import Ring
+from megastable.stability.actions import Action, Cause
+from megastable.stability.attribution import Conclusion
+from megastable.stability.groups import CROWD
+from megastable.stability.policy import Policy
+from megastable.stability.region import Region
+from megastable.stability.sample_history import Waiting
+from megastable.stability.signals import Verdict
+from tests.checkpoint.states import state_of
+from tests.stability.policies import seen
+
+FOUND = Conclusion(
+    Cause.DATA, [7, 9], [], "bad", inferred=[8, 20], region=MagicMock(spec=Region), odds=0.5, later=[30]
+)
+
+
+def shell(policy: Policy) -> Any:
+    """All that it talks to is made up; the present state is that of step 40, the good one that of step 30."""
+    fields = ("config", "engine", "source", "points", "replays", "rates", "casebook", "origin", "samples",
+              "last_resort", "guard", "selection", "note", "say", "phase")  # fmt: skip
+    rewinding: Any = Rewinding(**{name: MagicMock() for name in fields})
+    rewinding.guard.return_value.policy = policy
+    rewinding.config.stability.policy.swap_most = 0.5
+    rewinding.config.schedule.warmup_steps = 0
+    rewinding.selection.return_value.share_without.return_value = 1.0
+    rewinding.source.order.locate.return_value.corpus = [0]
+    snapshot = rewinding.points.before_region.return_value
+    snapshot.extra.state.updates = snapshot.step = 30
+    snapshot.extra.random = rng_state()
+    return rewinding
+
+
+def go_back(found: Conclusion, *rates: float) -> tuple[Policy, Conclusion]:
+    """The policy after a spike at step 40, and what is written down. found: by the examination. rates: of the good
+    state, and when it tripped."""
+    policy = Policy(PolicyConfig())
+    decision = policy.decide(seen(40, Verdict.SPIKE), 0)
+    tripped = Tripped(decision, MagicMock(), MagicMock(), MagicMock(step=40, seconds=1.0), MagicMock(), "")
+    rewinding = shell(policy)
+    rewinding.replays.compare.return_value = (False, "")
+    rewinding.casebook.adjacent.return_value = False
+    rewinding.casebook.returned_again.return_value = found
+    rewinding.origin.again.return_value = False
+    rewinding.rates.before.return_value, rewinding.rates.highest_since.return_value = rates
+    rewinding.go_back(tripped, MagicMock())
+    return policy, rewinding.casebook.attribute.call_args.args[0]
+
+
+def test_what_was_inferred_can_be_withdrawn_as_well() -> None:
+    policy, told = go_back(FOUND, 1.0, 1.0)
+    assert told == FOUND and policy.state.taken[-1].weak == (7, 8, 9, 20)
+
+
+def test_a_cause_that_the_policy_overrules_leaves_nobody_convicted() -> None:
+    """The rate had jumped, and the samples are convicted weakly."""
+    policy, told = go_back(FOUND, 1.0, 10.0)
+    assert policy.state.taken[-1].action is Action.CAP_LR
+    assert told == Conclusion(Cause.LEARNING_RATE, [], [], "bad")
+
+
+def look_back(found: Conclusion, good: bool = True, last: int = 39) -> tuple[Any, Any, Any]:
+    """Where the run stands, where it stood, and the shell. good: whether there is a good state of before the case."""
+    policy, present = Policy(PolicyConfig()), MagicMock(step=40, seconds=1.0)
+    policy.decide(seen(40), 0)
+    rewinding = shell(policy)
+    trained = [MagicMock(step=step, positions=np.array([step - 30])) for step in (37, 38, 39, 40)]
+    rewinding.points.since = lambda onset: [t for t in trained if t.step >= onset]
+    rewinding.points.examine.return_value = found
+    if not good:
+        rewinding.points.look.return_value = None
+    case = Waiting(kind="batch", first=last - 2, last=last, verdict=Verdict.TRICKLE, reason="higher")
+    return rewinding.look_back(case, MagicMock(), present, MagicMock()), present, rewinding
+
+
+def test_a_crowd_that_is_guilty_is_undone() -> None:
+    found = Conclusion(Cause.DATA, list(range(CROWD)), [], "bad", odds=3.0)
+    stands, present, made = look_back(found)
+    assert stands is not present
+    window = made.points.examine.call_args.args[0]
+    assert [t.step for t in window] == [37, 38, 39]
+    (taken,) = made.guard().policy.state.taken
+    assert (taken.action, taken.cause, taken.odds) == (Action.REWIND, Cause.DATA, 3.0)
+    assert made.guard().policy.state.watching and made.casebook.attribute.call_args.args[0] == found
+    made.points.forget_after.assert_called_once_with(30)
+    made.points.restore.assert_not_called()
+    made.samples.convicted.assert_called_once()
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        Conclusion(Cause.DATA, list(range(CROWD - 1)), [], "bad", odds=3.0),
+        Conclusion(Cause.STATE, [], [], "harmless"),
+    ],
+)
+@pytest.mark.parametrize("good", [True, False])
+def test_whoever_is_not_guilty_costs_nothing_but_time(found: Conclusion, good: bool) -> None:
+    stands, present, made = look_back(found, good)
+    assert stands is present and not made.guard().policy.state.taken
+    made.points.restore.assert_called_once_with(made.points.ring.aside.return_value)
+    made.samples.nobody.assert_called_once()
+    made.casebook.open.assert_not_called()
+    made.points.forget_after.assert_not_called()
+    made.points.back.assert_not_called()  # which drops points that are not good
+    made.samples.skip.assert_not_called()
+
+
+def test_steps_that_are_not_known_are_not_looked_back_on() -> None:
+    stands, present, made = look_back(FOUND, last=36)
+    assert stands is present
+    made.samples.drop.assert_called_once()
+    made.points.ring.aside.assert_not_called()
+
+
+def test_a_few_that_are_guilty_by_themselves_are_skipped_on_the_present_state() -> None:
+    """So is whoever outside of the window is like them, but not who is accused in a crowd or by a gradient."""
+    found = Conclusion(Cause.DATA, [7, 8, 20], [], "bad", inferred=[30], odds=3.0, alone=[7])
+    stands, present, made = look_back(found)
+    assert stands is present
+    made.points.restore.assert_called_once_with(made.points.ring.aside.return_value)
+    case, few = made.samples.skip.call_args.args[:2]
+    assert case.first == 37 and few == Conclusion(Cause.DATA, [7, 20], [], "bad", [30], odds=3.0, alone=[7])
+    (taken,) = made.guard().policy.state.taken
+    assert (taken.action, taken.cause, taken.odds) == (Action.SKIP, Cause.DATA, 3.0)
+    for undone in (made.samples.nobody, made.casebook.open, made.points.forget_after):
+        undone.assert_not_called()
+
+
+@pytest.mark.parametrize("norm", [1.0, np.nan])
+def test_a_look_without_a_good_state_drops_no_point_and_convicts_no_checkpoint(
+    norm: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state that was resumed from, and the only later point, are not finite, or worse than the checkpoint says."""
+    monkeypatch.setattr(origin, "first", lambda action: action())
+    resumed, config, engine = state_of(step=20, cursor=160, recent_losses=[3.0] * 8), MagicMock(), MagicMock()
+    config.checkpoint.vitals.worse, config.train.global_batch = 0.1, 8
+    config.stability.policy.verify_steps = 60
+    checkpoint = tmp_path / store.name_of(20)
+    checkpoint.mkdir()
+    suspect = Origin(MagicMock(checkpoints=tmp_path), config, [], MagicMock())
+    suspect.resumed(resumed)
+    engine.optimizer_state.return_value = {"weight": torch.zeros(2)}
+    engine.flat_state().norms.return_value = MagicMock(parameters=norm, second_moment=1.0)
+    points = Points(StabilityConfig(), engine, suspect, 8, MagicMock(), MagicMock())
+    points.ring, points.laboratory = Ring(engine, 4, 10), MagicMock()
+    points.laboratory.losses = lambda positions: np.full(positions.size, 9.0)
+    points.trained.append(Trained(38, np.arange(300, 308), np.full(8, 4.0), True))
+    for step in (20, 30):
+        points.ring.take(step, Kept(state_of(step=step, cursor=8 * step), {}, MagicMock(), MagicMock()))
+    made = shell(Policy(PolicyConfig()))
+    made.points, present = points, MagicMock(step=40)
+    made.selection.return_value.mask = lambda positions: np.zeros(positions.size, dtype=bool)
+    made.selection.return_value.next_kept = lambda begin, count: (np.arange(begin, begin + count), None)
+    case = Waiting(kind="batch", first=37, last=39, verdict=Verdict.TRICKLE, reason="higher")
+    assert made.look_back(case, MagicMock(), present, MagicMock()) is present
+    made.samples.nobody.assert_called_once()
+    assert points.ring.steps == [20, 30]
+    assert not suspect.reason and markers.convicted(checkpoint) is None
+    points.back(37, 0, made.selection())
+    assert not points.ring.steps and bool(suspect.reason) == np.isfinite(norm)

@@ -1,0 +1,195 @@
+"""Who joins which process group, from environments as Slurm, MPI and the launchers leave them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastable import train
+from megastable.base import errors
+from megastable.base.errors import ConfigError
+from megastable.run.membership import ALONE, VARIABLES, check_alone, membership
+from tests.distributed import CONTEXT
+from tests.patience import PATIENCE
+
+ROOT = Path(__file__).resolve().parents[2]
+# As Slurm 23.11 sets them: in a batch script of 8 tasks, in the shell of salloc (a step of one task), in a task.
+BATCH = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_NTASKS": "8",
+    "SLURM_NNODES": "2",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+}
+SHELL = BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PTY_PORT": "40001"}
+TASK = BATCH | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
+TERMINAL = TASK | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_PTY_PORT": "40001"}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+MPICH = {"PMI_SIZE": "16", "PMI_RANK": "9", "MPI_LOCALRANKID": "1"}
+MEETING = {"MASTER_ADDR": "node-01", "MASTER_PORT": "29500"}
+
+
+def rank(number: int, world: int, **more: str) -> dict[str, str]:
+    """What a launcher sets."""
+    return {"RANK": str(number), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", **MEETING, **more}
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, BATCH, SHELL, MEETING, {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}]
+)
+def test_a_process_that_was_started_alone_is_a_world(environment: dict[str, str]) -> None:
+    assert membership(environment) == ALONE
+    check_alone(environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        (TASK, ("5", "8", "1")),
+        (OPEN_MPI, ("9", "16", "1")),
+        (MPICH, ("9", "16", "1")),
+        # mpirun started a process on each of 2 hosts by srun, which started the ranks.
+        (TASK | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"} | OPEN_MPI, ("9", "16", "1")),
+        # srun --mpi=pmi2 says it twice.
+        (TASK | {"PMI_SIZE": "8", "PMI_RANK": "5"}, ("5", "8", "1")),
+    ],
+)
+def test_ranks_join_where_it_is_said_where_they_meet(
+    environment: dict[str, str], wanted: tuple[str, ...]
+) -> None:
+    found = membership(environment | MEETING)
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == wanted
+    assert not found.keys() & MEETING.keys()
+
+
+@pytest.mark.parametrize("missing", MEETING)
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        (TASK, ["srun started 8 processes", "sbatch launch/slurm.sbatch", "env -u SLURM_STEP_NUM_TASKS"]),
+        (TERMINAL, ["srun started 8 processes"]),
+        (OPEN_MPI, ["mpirun (Open MPI) started 16", "deepspeed --hostfile", "env -u OMPI_COMM_WORLD_SIZE"]),
+        (MPICH, ["mpirun (MPICH) started 16 processes"]),
+    ],
+)
+def test_ranks_that_cannot_meet_are_refused(
+    environment: dict[str, str], says: list[str], missing: str
+) -> None:
+    there = {key: value for key, value in MEETING.items() if key != missing}
+    with pytest.raises(ConfigError) as refused:
+        membership(environment | there)
+    for words in [*says, "would train a model of its own", "MASTER_ADDR"]:
+        assert words in str(refused.value)
+    # What it says in the end is what helps.
+    variables = {names[0] for names in VARIABLES.values()}
+    assert membership({k: v for k, v in environment.items() if k not in variables}) == ALONE
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        rank(3, 8),
+        rank(5, 8, CROSS_SIZE="2") | TASK,  # launch/slurm.sbatch on two hosts, on one host
+        rank(5, 8, CROSS_SIZE="1") | TASK,
+        rank(3, 64, CROSS_SIZE="8") | TASK,  # deepspeed --no_ssh, or torchrun, once a host
+        rank(3, 64, GROUP_WORLD_SIZE="8") | TASK,
+        rank(3, 8, CROSS_SIZE="1") | TERMINAL,  # deepspeed --num_gpus 8 in srun --ntasks=8 --pty bash
+        rank(0, 1) | TERMINAL,
+        rank(3, 4, CROSS_SIZE="1") | BATCH,
+        rank(3, 4, CROSS_SIZE="1") | SHELL,
+    ],
+)
+def test_ranks_of_a_launcher_are_left_as_they_are(environment: dict[str, str]) -> None:
+    assert membership(environment) == {}
+
+
+@pytest.mark.parametrize("hosts", ["CROSS_SIZE", "GROUP_WORLD_SIZE"])
+@pytest.mark.parametrize("world", [4, 8])
+def test_a_launcher_in_every_task_is_refused(world: int, hosts: str) -> None:
+    """srun --ntasks=8 deepspeed --num_gpus 4: eight worlds of four."""
+    with pytest.raises(ConfigError, match="srun started 8 processes, and each of them would train apart"):
+        membership(rank(3, world, **{hosts: "1"}) | TASK)
+
+
+@pytest.mark.parametrize("task", [TASK, TASK | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, OPEN_MPI, MPICH])
+@pytest.mark.parametrize("left", [rank(0, 1), rank(3, 4), {"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "x"}])
+def test_a_rank_that_was_left_over_is_refused(left: dict[str, str], task: dict[str, str]) -> None:
+    """RANK=0 and WORLD_SIZE=1 of a container or a notebook, in every task: as many worlds of one."""
+    with pytest.raises(ConfigError) as refused:
+        membership(left | task)
+    assert f"(RANK={left['RANK']}, WORLD_SIZE={left.get('WORLD_SIZE', '')})" in str(refused.value)
+    assert "no launcher has set RANK and WORLD_SIZE, unset them" in str(refused.value)
+    assert membership(task | MEETING)["RANK"] in ("0", "5", "9")
+
+
+def test_one_of_several_may_not_start_the_ranks_of_all() -> None:
+    check_alone(TERMINAL)
+    for environment in (TASK, OPEN_MPI, TASK | {"SLURM_PTY_PORT": "40001"}):
+        with pytest.raises(ConfigError, match="each of them would start all ranks"):
+            check_alone(environment)
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (*ALONE, *(name for names in VARIABLES.values() for name in names)):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_training_is_refused_once_for_all(
+    number: int, environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (TASK | {"SLURM_PROCID": str(number)}).items():
+        environment.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        train.main(["no-such-recipe.yaml"])
+    said = capsys.readouterr().err
+    assert ended.value.code == errors.BAD_INPUT and "RANK" not in os.environ
+    assert ("srun started 8 processes" in said and said.count("error: ") == 1) if number == 0 else said == ""
+
+
+def test_a_second_supervisor_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "launch/supervise.py", "no-such-recipe.yaml"], cwd=ROOT, env={**os.environ, **TASK},
+        text=True, capture_output=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == errors.BAD_INPUT and "would start all ranks" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def joined(number: int, port: int, results: Any) -> None:
+    """A task of srun."""
+    import torch.distributed as dist
+
+    from megastable.engine import engine
+
+    for name in ALONE:
+        os.environ.pop(name, None)
+    os.environ |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is there already
+    os.environ |= membership(os.environ)
+    engine.start_distributed(60)
+    results.put((dist.get_rank(), dist.get_world_size()))
+    engine.stop_distributed()
+
+
+@pytest.mark.timeout(4 * PATIENCE + 60)
+def test_tasks_of_srun_are_one_world() -> None:
+    import torch.distributed as dist
+
+    results: Any = CONTEXT.Queue()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    tasks = [CONTEXT.Process(target=joined, args=(n, store.port, results), daemon=True) for n in range(2)]
+    for task in tasks:
+        task.start()
+    assert {results.get(timeout=PATIENCE) for _ in tasks} == {(0, 2), (1, 2)}
+    for task in tasks:
+        task.join(timeout=PATIENCE)
+        assert task.exitcode == 0

@@ -1,0 +1,176 @@
+"""Step records: written in files of a few steps, small, and the newest of each step wins."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastable.base.errors import DataError
+from megastable.run.records import (
+    LAYER_SCHEMA,
+    SCHEMA,
+    LayerRecord,
+    Recorder,
+    StepRecord,
+    read,
+    worst_samples,
+)
+from tests.full_disk import files_no_larger_than
+
+OCCASIONAL = [f.name for f in fields(StepRecord) if f.default is None]
+
+
+def record(step: int, time: float | None = None, worst: int = 4, **changes: Any) -> StepRecord:
+    """Numbers with as many random digits as a real step has."""
+    r = random.Random(step)
+    values: dict[str, Any] = {
+        "step": step, "time": 1.7e9 + step * 1.03 if time is None else time, "first_position": 64 * (step - 1),
+        "next_position": 64 * step, "skipped": [], "applied": True, "finite": True, "clipped": r.random() < 0.3,
+        "loss": r.gauss(3, 0.1), "z_loss": r.gauss(0.01, 1e-3), "z": r.gauss(10, 0.1),
+        "grad_norm": r.gauss(1, 0.1), "lr": 3e-4 * r.random(), "worst_position": 64 * step - r.randint(1, 64),
+        "worst_loss": r.gauss(4, 0.3), "worst_micro_batch": r.randrange(8), "worst_rank": r.randrange(64),
+        "worst_positions": [64 * step - r.randint(1, 64) for _ in range(worst)],
+        "worst_losses": [r.gauss(4, 0.3) for _ in range(worst)],
+        "seconds": r.gauss(1, 0.02), "data_seconds": r.random() * 1e-3,
+        "tokens_per_second": r.gauss(1e5, 1e3), "mfu_full": r.gauss(0.4, 0.01), "mfu_causal": r.gauss(0.35, 0.01),
+        "memory": 60 + r.random(), "loss_scale": 1.0,
+    } | {name: r.random() if step % 50 == 0 else None for name in OCCASIONAL}  # fmt: skip
+    return StepRecord(**values | changes)  # type: ignore[arg-type]
+
+
+def write(folder: Path, records: list[StepRecord], flush_steps: int = 50) -> None:
+    recorder = Recorder(folder, flush_steps)
+    for r in records:
+        recorder.add(r)
+    recorder.flush()
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    records = [record(step) for step in range(1, 8)]
+    records[2] = record(3, loss=math.nan, grad_norm=math.inf, applied=False)
+    write(tmp_path, records, flush_steps=3)
+    assert len(list(tmp_path.iterdir())) == 3
+    table = read(tmp_path)
+    assert table.schema.equals(SCHEMA)
+    for got, wanted in zip(table.to_pylist(), map(asdict, records), strict=True):
+        for name, value in wanted.items():
+            exact = name == "time" or value is None or isinstance(value, int)
+            assert got[name] == (value if exact else pytest.approx(value, rel=1e-7, nan_ok=True)), name
+
+
+def test_large_positions_are_exact(tmp_path: Path) -> None:
+    position = 10**15 + 1
+    write(tmp_path, [record(1, first_position=position, next_position=position + 1, worst_position=position)])
+    (got,) = read(tmp_path).to_pylist()
+    assert (got["first_position"], got["next_position"], got["worst_position"]) == (
+        position, position + 1, position,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("worst", "size"), [(0, 200), (4, 200 + 4 * 12)])
+def test_a_step_takes_at_most_200_bytes_and_12_a_worst_sample(worst: int, size: int, tmp_path: Path) -> None:
+    write(tmp_path, [record(step, worst=worst) for step in range(1, 1001)], flush_steps=50)
+    files = list(tmp_path.iterdir())
+    assert len(files) == 20
+    assert sum(f.stat().st_size for f in files) <= size * 1000
+
+
+def test_the_worst_samples_and_where_they_were() -> None:
+    """Two micro-batches of two on each of three ranks; a loss that is not a number is the worst."""
+    losses = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 9.0, 2.5, 1.5, math.nan, 0.5, 7.0]
+    positions = [100 + 10 * i for i in range(12)]
+    worst = worst_samples(losses, positions, 4, micro_batch=2, data=3)
+    assert worst.worst_positions == [190, 160, 210, 150]
+    assert math.isnan(worst.worst_losses[0]) and worst.worst_losses[1:] == [9.0, 7.0, 6.0]
+    assert worst.worst_position == 190 and math.isnan(worst.worst_loss)
+    assert (worst.worst_micro_batch, worst.worst_rank) == (1, 1)
+    few = worst_samples([1.0, 3.0], [7, 8], 4, micro_batch=1, data=1)
+    assert (few.worst_positions, few.worst_micro_batch, few.worst_rank) == ([8, 7], 1, 0)
+
+
+def test_layers_are_read_back_and_those_of_a_step_done_again_replace_the_old(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 1, LAYER_SCHEMA)
+    for time, steps in ((100.0, (10, 20, 30)), (200.0, (20,))):
+        for step in steps:
+            recorder.add(
+                LayerRecord(step, time + step, "embedding.weight", gradient_rms=time, weight_max=math.inf),
+                LayerRecord(step, time + step, "blocks.0", attention_entropy=float(step)),
+            )
+    assert len(list(tmp_path.iterdir())) == 4
+    table = read(tmp_path, LAYER_SCHEMA)
+    assert table.schema.equals(LAYER_SCHEMA)
+    assert table.column("step").to_pylist() == [10, 10, 20, 20, 30, 30]
+    assert table.column("name").to_pylist() == ["embedding.weight", "blocks.0"] * 3
+    assert table.column("gradient_rms").to_pylist() == [100.0, None, 200.0, None, 100.0, None]
+    assert table.column("attention_entropy").to_pylist() == [None, 10.0, None, 20.0, None, 30.0]
+    assert table.column("weight_max").to_pylist()[0] == math.inf
+
+
+def test_the_newest_record_of_a_step_wins(tmp_path: Path) -> None:
+    """Steps 1 to 10, then a return to step 6, then one to step 4 that got as far as 7."""
+    write(tmp_path, [record(s, time=100.0 + s, loss=1.0) for s in range(1, 11)], flush_steps=4)
+    write(tmp_path, [record(s, time=200.0 + s, loss=2.0) for s in range(7, 13)], flush_steps=4)
+    write(tmp_path, [record(s, time=300.0 + s, loss=3.0) for s in range(5, 8)], flush_steps=4)
+    table = read(tmp_path)
+    assert table.column("step").to_pylist() == list(range(1, 13))
+    assert table.column("loss").to_pylist() == [1.0] * 4 + [3.0] * 3 + [2.0] * 5
+
+
+def test_nothing_recorded_yet(tmp_path: Path) -> None:
+    Recorder(tmp_path, 5).flush()
+    table = read(tmp_path)
+    assert table.num_rows == 0 and table.schema.equals(SCHEMA)
+
+
+def test_a_file_that_was_not_finished_is_not_read(tmp_path: Path) -> None:
+    write(tmp_path, [record(1)])
+    (tmp_path / "00000002-00000002-5.tmp").write_bytes(b"PAR1 and then a crash")
+    assert read(tmp_path).num_rows == 1
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "foreign", "other columns"])
+def test_a_damaged_file_is_named(damage: str, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    write(tmp_path, [record(s) for s in range(1, 11)], flush_steps=5)
+    path = sorted(tmp_path.iterdir())[1]
+    match damage:
+        case "empty":
+            path.write_bytes(b"")
+        case "cut":
+            path.write_bytes(path.read_bytes()[:-100])
+        case "foreign":
+            path.write_text("step,loss\n1,2\n")
+        case "other columns":
+            pq.write_table(pa.table({"step": ["one"], "loss": ["two"]}), path)
+    with pytest.raises(DataError, match=f"{path.name}: not a readable record file"):
+        read(tmp_path)
+
+
+def test_a_full_disk_loses_no_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder(tmp_path, 5)
+    for step in range(1, 5):
+        recorder.add(record(step))
+    with files_no_larger_than(100):
+        recorder.add(record(5))
+    assert list(tmp_path.glob("*.parquet")) == []
+    assert "5 records wait in memory" in caplog.text
+    recorder.add(record(6))
+    recorder.flush()
+    assert read(tmp_path).column("step").to_pylist() == [1, 2, 3, 4, 5, 6]
+    assert [p.suffix for p in tmp_path.iterdir()] == [".parquet"]
+
+
+def test_a_folder_named_like_a_partition_adds_no_columns(tmp_path: Path) -> None:
+    """runs/step=7/steps is a name a person may choose; datasets of Parquet files read columns from such names."""
+    folder = tmp_path / "step=7" / "lr=1" / "steps"
+    folder.mkdir(parents=True)
+    write(folder, [record(1), record(2)])
+    table = read(folder)
+    assert table.column("step").to_pylist() == [1, 2] and table.schema.equals(SCHEMA)

@@ -1,0 +1,363 @@
+"""What goes wrong around a run: signals, damaged checkpoints, full disks, changed data. Nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastable.base import errors
+from megastable.checkpoint import store
+from megastable.config.tree import RunConfig
+from megastable.data.skip_ledger import SkipEntry, append
+from megastable.run import records
+from megastable.run.directory import RunDirectory
+from tests.conftest import tiny, write_corpus
+from tests.distributed import run_ranks
+from tests.patience import PATIENCE
+from tests.training.test_resume import identical
+
+
+def train(
+    config: RunConfig, fault: Callable[[], None] | None = None, at_step: int = 1, at_rank: int | None = None
+) -> tuple[int, str]:
+    """(exit code, message) of a run on this rank, as `main` would end. `fault` happens before a step of this
+    process, on one rank or on all.
+    """
+    import torch.distributed as dist
+
+    from megastable import train as module
+    from megastable.engine.engine import Engine
+
+    real, calls = Engine.train_step, 0
+
+    def train_step(self: Engine, *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if fault is not None and calls == at_step and at_rank in (None, dist.get_rank()):
+            fault()
+        return real(self, *args, **options)
+
+    Engine.train_step = train_step  # type: ignore[method-assign]
+    try:
+        return module.train(config, Path("recipe.yaml")), ""
+    except errors.MegastableError as error:
+        return error.code, str(error)
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fill_the_disk(filler: Path) -> None:
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+def keep_files_small(largest: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
+
+
+def kill_amid_files() -> None:
+    """SIGKILL this process in its next save, when its tensors are written and the rest of its files is not."""
+    from megastable.checkpoint import parts
+
+    def write_file(*_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    parts.write_file = write_file
+
+
+def kill_after_rename() -> None:
+    """SIGKILL this process as soon as the next checkpoint has its name."""
+    real, name = os.replace, "step-15"
+
+    def replace(source: Any, target: Any) -> None:
+        real(source, target)
+        if Path(target).name == name:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.replace = replace  # type: ignore[assignment]
+
+
+def batch(**options: Any) -> dict[str, Any]:
+    return {"steps": 20, "global_batch": 8, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0} | options
+
+
+def events(run: Path, *kinds: str) -> list[dict[str, Any]]:
+    return list(RunDirectory(run).events(*kinds))
+
+
+@pytest.fixture(scope="module")
+def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The last checkpoint, at step 20, of a run on two ranks to which nothing happened."""
+    run = tmp_path_factory.mktemp("straight")
+    assert run_ranks(2, train, tiny(corpus, run, train=batch())) == [(0, ""), (0, "")]
+    return run / "checkpoints/step-20"
+
+
+def test_sigterm_to_one_rank_ends_all_in_a_checkpoint(corpus: Path, tmp_path: Path, straight: Path) -> None:
+    stopped = tmp_path / "stopped"
+    answers = run_ranks(2, train, tiny(corpus, stopped, train=batch()), terminate, 7, 1)
+    assert [code for code, _ in answers] == [errors.STOPPED, errors.STOPPED]
+    (event,) = events(stopped, "stopped")
+    assert event["step"] in (7, 8)  # the vote of the step in which the signal came, or of the next one
+    assert (stopped / "checkpoints" / store.LATEST).read_text() == f"step-{event['step']}"
+    answers = run_ranks(2, train, tiny(corpus, stopped, train=batch()))
+    assert [code for code, _ in answers] == [0, 0]
+    assert identical(straight, stopped / "checkpoints/step-20") == 6
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "written"),
+    [
+        (kill_amid_files, 0, False),
+        (kill_amid_files, 1, False),
+        (kill_after_rename, 0, True),
+    ],
+    ids=["rank 0 amid its files", "rank 1 amid its files", "between the renames"],
+)
+def test_a_process_killed_during_a_save(
+    fault: Callable[[], None], rank: int, written: bool, corpus: Path, tmp_path: Path, straight: Path
+) -> None:
+    """SIGKILL, as by a scheduler or the kernel when memory is short: nothing in the process can react."""
+    run = tmp_path / "run"
+    config = tiny(corpus, run, train=batch(), checkpoint={"interval": 5, "asynchronous": False})
+    with pytest.raises(AssertionError):  # of the harness: a rank is dead, which the other one may tell first
+        run_ranks(2, train, config, fault, 12, rank)
+    # What it left: the save of step 15 torn, or complete with `latest` still at the one before.
+    folder = run / "checkpoints"
+    torn = folder / f"{store.SAVING}step-15"
+    assert (folder / store.LATEST).read_text() == "step-10"
+    assert (folder / "step-15").exists() == written and torn.exists() != written
+    assert written or any(torn.iterdir())
+
+    assert run_ranks(2, train, config) == [(0, ""), (0, "")]
+    assert [e["step"] for e in events(run, "resumed")] == [15 if written else 10]
+    assert not events(run, "checkpoint_rejected") and not torn.exists()
+    assert (folder / store.LATEST).read_text() == "step-20"
+    assert identical(straight, folder / "step-20") == 6
+    assert records.read(run / "steps").num_rows == 20
+
+
+def test_a_damaged_checkpoint_is_passed_over(corpus: Path, tmp_path: Path, straight: Path) -> None:
+    damaged = tmp_path / "damaged"
+    config = tiny(corpus, damaged, train=batch())
+    run_ranks(2, train, config)
+    file = next((damaged / "checkpoints/step-20").glob("rank-00001.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    # What a save leaves behind that was killed in the middle.
+    torn = damaged / "checkpoints" / f"{store.SAVING}step-20"
+    torn.mkdir()
+    (torn / "half.pt").write_bytes(b"half")
+    assert [code for code, _ in run_ranks(2, train, config)] == [0, 0]
+    (rejected,) = events(damaged, "checkpoint_rejected")
+    assert file.name in rejected["problem"] and "checksum" in rejected["problem"]
+    assert [e["step"] for e in events(damaged, "resumed")] == [10]
+    assert identical(straight, damaged / "checkpoints/step-20") == 6
+    assert not torn.exists()
+    assert records.read(damaged / "steps").num_rows == 20
+
+    for path in (damaged / "checkpoints").glob("step-*/manifest.json"):
+        path.write_text(path.read_text()[:-20])
+    for code, message in run_ranks(2, train, config):
+        assert code == errors.BAD_INPUT and "none of its 2 checkpoints can be used" in message
+
+
+@pytest.mark.parametrize("on_failure", ["continue", "stop"])
+def test_a_full_disk_during_a_save(on_failure: str, corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_ranks(2, train, tiny(corpus, run, train=batch(steps=10), checkpoint={"interval": 10}))
+    kept = {p: p.read_bytes() for p in (run / "checkpoints").rglob("*") if p.is_file()}
+    config = tiny(corpus, run, train=batch(), checkpoint={"interval": 5, "on_failure": on_failure})
+    # The disk holds journal and records, but no file as large as the optimizer's state.
+    answers = run_ranks(2, train, config, partial(keep_files_small, 100_000))
+    failed = events(run, "checkpoint_failed")
+    assert failed and "File too large" in failed[0]["problem"]
+    if on_failure == "continue":
+        # All steps were trained, but the last weights are nowhere: that is no success.
+        assert [code for code, _ in answers] == [errors.NO_SPACE, errors.NO_SPACE]
+        assert [e["step"] for e in failed] == [15, 20, 20]  # tried once more at the end
+        assert records.read(run / "steps").num_rows == 20
+    else:
+        assert [e["step"] for e in failed] == [15]
+        for code, message in answers:
+            assert code == errors.NO_SPACE and "Earlier ones are intact" in message
+    assert {p: p.read_bytes() for p in (run / "checkpoints").rglob("*") if p.is_file()} == kept
+    # With room again the run goes on from the checkpoint before.
+    assert [code for code, _ in run_ranks(2, train, tiny(corpus, run, train=batch()))] == [0, 0]
+    assert events(run, "resumed")[-1]["step"] == 10
+
+
+def test_data_that_changed_since_the_checkpoint(tmp_path: Path) -> None:
+    corpus, run = tmp_path / "corpus", tmp_path / "run"
+    write_corpus(corpus, seed=1)
+    run_ranks(1, train, tiny(corpus, run, train=batch(steps=10)))
+    shutil.rmtree(corpus)
+    write_corpus(corpus, seed=2)
+    ((code, message),) = run_ranks(1, train, tiny(corpus, run, train=batch()))
+    assert (
+        code == errors.BAD_INPUT
+        and "the data is not what it was" in message
+        and "accept_changed_manifest" in message
+    )
+    accepted = {"corpora": [{"path": corpus}], "accept_changed_manifest": True}
+    assert run_ranks(1, train, tiny(corpus, run, train=batch(), data=accepted)) == [(0, "")]
+    assert len(events(run, "order_changed")) == 1
+
+
+def test_a_shard_cut_off_while_training(tmp_path: Path) -> None:
+    corpus, run = tmp_path / "corpus", tmp_path / "run"
+    write_corpus(corpus)
+    shard = corpus / "part-0.bin"
+    content = shard.read_bytes()
+    config = tiny(corpus, run, train=batch())
+    # One rank: others would be ended by the launcher, as soon as the first leaves with an error of its own.
+    ((code, message),) = run_ranks(1, train, config, partial(os.truncate, shard, 0), 12)
+    assert code == errors.BAD_INPUT and "part-0.bin became shorter while it was in use" in message
+    shard.write_bytes(content)
+    assert run_ranks(1, train, config) == [(0, "")]
+    assert [e["step"] for e in events(run, "resumed")] == [10]
+    assert records.read(run / "steps").num_rows == 20
+
+
+def test_a_shard_cut_off_before_the_start(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    write_corpus(corpus)
+    shard = corpus / "part-0.bin"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    ((code, message),) = run_ranks(1, train, tiny(corpus, tmp_path / "run"))
+    assert code == errors.BAD_INPUT and "part-0.bin" in message and "the manifest says" in message
+
+
+def test_another_model_in_the_same_directory_is_refused(corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_ranks(1, train, tiny(corpus, run, train=batch(steps=2)))
+    model = tiny(corpus, run).model.model_dump() | {"layers": 3}
+    ((code, message),) = run_ranks(1, train, tiny(corpus, run, model=model))
+    assert code == errors.BAD_INPUT and "model.layers: 2 -> 3" in message
+
+
+def test_a_finished_run_is_left_alone(corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = tiny(corpus, run, train=batch(steps=4))
+    run_ranks(1, train, config)
+    before = (run / "summary.json").read_bytes()
+    assert run_ranks(1, train, config) == [(0, "")]
+    assert (run / "summary.json").read_bytes() == before and len(events(run, "finished")) == 1
+
+
+def test_skipped_positions_are_not_trained_on(corpus: Path, tmp_path: Path) -> None:
+    """The recipe's ranges and the ledger's: the steps' positions jump over both, and the rest is as without."""
+    plain, skipping = tmp_path / "plain", tmp_path / "skipping"
+    run_ranks(1, train, tiny(corpus, plain, train=batch(steps=6)))
+    skipping.mkdir()
+    append(skipping / "skips.jsonl", SkipEntry(first=30, end=33, reason="by hand"))
+    data = {"corpora": [{"path": corpus}], "skip": [[8, 16]]}
+    run_ranks(2, train, tiny(corpus, skipping, train=batch(steps=6), data=data))
+    rows = records.read(skipping / "steps").to_pylist()
+    assert [(r["first_position"], r["next_position"]) for r in rows] == [
+        (0, 8), (8, 24), (24, 35), (35, 43), (43, 51), (51, 59),
+    ]  # fmt: skip
+    first = records.read(plain / "steps").to_pylist()[0]
+    assert rows[0]["loss"] == pytest.approx(first["loss"], rel=1e-5)
+    assert json.loads((skipping / "summary.json").read_text())["cursor"] == 59
+
+
+def test_a_disk_without_any_room(corpus: Path, tmp_path: Path) -> None:
+    """A real full file system: checkpoint, records and journal all fail, training ends well and says so."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small file system may not be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        run = disk / "run"
+        run_ranks(2, train, tiny(corpus, run, train=batch(steps=10)))
+        logs = {"tensorboard": False, "interval": 1000, "peak_tflops": 1.0, "flush_steps": 2}
+        config = tiny(corpus, run, train=batch(), checkpoint={"interval": 5}, logging=logs)
+        answers = run_ranks(2, train, config, partial(fill_the_disk, disk / "filler"), 3, 0)
+        assert [code for code, _ in answers] == [errors.NO_SPACE, errors.NO_SPACE]
+        assert not (run / "summary.json").exists()  # the one of ten steps is no longer true
+        store.verify(run / "checkpoints/step-10")
+        (disk / "filler").unlink()
+        assert [code for code, _ in run_ranks(2, train, tiny(corpus, run, train=batch()))] == [0, 0]
+        assert events(run, "resumed")[-1]["step"] == 10
+        assert (run / "checkpoints/latest").read_text() == "step-20"
+        assert records.read(run / "steps").num_rows == 20
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_an_unforeseen_error_does_not_wait_for_a_save(corpus: Path, tmp_path: Path) -> None:
+    """The interpreter waits for its threads when it ends; the others wait for this rank to be gone."""
+    code = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from megastable import train
+def broken(*_):
+    ThreadPoolExecutor(1).submit(time.sleep, 600)
+    raise RuntimeError("the chip is gone")
+train.train = broken
+train.main(sys.argv[1:])
+"""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(tiny(corpus, tmp_path / "run").model_dump_json())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(recipe)],
+        env=os.environ | place,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == errors.FAILED and "RuntimeError: the chip is gone" in done.stderr
+
+
+def break_the_writer() -> None:
+    """From now on the thread that writes ends in an error that nobody foresaw."""
+    from megastable.checkpoint import saving
+
+    def write_part(*_: Any) -> Any:
+        raise ValueError("nobody foresaw this")
+
+    saving.write_part = write_part
+
+
+def test_all_ranks_hear_of_a_part_that_one_could_not_write(corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = tiny(corpus, run, train=batch(steps=12), checkpoint={"interval": 5})
+    ended = run_ranks(2, partial(train, fault=break_the_writer, at_step=8, at_rank=1), config)
+    assert [code for code, _ in ended] == [errors.NO_SPACE] * 2
+    assert [e["step"] for e in events(run, "checkpoint")] == [5]
+    failed = events(run, "checkpoint_failed")
+    assert [e["step"] for e in failed] == [10, 12]
+    assert {e["problem"] for e in failed} == {"rank 1: ValueError: nobody foresaw this"}
+    store.verify(run / "checkpoints/step-5")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-5"]

@@ -1,0 +1,184 @@
+"""What a rank says and hears through files: its progress, last words, stacks; a stop, an end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import DistNetworkError
+
+from megastable.base import errors
+from megastable.base.collectives import shared
+from megastable.base.errors import DataError, HandoverError
+from megastable.checkpoint.store import LayoutState, RunState
+from megastable.run.directory import RunDirectory
+from megastable.run.rank_ipc import Control, LastWords, Progress, attempt_of, folder_of, mark
+from megastable.training.heartbeat import Heartbeat, parting
+from tests.patience import PATIENCE
+
+
+class Stop:
+    asked = False
+
+    def ask(self) -> None:
+        self.asked = True
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path)
+
+
+def heart(
+    run: RunDirectory, rank: int = 0, attempt: int | None = 3, stop: Any = None, world: int = 2
+) -> Heartbeat:
+    return Heartbeat(run, rank, world, 99, stop or Stop(), attempt)
+
+
+def state(step: int) -> RunState:
+    layout = LayoutState(tensor=1, pipeline=1, data=1, zero=1, precision="fp32")
+    return RunState(step=step, cursor=8 * step, order_fingerprint="abc", layout=layout)
+
+
+def soon(what: Callable[[], Any]) -> Any:
+    end = time.monotonic() + PATIENCE
+    while not (found := what()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return found
+
+
+def read(run: RunDirectory) -> Progress | None:
+    try:
+        return Progress.model_validate(json.loads(run.progress.read_text()))
+    except OSError:
+        return None
+
+
+def want(run: RunDirectory, **wishes: Any) -> None:
+    run.control.write_text(Control(**wishes).model_dump_json())
+
+
+def test_progress_is_rank_0s_from_the_start_to_the_end(run: RunDirectory) -> None:
+    with heart(run) as beat:
+        assert soon(lambda: read(run)).phase == "starting"
+        beat.at(state(4))
+        assert soon(lambda: (read(run) or beat).step == 4 and read(run)).phase == "starting"  # type: ignore[union-attr]
+        beat.stepped(loss=float("nan"), seconds=0.5)
+        beat.at(state(5))
+        found = soon(lambda: (p := read(run)) and p.phase == "step" and p)
+        assert (found.step, found.cursor, found.seconds, found.attempt) == (5, 40, 0.5, 3)
+        assert found.loss != found.loss
+        beat.phase("checkpoint")
+        soon(lambda: read(run).phase == "checkpoint")  # type: ignore[union-attr]
+    assert read(run).phase == "ended"  # type: ignore[union-attr]
+
+
+def test_other_ranks_report_nothing(run: RunDirectory) -> None:
+    with heart(run, rank=1) as beat:
+        beat.at(state(4))
+    assert read(run) is None
+
+
+def test_a_stop_and_the_stacks_are_asked_for_by_attempt(run: RunDirectory) -> None:
+    stop = Stop()
+    with heart(run, stop=stop):
+        want(run, attempt=2, stop=True, dump=1)  # of an attempt of before
+        time.sleep(0.6)
+        assert not stop.asked
+        run.control.write_text('{"attempt": 3, "st')  # being written
+        time.sleep(0.3)
+        want(run, attempt=3, stop=True, dump=1)
+        soon(lambda: stop.asked)
+        stacks = soon(lambda: (p := folder_of(run, 3) / "rank-0.stacks").exists() and p.read_text())
+    assert stacks.startswith("rank 0 on ") and "test_heartbeat.py" in stacks
+
+
+def test_nobody_commands_a_run_without_a_supervisor(run: RunDirectory) -> None:
+    stop = Stop()
+    want(run, attempt=9, stop=True)
+    with heart(run, attempt=None, stop=stop):
+        time.sleep(0.6)
+    assert not stop.asked
+
+
+def test_a_superseded_rank_ends_itself(run: RunDirectory) -> None:
+    program = (
+        "import pathlib, sys, time; from tests.training.test_heartbeat import RunDirectory, heart\n"
+        "with heart(RunDirectory(pathlib.Path(sys.argv[1]))): time.sleep(60)"
+    )
+    want(run, attempt=4)
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", program, str(run.root)], cwd=root, timeout=PATIENCE)
+    assert done.returncode == errors.SUPERSEDED
+
+
+def fail(beat: Heartbeat) -> None:
+    beat.at(state(6))
+    raise DataError("a shard is gone\nand more")
+
+
+def test_last_words(run: RunDirectory) -> None:
+    beat = heart(run, rank=1)
+    with pytest.raises(DataError), beat:
+        fail(beat)
+    words = LastWords.model_validate(json.loads((folder_of(run, 3) / "rank-1.json").read_text()))
+    assert (words.error, words.code, words.step, words.cursor) == ("DataError: a shard is gone", 2, 6, 48)
+    assert words.alone and words.where == ""
+
+
+def test_what_all_ranks_know_rank_0_says(run: RunDirectory) -> None:
+    for rank in (0, 1):
+        with pytest.raises(HandoverError), heart(run, rank=rank):
+            raise shared(HandoverError("go back"))
+    assert [p.name for p in folder_of(run, 3).iterdir()] == ["rank-0.json"]
+
+
+def test_the_mark_names_attempt_and_run(run: RunDirectory) -> None:
+    assert mark(run, 7) == f"7@{run.root.resolve()}" and attempt_of(mark(run, 7)) == 7
+    assert attempt_of(None) is None
+
+
+GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2968. Check the logs"
+
+
+@pytest.mark.parametrize(
+    ("error", "world", "lines"),
+    [
+        (RuntimeError(GLOO), 2, 1),
+        (DistNetworkError("Connection reset by peer"), 2, 1),
+        (RuntimeError(GLOO), 1, 4),  # there is no other
+        (ConnectionResetError(104, "Connection reset by peer"), 2, 4),  # of a file system, a server, a pipe
+        (BrokenPipeError(32, "Broken pipe"), 2, 4),
+        (RuntimeError("the data server: connection refused"), 2, 4),
+        (
+            RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms"),
+            2,
+            4,
+        ),  # its own, perhaps
+        (ValueError("no"), 2, 4),
+    ],
+)
+def test_a_rank_that_lost_another_says_so_in_a_line_and_keeps_its_traceback(
+    run: RunDirectory, error: Exception, world: int, lines: int
+) -> None:
+    """The one that is gone is to blame: what it said must not be buried under what followed from it."""
+
+    def fails() -> None:
+        with heart(run, rank=1, world=world):
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        fails()
+    printed = parting(caught.value, rank=1, world=world)
+    assert printed.endswith("\n") and len(printed.splitlines()) >= lines
+    assert ("Traceback" in printed) == (lines > 1)
+    words = LastWords.model_validate(json.loads((folder_of(run, 3) / "rank-1.json").read_text()))
+    assert ("in fails" in words.trace) == (lines == 1)
+    assert lines > 1 or (printed.count("\n") == 1 and "rank 1 lost another rank at " in printed)
