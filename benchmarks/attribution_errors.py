@@ -32,7 +32,7 @@ from megastable.data.loader import Loader
 from megastable.data.prepare import prepare_shards
 from megastable.data.skips import Skips
 from megastable.data.source import Source
-from megastable.data.text_files import Corpus
+from megastable.data.text_files import TextFiles
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
 from megastable.data.train_tokenizer import train_sentencepiece
 from megastable.engine.engine import Engine, Measured
@@ -164,9 +164,9 @@ def prepare(text: str, folder: Path) -> list[dict[str, Any]]:
         for number, (path, _) in enumerate(corpora):
             cuts.append(Path(temporary, f"{number}.jsonl"))
             with cuts[-1].open("w", encoding="utf-8") as file:
-                for whole in Corpus([path], skip_bad=True):
+                for whole in TextFiles([path], skip_bad=True):
                     file.writelines(json.dumps({"text": part}) + "\n" for part in documents(whole))
-        tokenizer = train_sentencepiece(Corpus(cuts), Path(temporary, "tokenizer.model"), VOCABULARY)
+        tokenizer = train_sentencepiece(TextFiles(cuts), Path(temporary, "tokenizer.model"), VOCABULARY)
         made = list[dict[str, Any]]()
         for number, ((_, share), cut) in enumerate(zip(corpora, cuts, strict=True)):
             at = folder / str(number)

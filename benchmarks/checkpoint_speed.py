@@ -29,7 +29,7 @@ from benchmarks.saves import MEANING, Found, Measurement, Spread
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import loading, parts, saving, store
 from megastable.checkpoint.files import TensorFile
-from megastable.checkpoint.saving import Outcome, Saver
+from megastable.checkpoint.saving import SaveOutcome, Saver
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
@@ -187,7 +187,7 @@ class Bench:
         self.state.step += 1
         return self.state
 
-    def _stood(self, outcome: Outcome | None) -> None:
+    def _stood(self, outcome: SaveOutcome | None) -> None:
         if outcome is None or outcome.path is None:
             raise CheckpointError(f"{self.folder}: {outcome.problem if outcome else 'there was no save'}")
         self.bytes = outcome.size

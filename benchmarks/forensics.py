@@ -19,7 +19,7 @@ from megastable.forensics.oddness.corruption import PLANTED, corrupt, corrupt_sp
 from megastable.forensics.oddness.lexicon import Lexicon
 from megastable.forensics.oddness.windows import judge_pieces
 from megastable.forensics.oddness.yardstick import KINDS, Yardstick, cut, document_keys
-from megastable.forensics.scanning.scan_summary import BINS, LENGTHS, STEP, Tally
+from megastable.forensics.scanning.scan_summary import BINS, LENGTHS, STEP, ScanSummary
 from megastable.forensics.scanning.score_threshold import advised, excess, ordinary
 
 Ids = npt.NDArray[np.int64]
@@ -202,7 +202,7 @@ def _row(way: str, kind: str, scanned: Scanned, where: Ids, left_out: Ids) -> Ro
 
 def _advice(scanned: Scanned) -> tuple[float | None, float]:
     """The score that a scan of these documents advises, and how many false positives it expects there."""
-    tally = Tally(top=1)
+    tally = ScanSummary(top=1)
     tally.documents[0] += np.bincount((scanned.score / STEP).astype(np.int64), minlength=BINS)
     tally.lengths += np.bincount(np.frexp(scanned.lengths.astype(np.float64))[1], minlength=LENGTHS)
     times = excess(tally)

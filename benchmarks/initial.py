@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megastable.config.tree import ModelConfig
-from megastable.model.init import Part, fill, threads_to_draw, whole_weight
+from megastable.model.init import ParameterPart, fill, threads_to_draw, whole_weight
 from megastable.parallel.sharding import Placement
 from megastable.parallel.topology import TensorParallel
 
@@ -40,7 +40,7 @@ def main(
 ) -> None:
     """Draw the weights of some blocks on so many threads, and whole tensor by tensor."""
     parts = [
-        Part(
+        ParameterPart(
             Placement(f"blocks.{i}.{name}.weight"), shape, torch.zeros(math.prod(shape), dtype=torch.bfloat16)
         )
         for i in range(blocks)

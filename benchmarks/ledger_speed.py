@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from megastable.base.errors import user_errors
-from megastable.data.order import Corpus, Order
+from megastable.data.order import Order, OrderedCorpus
 from megastable.data.skip_ledger import SampleEntry, SkipEntry, SkipLedger, append_all, sample_entries
 from megastable.data.skips import Selection
 
@@ -50,7 +50,7 @@ def ledgers(order: Order, entries: int) -> Iterator[tuple[str, list[Any]]]:
 
 def measure(entries: int, rounds: int) -> list[dict[str, Any]]:
     """A row for each kind of ledger: medians of `rounds` in seconds of wall time, `cpu` of all threads."""
-    order, rows = Order([Corpus("web", TOKENS, 1.0, "f" * 64)], LENGTH, seed=1), list[dict[str, Any]]()
+    order, rows = Order([OrderedCorpus("web", TOKENS, 1.0, "f" * 64)], LENGTH, seed=1), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "skips.jsonl"
         for name, lines in ledgers(order, entries):

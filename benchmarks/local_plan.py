@@ -83,7 +83,7 @@ def measured_cpu(config: RunConfig) -> ClusterConfig:
     )  # fmt: skip
 
 
-def _products(z: work.Sizes, dtype: torch.dtype) -> float:
+def _products(z: work.WorkSizes, dtype: torch.dtype) -> float:
     """TFLOP/s of a block's linear layers and the head, forward and backward together."""
     flops = seconds = 0.0
     for k, n in [*work.linears(z).values(), (z.hidden, z.vocabulary)]:
@@ -93,7 +93,7 @@ def _products(z: work.Sizes, dtype: torch.dtype) -> float:
     return flops / seconds / 1e12
 
 
-def _attention(config: RunConfig, z: work.Sizes, dtype: torch.dtype) -> float:
+def _attention(config: RunConfig, z: work.WorkSizes, dtype: torch.dtype) -> float:
     """TFLOP/s of what a causal model needs, forward and backward, as `work.block` counts them."""
     m, b = config.model, config.train.micro_batch
     core = CORES[choose(config, CPU).attention]
@@ -111,7 +111,7 @@ def _attention(config: RunConfig, z: work.Sizes, dtype: torch.dtype) -> float:
     return 4 * 3.5 * z.attended / seconds_of(lambda: core.run(q, k, v, None).backward(g)) / 1e12
 
 
-def _memory(config: RunConfig, z: work.Sizes, dtype: torch.dtype) -> float:
+def _memory(config: RunConfig, z: work.WorkSizes, dtype: torch.dtype) -> float:
     """TB/s of what is read and written: SwiGLU with its gradient, as often as a block does it."""
     both = torch.randn(int(z.tokens), int(2 * z.ffn)).to(dtype).requires_grad_()
     g = torch.randn(int(z.tokens), int(z.ffn)).to(dtype)

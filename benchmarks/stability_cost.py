@@ -40,7 +40,7 @@ from megastable.data.loader import Loader, Step
 from megastable.data.skips import Skips
 from megastable.engine import engine
 from megastable.engine.engine import Engine, Measured
-from megastable.engine.layer_stats import Statistics
+from megastable.engine.layer_stats import LayerStatistics
 from megastable.model.flops import parameters
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
@@ -307,7 +307,7 @@ class Bench:
         return self.recovery.judge(measured, self.state.step + 1, RATE)
 
     def _settle(
-        self, batch: Step, measured: Measured, applied: bool, found: Statistics | None = None
+        self, batch: Step, measured: Measured, applied: bool, found: LayerStatistics | None = None
     ) -> None:
         """What train.py does after a step."""
         s = self.state

@@ -28,7 +28,7 @@ from megastable.data.manifest import FILE, Manifest, Segment, Stream
 from megastable.data.plant import Planted, plant
 from megastable.data.prepare import prepare_shards
 from megastable.data.stdlib import prepare_stdlib
-from megastable.data.text_files import Corpus
+from megastable.data.text_files import TextFiles
 from megastable.data.tokenizer import load_tokenizer
 from megastable.data.train_tokenizer import train_sentencepiece
 
@@ -186,9 +186,9 @@ def _prepare_text(text: Path, corpus: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         cut = Path(folder, "documents.jsonl")
         with cut.open("w", encoding="utf-8") as file:
-            for whole in Corpus([text], skip_bad=True):
+            for whole in TextFiles([text], skip_bad=True):
                 file.writelines(json.dumps({"text": part}) + "\n" for part in documents(whole))
-        tokenizer = train_sentencepiece(Corpus([cut]), Path(folder, "tokenizer.model"), VOCABULARY)
+        tokenizer = train_sentencepiece(TextFiles([cut]), Path(folder, "tokenizer.model"), VOCABULARY)
         prepare_shards(
             [cut], corpus, tokenizer.file, name=corpus.name, validation=VALIDATION, progress=False
         )  # fmt: skip

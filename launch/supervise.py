@@ -21,7 +21,7 @@ from megastable.run import directory
 from megastable.run.membership import check_alone
 from megastable.supervise import hooks
 from megastable.supervise.notifiers import Audience
-from megastable.supervise.status import Watch, as_json, exit_code, read_status
+from megastable.supervise.status import RunWatch, as_json, exit_code, read_status
 from megastable.supervise.supervisor import Supervisor
 from megastable.supervise.view import live, panel
 
@@ -73,7 +73,7 @@ def status(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     console = Console()
     if args.watch:
-        return exit_code(live(Watch(args.run), console))
+        return exit_code(live(RunWatch(args.run), console))
     found = read_status(args.run)
     if args.json:
         print(as_json(found))

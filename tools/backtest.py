@@ -18,7 +18,7 @@ from megastable.report.plot import backtest_plot
 from megastable.run import records
 from megastable.run.directory import as_json
 from megastable.stability.actions import Action
-from megastable.stability.backtest import Judged, Recorded, episodes, read_trace, simulate
+from megastable.stability.backtest import BacktestDecision, Recorded, episodes, read_trace, simulate
 
 EXAMPLES = """Examples:
 
@@ -90,7 +90,7 @@ def _read(source: Path) -> list[Recorded]:
     return [Recorded(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in judged]
 
 
-def _show(source: Path, judged: list[Judged]) -> None:
+def _show(source: Path, judged: list[BacktestDecision]) -> None:
     console = Console(markup=False, emoji=False, highlight=False)
     table = Table("steps", "verdict", "action", "reason", title=str(source), title_justify="left")
     for first, last, count in episodes(judged):

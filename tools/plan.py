@@ -140,7 +140,7 @@ def _say(*lines: str) -> None:
         console.print(visible(line, keep="\n"), soft_wrap=True)
 
 
-def _own(config: RunConfig, gpus: int, cluster: ClusterConfig, fixed: bool) -> search.Plan | None:
+def _own(config: RunConfig, gpus: int, cluster: ClusterConfig, fixed: bool) -> search.LayoutPlan | None:
     """The recipe's layout as it stands; None where it cannot be laid out on these GPUs, which is said."""
     try:
         deepspeed_json.data_parallel(config, gpus)
@@ -152,7 +152,7 @@ def _own(config: RunConfig, gpus: int, cluster: ClusterConfig, fixed: bool) -> s
     return search.plan(config, gpus, cluster)
 
 
-def _show(own: search.Plan, total: float) -> None:
+def _show(own: search.LayoutPlan, total: float) -> None:
     console = Console(markup=False, emoji=False, highlight=False)
     _say("", f"THE RECIPE'S LAYOUT: {show.layout_in_words(own)}", "")
     console.print(show.memory(own))
@@ -170,8 +170,8 @@ def _show(own: search.Plan, total: float) -> None:
 
 
 def _suggest(
-    found: search.Found,
-    own: search.Plan | None,
+    found: search.SearchResult,
+    own: search.LayoutPlan | None,
     config: RunConfig,
     top: int,
     cluster: ClusterConfig,
@@ -202,7 +202,9 @@ def _suggest(
         _say(f"on {plural(other.layout.world, 'GPU')} it fits: --gpus {other.layout.world}, {said}")
 
 
-def _picture(own: search.Plan | None, found: search.Found | None, title: str, path: Path) -> None:
+def _picture(
+    own: search.LayoutPlan | None, found: search.SearchResult | None, title: str, path: Path
+) -> None:
     if own is None and found is not None:
         own = next(iter(found.best()), found.nearest)
     if own is None:

@@ -15,7 +15,7 @@ from megastable.data.command_summary import Summary
 from megastable.data.left_out import told
 from megastable.data.prepare import SHARD_TOKENS, prepare_shards
 from megastable.data.stdlib import prepare_stdlib
-from megastable.data.text_files import Corpus
+from megastable.data.text_files import TextFiles
 from megastable.data.token_files import IdType
 from megastable.data.train_tokenizer import ModelType, train_sentencepiece
 from megastable.data.verify import verify_corpus
@@ -89,7 +89,7 @@ def train(inputs: Inputs, output: Output, vocab_size: Vocabulary, model: ModelTy
     """Train a SentencePiece tokenizer with byte fallback: every text survives encoding and decoding."""
     if output.exists() and not overwrite:
         raise DataError(f"{output} exists already: choose another --output, or replace it with --overwrite")
-    corpus = Corpus(inputs, key, skip_bad, glob or ())
+    corpus = TextFiles(inputs, key, skip_bad, glob or ())
     info = train_sentencepiece(corpus, output, vocab_size, model).info
     left_out = corpus.left_out
     if as_json:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-class Trend:
+class CalmSteps:
     """Counts the calm steps after each checkpoint that is not proven yet.
 
     after: how many it takes; 0 = healthy as soon as it is saved. Of an unbroken row of calm steps, those later than the

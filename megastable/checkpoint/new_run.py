@@ -26,7 +26,7 @@ from megastable.base.text import visible
 from megastable.checkpoint import store
 from megastable.checkpoint.files import FileRecord, TensorFile, write_file
 from megastable.checkpoint.parts import write_head, write_manifest
-from megastable.checkpoint.pieces import Piece, Pieces, entry_name, part_name, statistics_of
+from megastable.checkpoint.pieces import Pieces, ShardPiece, entry_name, part_name, statistics_of
 from megastable.checkpoint.store import RunState
 from megastable.checkpoint.whole import Described, parameters
 from megastable.config.tree import RunConfig
@@ -155,7 +155,7 @@ def _write_stage(
         place: {name: cut for name, of in held.items() if (cut := _cut(of, layout, *place)) is not None}
         for place in ranks
     }
-    pieces: dict[tuple[int, int], list[Piece]] = {place: [] for place in ranks}
+    pieces: dict[tuple[int, int], list[ShardPiece]] = {place: [] for place in ranks}
     records: dict[str, FileRecord] = {}
     with contextlib.ExitStack() as stack:
         files = {
@@ -191,7 +191,7 @@ def _write_stage(
                 if name in wanted[place]:
                     shape, start, numel = wanted[place][name]
                     pieces[place].append(
-                        Piece(
+                        ShardPiece(
                             name=name, dim=of.placement.dim, sections=of.placement.sections, shape=shape, start=start,
                             numel=numel, statistics=statistics[place],
                         )

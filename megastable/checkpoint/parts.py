@@ -15,7 +15,14 @@ from torch import Tensor
 from megastable.base import durable
 from megastable.checkpoint import store
 from megastable.checkpoint.files import FileRecord, TensorFile, write_file
-from megastable.checkpoint.pieces import Piece, Pieces, Statistics, entry_name, part_name, statistics_of
+from megastable.checkpoint.pieces import (
+    Pieces,
+    PieceStatistics,
+    ShardPiece,
+    entry_name,
+    part_name,
+    statistics_of,
+)
 from megastable.checkpoint.store import SAVING, Contents, RunState
 from megastable.config.tree import ModelConfig
 from megastable.engine.flatstate import Fragment
@@ -43,13 +50,13 @@ def write_part(
     entries = [(entry_name(kind, f.name), torch.float32, (f.numel,)) for f in held for kind in kinds]
     with TensorFile(folder / f"{name}.safetensors", entries) as file:
         for f in held:
-            found: dict[str, Statistics] = {}
+            found: dict[str, PieceStatistics] = {}
             for kind in kinds:
                 piece = buffers[f"{f.group}/{kind}"][f.offset : f.offset + f.numel].float()
                 file.write(entry_name(kind, f.name), piece)
                 found[kind] = statistics_of(piece)
             pieces.append(
-                Piece(
+                ShardPiece(
                     name=f.name, dim=f.dim, sections=f.sections, shape=f.shape, start=f.start, numel=f.numel,
                     statistics=found,
                 )

@@ -31,7 +31,7 @@ def entry_name(kind: str, name: str) -> str:
     return f"{kind}/{name}"
 
 
-class Statistics(BaseModel):
+class PieceStatistics(BaseModel):
     """Of the numbers of a piece. nonfinite: how many are not; norm: L2; the others are over all, nan and infinities
     included."""
 
@@ -43,7 +43,7 @@ class Statistics(BaseModel):
     mean: float
 
 
-class Piece(BaseModel):
+class ShardPiece(BaseModel):
     """`numel` elements of a parameter, from `start` of its flattened shard on. name, dim, sections: its `Placement`;
     shape: of the shard. statistics: by kind ("weight", "exp_avg", "exp_avg_sq")."""
 
@@ -55,7 +55,7 @@ class Piece(BaseModel):
     shape: tuple[PositiveInt, ...]
     start: NonNegativeInt
     numel: PositiveInt
-    statistics: dict[str, Statistics]
+    statistics: dict[str, PieceStatistics]
 
     @model_validator(mode="after")
     def _lies_in_its_shard(self) -> Self:
@@ -82,14 +82,14 @@ class Pieces(BaseModel):
     stage: NonNegativeInt
     tensor_rank: NonNegativeInt
     kinds: tuple[str, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardPiece, ...]
 
     @property
     def finite(self) -> bool:
         return not any(s.nonfinite for piece in self.pieces for s in piece.statistics.values())
 
 
-def statistics_of(flat: Tensor) -> Statistics:
+def statistics_of(flat: Tensor) -> PieceStatistics:
     """flat: fp32 [n]. Chunks are summed in fp32, which is twenty times faster on a CPU, and added up in fp64."""
     square = total = absmax = 0.0
     for chunk in flat.split(CHUNK) if flat.numel() else ():
@@ -102,7 +102,7 @@ def statistics_of(flat: Tensor) -> Statistics:
         largest = max(-low, high)
         absmax = largest if largest > absmax or math.isnan(largest) else absmax
     broken = 0 if math.isfinite(square) else flat.numel() - int(flat.isfinite().sum())
-    return Statistics(
+    return PieceStatistics(
         nonfinite=broken, norm=math.sqrt(square), absmax=absmax, mean=total / max(1, flat.numel())
     )
 

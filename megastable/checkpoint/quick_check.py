@@ -28,7 +28,7 @@ _KINDS: dict[str, Kind] = {
 _NAME = re.compile(rf"({'|'.join(map(re.escape, _KINDS))})step-(0|[1-9][0-9]{{0,17}})")
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """A folder that is, was or will be a checkpoint."""
 
     step: int
@@ -36,7 +36,7 @@ class Found(NamedTuple):
     path: Path
 
 
-def found(folder: Path) -> list[Found]:
+def found(folder: Path) -> list[FoundCheckpoint]:
     """Those of a folder by step, whatever they are; empty when there is none. Raises CheckpointError for a folder that
     cannot be read."""
     try:
@@ -46,7 +46,7 @@ def found(folder: Path) -> list[Found]:
         return []
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from None
-    return sorted(Found(int(match[2]), _KINDS[match[1]], folder / one.name) for match, one in named)
+    return sorted(FoundCheckpoint(int(match[2]), _KINDS[match[1]], folder / one.name) for match, one in named)
 
 
 def latest(folder: Path) -> str:

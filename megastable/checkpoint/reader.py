@@ -26,7 +26,7 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """kind: the dtype as the file names it; begin, end: in bytes of the file."""
 
     kind: str
@@ -82,7 +82,7 @@ class Reader:
                 raise self._damaged(f"it ends at byte {at + done:,}")
             done += count
 
-    def _header(self) -> dict[str, Entry]:
+    def _header(self) -> dict[str, TensorEntry]:
         size = os.fstat(self._file.fileno()).st_size
         if size < 8:
             raise self._damaged("it is too short")
@@ -119,7 +119,7 @@ class Reader:
         return CheckpointError(f"{self.path}: damaged, or not complete: {why}")
 
 
-def _entry(told: Any, offset: int) -> Entry:
+def _entry(told: Any, offset: int) -> TensorEntry:
     begin, end = told["data_offsets"]
     kind, shape = told["dtype"], told["shape"]
     numbers = [begin, end, *shape]
@@ -129,4 +129,4 @@ def _entry(told: Any, offset: int) -> Entry:
         or end < begin
     ):
         raise ValueError
-    return Entry(kind, tuple(shape), offset + begin, offset + end)
+    return TensorEntry(kind, tuple(shape), offset + begin, offset + end)

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptCheckpoint:
     """A checkpoint, by its step."""
 
     step: int
@@ -32,7 +32,7 @@ class Kept:
     pinned: bool = False
 
 
-def doomed(checkpoints: Sequence[Kept], keep: int, keep_every: int = 0) -> list[int]:
+def doomed(checkpoints: Sequence[KeptCheckpoint], keep: int, keep_every: int = 0) -> list[int]:
     """Steps of the checkpoints that are to be deleted, ascending: all that are not vital, pinned or milestones.
 
     keep: this many newest stay, at least 1. keep_every: besides, the first checkpoint at or after each multiple of so
@@ -44,7 +44,7 @@ def doomed(checkpoints: Sequence[Kept], keep: int, keep_every: int = 0) -> list[
     return sorted({c.step for c in checkpoints} - stay)
 
 
-def vital(checkpoints: Sequence[Kept], keep: int) -> set[int]:
+def vital(checkpoints: Sequence[KeptCheckpoint], keep: int) -> set[int]:
     """Those that the run may have to go on from: the newest `keep`, the newest healthy one, the first one after it."""
     if keep < 1:
         raise ValueError(f"keep={keep}: at least 1, or nothing would be left")
@@ -70,12 +70,12 @@ def milestones(steps: Sequence[int], every: int) -> set[int]:
     return {step for multiple, step in first.items() if multiple}
 
 
-def standing(folder: Path) -> list[Kept]:
+def standing(folder: Path) -> list[KeptCheckpoint]:
     """The checkpoints of a folder, ascending; whether they are whole is not looked at. Links are left out: what they
     lead to is kept elsewhere. Raises CheckpointError for a folder that cannot be read."""
     paths = [(f.step, f.path) for f in found(folder) if f.kind == "checkpoint" and not f.path.is_symlink()]
     return [
-        Kept(step, markers.healthy(path) is not None, markers.pinned(path) is not None)
+        KeptCheckpoint(step, markers.healthy(path) is not None, markers.pinned(path) is not None)
         for step, path in paths
     ]
 
@@ -108,7 +108,7 @@ def apply(folder: Path, keep: int, keep_every: int = 0) -> list[str]:
     return hidden
 
 
-def _whole(folder: Path, keep: int, keep_every: int) -> list[Kept]:
+def _whole(folder: Path, keep: int, keep_every: int) -> list[KeptCheckpoint]:
     """The checkpoints that the decision is made with: damaged ones are left out.
 
     Only those are looked at whose being there lets others go: a folder may hold thousands of files.

@@ -35,7 +35,7 @@ from megastable.checkpoint.staging import Sealed, Staging, upload
 from megastable.checkpoint.store import SAVING, RunState
 from megastable.config.tree import CheckpointConfig, ModelConfig
 from megastable.engine.flatstate import KINDS, FlatState, Fragment
-from megastable.engine.hostcopy import Copied, HostCopy
+from megastable.engine.hostcopy import CopiedTensors, HostCopy
 from megastable.parallel.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Savable(Protocol):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """Of a save. path: of the checkpoint, None when there is none, and then why; finite: False when that is because a
     weight or moment is not. blocked: seconds that this rank's steps waited; seconds: until it stood."""
 
@@ -73,7 +73,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _RankPart:
     """What one rank wrote, or why it could not."""
 
     files: Files = field(default_factory=dict)
@@ -82,18 +82,18 @@ class _Part:
 
 
 @dataclass
-class _Job:
+class _Save:
     """A save under way. stage: "writing" until all ranks have written, then "committing"."""
 
     state: RunState
     temporary: Path
-    copied: Copied
+    copied: CopiedTensors
     random: dict[str, Any]
     begun: float
     blocked: float = 0.0
     stage: str = "writing"
-    writing: Future[_Part] | None = None
-    committing: Future[Outcome] | None = None
+    writing: Future[_RankPart] | None = None
+    committing: Future[SaveOutcome] | None = None
 
 
 class Saver:
@@ -115,7 +115,7 @@ class Saver:
         self._staging = Staging(config.staging, folder.parent) if config.staging is not None else None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._host = HostCopy(engine.hold_updates, self._thread)
-        self._job: _Job | None = None
+        self._job: _Save | None = None
         self._spare: dict[str, Tensor] = {}
         self._fetching: Future[dict[str, Tensor]] | None = None
         self.asynchronous: bool | None = None if config.asynchronous else False
@@ -156,10 +156,10 @@ class Saver:
         big = {name: tensor for name, tensor in source.items() if not name.endswith("/step")}
         if self._fetching is not None:
             self._spare, self._fetching = self._fetching.result(), None
-        copied = self._host.copy(big, self._spare) if self.asynchronous else Copied(big)
+        copied = self._host.copy(big, self._spare) if self.asynchronous else CopiedTensors(big)
         self._spare = copied.tensors if self.asynchronous else {}
         temporary = self.folder / f"{SAVING}{store.name_of(state.step)}"
-        job = self._job = _Job(state, temporary, copied, rng_state(), begun)
+        job = self._job = _Save(state, temporary, copied, rng_state(), begun)
         # A replica is written by the rank that counts it.
         held = [fragment for fragment in self._engine.flat_state().fragments if fragment.counted]
         job.writing = self._thread.submit(self._write, job, held)
@@ -174,7 +174,7 @@ class Saver:
         settled = job is not None and job.committing is not None and job.committing.done()
         return float(written), float(settled)
 
-    def heard(self, written: float, settled: float) -> Outcome | None:
+    def heard(self, written: float, settled: float) -> SaveOutcome | None:
         """After every step, with the sums of `votes`: the outcome, once there is one, on every rank alike."""
         job, begun = self._job, time.perf_counter()
         if job is None:
@@ -187,7 +187,7 @@ class Saver:
         job.blocked += time.perf_counter() - begun
         return replace(outcome, blocked=job.blocked + job.copied.waited) if outcome is not None else None
 
-    def finish(self) -> Outcome | None:
+    def finish(self) -> SaveOutcome | None:
         """Wait for the save that is under way; its outcome. None when there is none."""
         job, begun = self._job, time.perf_counter()
         if job is None:
@@ -238,7 +238,7 @@ class Saver:
                 return False
         return True
 
-    def _write(self, job: _Job, held: list[Fragment]) -> _Part:
+    def _write(self, job: _Save, held: list[Fragment]) -> _RankPart:
         """This rank's files; in its thread."""
         try:
             if self._rank == 0:
@@ -253,12 +253,12 @@ class Saver:
             if self._staging is not None:
                 self._seal(self._staging, job, files, finite)
                 upload(where, files, job.temporary)
-            return _Part(files, finite)
+            return _RankPart(files, finite)
         except OSError as error:
-            return _Part(problem=str(error))
+            return _RankPart(problem=str(error))
         except Exception as error:  # the other ranks must hear of it, whatever it is
             log.exception("a checkpoint could not be written")
-            return _Part(problem=f"{type(error).__name__}: {error}".splitlines()[0])
+            return _RankPart(problem=f"{type(error).__name__}: {error}".splitlines()[0])
 
     def _stage(self, staging: Staging, step: int) -> Path:
         """The folder on the local disk, without what this rank left there before."""
@@ -269,7 +269,7 @@ class Saver:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def _seal(self, staging: Staging, job: _Job, files: Files, finite: bool) -> None:
+    def _seal(self, staging: Staging, job: _Save, files: Files, finite: bool) -> None:
         """From here on this rank's part survives its process."""
         if self._rank == 0:  # what a commit needs besides
             files = files | write_head(staging.folder(job.state.step), job.state, self.recipe())
@@ -279,7 +279,7 @@ class Saver:
             )
         )  # fmt: skip
 
-    def _write_part(self, job: _Job, held: list[Fragment], folder: Path) -> tuple[Files, bool]:
+    def _write_part(self, job: _Save, held: list[Fragment], folder: Path) -> tuple[Files, bool]:
         topology, kinds = self._engine.topology, KINDS if job.state.adam_step else KINDS[:1]
         place = self._rank, topology.stage, topology.tensor_rank
         return write_part(folder, place, held, kinds, job.copied.tensors, job.random)
@@ -294,10 +294,10 @@ class Saver:
                     f"{self.folder}: {free / 1e9:.2f} GB free, the last checkpoint took {needed / 1e9:.2f} GB"
                 )
 
-    def _all_written(self, job: _Job) -> Outcome | None:
+    def _all_written(self, job: _Save) -> SaveOutcome | None:
         """Collective: exchange the records; rank 0 goes on, or all hear why there will be no checkpoint."""
         assert job.writing is not None
-        parts: list[_Part] = gathered(job.writing.result())
+        parts: list[_RankPart] = gathered(job.writing.result())
         problem = next(
             (f"rank {rank}: {part.problem}" for rank, part in enumerate(parts) if part.problem), ""
         )
@@ -312,10 +312,10 @@ class Saver:
             job.committing = self._thread.submit(self._commit, job, files)
         return None
 
-    def _settled(self, job: _Job) -> Outcome:
+    def _settled(self, job: _Save) -> SaveOutcome:
         """Collective: what became of it at rank 0."""
 
-        def told() -> Outcome:
+        def told() -> SaveOutcome:
             assert job.committing is not None
             return job.committing.result()
 
@@ -323,18 +323,18 @@ class Saver:
         self._close(job)
         return outcome
 
-    def _close(self, job: _Job) -> None:
+    def _close(self, job: _Save) -> None:
         self._job = None
         if self._staging is not None:
             self._thread.submit(self._staging.drop, job.state.step, self._rank)
 
     def _outcome(
-        self, job: _Job, path: Path | None, problem: str = "", finite: bool = True, size: int = 0
-    ) -> Outcome:
+        self, job: _Save, path: Path | None, problem: str = "", finite: bool = True, size: int = 0
+    ) -> SaveOutcome:
         seconds = time.perf_counter() - job.begun
-        return Outcome(job.state.step, path, problem, finite, size, job.blocked, seconds)
+        return SaveOutcome(job.state.step, path, problem, finite, size, job.blocked, seconds)
 
-    def _commit(self, job: _Job, files: Files) -> Outcome:
+    def _commit(self, job: _Save, files: Files) -> SaveOutcome:
         """Rank 0: the rest of the files, and the name; in its thread."""
         try:
             files = files | write_head(job.temporary, job.state, self.recipe())

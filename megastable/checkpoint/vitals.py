@@ -59,7 +59,7 @@ class Vitals(BaseModel):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VitalsVerdict:
     """problem: what is wrong with a state, a sentence, "" = nothing. content: its numbers are not those that were
     saved; otherwise they are, and compute something else here."""
 
@@ -69,7 +69,7 @@ class Verdict:
 
 def judge(
     kept: Vitals | None, now: Vitals, bf16_moments: bool, config: VitalsConfig, most: float = RATIO
-) -> Verdict:
+) -> VitalsVerdict:
     """Whether the state that was loaded is the one that was saved.
 
     kept: what its checkpoint remembers, None of an older version; now: the same, measured on the state. bf16_moments:
@@ -79,8 +79,8 @@ def judge(
     if kept is not None and not problem:
         problem = resized(kept.sizes, now.sizes, bf16_moments, config.size_change)
     if problem or kept is None:
-        return Verdict(problem, content=bool(problem))
-    return Verdict(moved(kept, now, config))
+        return VitalsVerdict(problem, content=bool(problem))
+    return VitalsVerdict(moved(kept, now, config))
 
 
 def ratio(*betas: tuple[float, float]) -> float:

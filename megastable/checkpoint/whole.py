@@ -17,7 +17,7 @@ from torch import Tensor
 from megastable.base.errors import CheckpointError
 from megastable.base.text import visible
 from megastable.checkpoint import store
-from megastable.checkpoint.pieces import Piece, entry_name, read_pieces
+from megastable.checkpoint.pieces import ShardPiece, entry_name, read_pieces
 from megastable.checkpoint.reader import Reader
 from megastable.config import recipe
 from megastable.config.tree import ModelConfig, RunConfig
@@ -82,7 +82,7 @@ class WholeState:
                 f"{checkpoint}: its ranks hold {visible(sorted(kinds), 200)}: not parts of one checkpoint"
             )
         (self.kinds,) = kinds
-        self._held: dict[str, dict[int, list[tuple[str, Piece]]]] = {}
+        self._held: dict[str, dict[int, list[tuple[str, ShardPiece]]]] = {}
         for name, part in parts.items():
             file = name.removesuffix(".json") + ".safetensors"
             for piece in part.pieces:
@@ -130,7 +130,7 @@ class WholeState:
                     "another model"
                 )
 
-    def pieces(self, name: str) -> list[Piece]:
+    def pieces(self, name: str) -> list[ShardPiece]:
         return [piece for held in self._of(name).values() for _, piece in held]
 
     def tensor(self, name: str, kind: str) -> Tensor:
@@ -155,7 +155,7 @@ class WholeState:
             self._last = (key, mine.flatten())
         return self._last[1][start : start + numel]
 
-    def _of(self, name: str) -> dict[int, list[tuple[str, Piece]]]:
+    def _of(self, name: str) -> dict[int, list[tuple[str, ShardPiece]]]:
         held = self._held.get(name)
         if held is None:
             raise CheckpointError(
@@ -163,7 +163,7 @@ class WholeState:
             )
         return held
 
-    def _any(self, name: str) -> Piece:
+    def _any(self, name: str) -> ShardPiece:
         return next(iter(self._of(name).values()))[0][1]
 
     def _check(self, name: str) -> None:

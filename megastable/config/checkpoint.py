@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from pydantic import NonNegativeInt, PositiveFloat
 
-from megastable.config.section import Part
+from megastable.config.section import Section
 
 
-class VitalsConfig(Part):
+class VitalsConfig(Section):
     """What a checkpoint remembers of its state, and when a state is another one; see vitals.py.
 
     probes: samples whose losses it remembers, the first ones of the order; each save costs a forward pass over them,

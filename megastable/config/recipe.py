@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megastable.base.errors import ConfigError
-from megastable.config.section import Part
+from megastable.config.section import Section
 from megastable.config.tree import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,13 +163,13 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _keys(field.annotation, f"{prefix}{name}.")
 
 
-def _part(location: Sequence[str]) -> type[Part]:
+def _part(location: Sequence[str]) -> type[Section]:
     """The model at a place of the tree, e.g. CorpusConfig at ["data", "corpora", "0"]."""
-    model: type[Part] = RunConfig
+    model: type[Section] = RunConfig
     for name in location:
         if name in model.model_fields:
             annotation = model.model_fields[name].annotation
             for kind in (annotation, *get_args(annotation)):
-                if isinstance(kind, type) and issubclass(kind, Part):
+                if isinstance(kind, type) and issubclass(kind, Section):
                     model = kind
     return model

@@ -14,7 +14,7 @@ def _takes_bool(annotation: Any) -> bool:
     return annotation is bool or any(isinstance(choice, bool) for choice in get_args(annotation))
 
 
-class Part(BaseModel):
+class Section(BaseModel):
     """A part of the tree: frozen, finite, and without room for keys that nobody reads."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megastable.config.section import Fraction, Part
+from megastable.config.section import Fraction, Section
 
 
-class DetectorConfig(Part):
+class DetectorConfig(Section):
     """What counts as a deviation; see detector.py. Lengths are in observations: steps, or lines of a sparse trace.
 
     The figures below are from public traces of real runs: 48,000 healthy steps, seven onsets of spikes and a slow
@@ -112,7 +112,7 @@ class DetectorConfig(Part):
     indicator_growth: PositiveFloat = 2.0
 
 
-class PolicyConfig(Part):
+class PolicyConfig(Section):
     """What is done about one, and how often; see policy.py.
 
     discards: the update that would be refused as this many within 16 steps leads to a rewind instead: more would cost
@@ -169,7 +169,7 @@ class PolicyConfig(Part):
     rewarm_steps: NonNegativeInt = 50  # updates from a tenth of the cut rate back to it
 
 
-class SnapshotConfig(Part):
+class SnapshotConfig(Section):
     """Rewind points in host memory; see snapshot.py.
 
     interval: steps between two. A rewind loses half of it on average, at most `interval` + the steps until something
@@ -182,7 +182,7 @@ class SnapshotConfig(Part):
     memory_gib: PositiveFloat | None = None  # host memory per rank; None = a quarter of what is free
 
 
-class AttributionConfig(Part):
+class AttributionConfig(Section):
     """Who is guilty; see attribution.py, groups.py, scores.py, region.py.
 
     threshold: robust z of a sample's loss among its corpus's, from which on it may be guilty by itself. significance:
@@ -214,7 +214,7 @@ class AttributionConfig(Part):
         return {k: v for k, v in tree.items() if k != "ahead"} if isinstance(tree, dict) else tree
 
 
-class SampleConfig(Part):
+class SampleConfig(Section):
     """Single samples over time, and refused batches; see samples.py."""
 
     # Trickles that are none, per 10,000 healthy steps, at most; and as many new kinds of text that are none.
@@ -230,7 +230,7 @@ class SampleConfig(Part):
     ahead_every: PositiveInt = 10
 
 
-class SignsConfig(Part):
+class SignsConfig(Section):
     """Signs of a rate that is too high from the start; see signs.py. Each is a warning, told once; nobody acts on it.
 
     Chosen on runs of 3 layers of 128 on Python source, measured on two other texts (docs/stability.md, with the error
@@ -258,7 +258,7 @@ class SignsConfig(Part):
     sample: PositiveInt = 250_000
 
 
-class StabilityConfig(Part):
+class StabilityConfig(Section):
     enabled: bool = True  # False: only non-finite updates are refused
     dry_run: bool = False  # report what would be done; refuse nothing but non-finite updates
     max_discards: PositiveInt = 20  # updates refused in a row before the run stops as unstable

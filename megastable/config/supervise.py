@@ -15,7 +15,7 @@ from pydantic import (
     field_serializer,
 )
 
-from megastable.config.section import Part
+from megastable.config.section import Section
 
 REDACTED = "<redacted>"
 SECRETS = ("webhook", "command")  # keys that may hold a password
@@ -86,7 +86,7 @@ def redacted_override(assignment: str) -> str:
     return f"{path}{equals}{written.strip().removesuffix('...').strip()}"
 
 
-class SuperviseConfig(Part):
+class SuperviseConfig(Section):
     """Budgets of restarts are in stability.policy, like all others.
 
     Hangs: a step may take hang_factor times the median of the last ones, never less than hang_floor; all else (the

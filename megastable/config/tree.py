@@ -24,12 +24,12 @@ from pydantic import (
 )
 
 from megastable.config.checkpoint import VitalsConfig
-from megastable.config.section import Fraction, Part
+from megastable.config.section import Fraction, Section
 from megastable.config.stability import StabilityConfig
 from megastable.config.supervise import SuperviseConfig
 
 
-class RopeScalingConfig(Part):
+class RopeScalingConfig(Section):
     """Rotary embeddings for longer texts than a model was first trained on; how: model/rope.py.
 
     factor: how much longer. linear: every frequency is divided by it (arXiv:2306.15595). llama3: those with fewer than
@@ -57,7 +57,7 @@ class RopeScalingConfig(Part):
         return self
 
 
-class ModelConfig(Part):
+class ModelConfig(Section):
     """The GPT. Sizes are whole-model sizes, whatever the layout."""
 
     layers: PositiveInt = 12
@@ -121,7 +121,7 @@ class ModelConfig(Part):
         return self
 
 
-class CorpusConfig(Part):
+class CorpusConfig(Section):
     """One corpus of the blend: a folder that `tools/prepare_data.py` made."""
 
     path: Path
@@ -134,7 +134,7 @@ Corruption = Literal[
 ]  # fmt: skip
 
 
-class LookAheadConfig(Part):
+class LookAheadConfig(Section):
     """What the supervisor scans on a spare core before it is trained on; what is clearly corrupt goes on the skip
     ledger.
 
@@ -151,7 +151,7 @@ class LookAheadConfig(Part):
     most: Fraction = 0.01
 
 
-class DataConfig(Part):
+class DataConfig(Section):
     corpora: list[CorpusConfig] = Field(default_factory=list)
     skip: list[tuple[NonNegativeInt, NonNegativeInt]] = Field(default_factory=list)  # [first, end) positions
     keep_documents_apart: bool = False  # attention stays inside documents, positions restart at each
@@ -170,7 +170,7 @@ class DataConfig(Part):
         return ranges
 
 
-class OptimizerConfig(Part):
+class OptimizerConfig(Section):
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101); weight decay is not applied to norms and biases."""
 
     lr: PositiveFloat = 3e-4
@@ -181,7 +181,7 @@ class OptimizerConfig(Part):
     moments: Literal["fp32", "bf16"] = "fp32"  # of Adam; master weights are fp32 in any case
 
 
-class ScheduleConfig(Part):
+class ScheduleConfig(Section):
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup_steps: NonNegativeInt = 100
     decay_steps: PositiveInt | None = None  # wsd: length of the final decay; None = a tenth of the run
@@ -189,7 +189,7 @@ class ScheduleConfig(Part):
     floor: Fraction = 0.1  # of the peak rate
 
 
-class TrainConfig(Part):
+class TrainConfig(Section):
     steps: PositiveInt = 1000
     global_batch: PositiveInt = 64  # samples per step over all ranks
     micro_batch: PositiveInt = 1  # samples per rank and pass
@@ -197,7 +197,7 @@ class TrainConfig(Part):
     eval_samples: NonNegativeInt = 256  # of the validation split, always the same ones; 0 = never
 
 
-class ParallelConfig(Part):
+class ParallelConfig(Section):
     """Data parallelism takes what tensor and pipeline leave of the world."""
 
     tensor: PositiveInt = 1
@@ -208,7 +208,7 @@ class ParallelConfig(Part):
     recompute: Literal["none", "selective", "full"] = "none"  # activation checkpointing
 
 
-class KernelsConfig(Part):
+class KernelsConfig(Section):
     """What computes: the same numbers, but for rounding. `kernel_choice.choose` says what "auto" is on a device."""
 
     attention: Literal["auto", "reference", "sdpa", "blocked", "te"] = "auto"
@@ -216,7 +216,7 @@ class KernelsConfig(Part):
     compile: Literal["auto", True, False] = "auto"  # every block by torch.compile
 
 
-class Fp8Config(Part):
+class Fp8Config(Section):
     """The products of the blocks' linear layers in FP8 (Micikevicius et al., arXiv:2209.05433); see fp8/.
 
     recipe: where scales come from. current: the largest magnitude of the tensor itself; delayed: that of the last
@@ -244,7 +244,7 @@ class Fp8Config(Part):
         return (given,) if isinstance(given, str) else given
 
 
-class PrecisionConfig(Part):
+class PrecisionConfig(Section):
     kind: Literal["bf16", "fp32", "fp16"] = "bf16"
     fp8: Fp8Config | None = None  # a recipe's name stands for that recipe: precision.fp8=delayed
     initial_scale_power: PositiveInt = 16  # fp16: the loss scale starts at 2^this
@@ -260,7 +260,7 @@ class PrecisionConfig(Part):
         return {} if given is True else {"recipe": given} if isinstance(given, str) else given
 
 
-class CheckpointConfig(Part):
+class CheckpointConfig(Section):
     interval: NonNegativeInt = 500  # steps; 0 = only at the end and on a signal
     keep: PositiveInt = 3  # newest ones; besides, the newest healthy one and all that are pinned
     keep_every: NonNegativeInt = 0  # steps; the first one of every so many is kept for good, 0 = none
@@ -272,7 +272,7 @@ class CheckpointConfig(Part):
     vitals: VitalsConfig = VitalsConfig()
 
 
-class LoggingConfig(Part):
+class LoggingConfig(Section):
     tensorboard: bool = True
     interval: PositiveInt = 1  # steps between lines where there is no terminal
     norms_interval: NonNegativeInt = 50  # steps between norms of weights, moments and updates; 0 = never
@@ -282,14 +282,14 @@ class LoggingConfig(Part):
     peak_tflops: PositiveFloat | None = None  # per device, for MFU; None = known or measured
 
 
-class RunSection(Part):
+class RunSection(Section):
     dir: Path | None = None  # None = a new folder below runs/; given and there = resumed
     seed: NonNegativeInt = 1234
     timeout: PositiveInt = 1800  # seconds before a collective counts as hung
     deterministic: bool = False  # on GPUs: kernels whose sums have one order; slower. On a CPU all have
 
 
-class RunConfig(Part):
+class RunConfig(Section):
     """The whole tree."""
 
     run: RunSection = RunSection()

@@ -18,7 +18,7 @@ from megastable.base.errors import CheckpointError, DataError
 from megastable.base.text import duration, plural, size
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.markers import Health, Pinned
-from megastable.checkpoint.quick_check import Found, Kind, found, glance, latest
+from megastable.checkpoint.quick_check import FoundCheckpoint, Kind, found, glance, latest
 from megastable.checkpoint.store import LayoutState
 from megastable.config import recipe
 from megastable.report.sheet import Column, Sheet
@@ -34,7 +34,7 @@ UNFINISHED: dict[Kind, str] = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """A checkpoint of a run.
 
     probes: mean loss of its probe samples when it was saved, None where it has none.
@@ -60,7 +60,7 @@ class Entry:
     problem: str
 
 
-def entries(run: Path) -> list[Entry]:
+def entries(run: Path) -> list[CatalogueEntry]:
     """The checkpoints of a run directory, or of its checkpoints/ folder, by step. Raises CheckpointError for what is
     neither."""
     try:
@@ -72,7 +72,7 @@ def entries(run: Path) -> list[Entry]:
     return [_entry(one, losses, one.path.name == newest) for one in found(folder)]
 
 
-def sheet(run: Path, listed: Sequence[Entry]) -> Sheet:
+def sheet(run: Path, listed: Sequence[CatalogueEntry]) -> Sheet:
     """The list for people, and with all fields for programs."""
     named = [entry.name for entry in listed if entry.latest]
     good = [entry.name for entry in listed if entry.state == "healthy"]
@@ -109,7 +109,7 @@ def sheet(run: Path, listed: Sequence[Entry]) -> Sheet:
     )
 
 
-def _row(entry: Entry) -> dict[str, Any]:
+def _row(entry: CatalogueEntry) -> dict[str, Any]:
     """Keys that are no columns are for programs."""
     health, pinned = entry.health, entry.pinned
     return {
@@ -138,7 +138,7 @@ def _folder(path: Path) -> tuple[Path, Path | None]:
     raise CheckpointError(f"{path} is not the directory of a run: give one such as runs/quickstart")
 
 
-def _entry(one: Found, losses: _Validation | None, named: bool) -> Entry:
+def _entry(one: FoundCheckpoint, losses: _Validation | None, named: bool) -> CatalogueEntry:
     path = one.path
     _, damage = _tried(glance, path)
     state, unreadable = _tried(store.read_state, path)
@@ -153,7 +153,7 @@ def _entry(one: Found, losses: _Validation | None, named: bool) -> Entry:
     ]  # fmt: skip
     health = markers.healthy(path)
     standing = _standing(one.kind, bool(damage or unreadable), health)
-    return Entry(
+    return CatalogueEntry(
         step=one.step, name=path.name, path=path, state=standing, bytes=_bytes(path),
         layout=state.layout if state else None, health=health, pinned=markers.pinned(path),
         loss=state.recent_loss if state else None,
@@ -202,7 +202,7 @@ class _Validation:
             if isinstance(event, dict):
                 self._take(event)
 
-    def until(self, one: Found) -> float | None:
+    def until(self, one: FoundCheckpoint) -> float | None:
         """The last loss at or before a checkpoint."""
         if one.kind in ("suspect", "rejected") and one.path.name in self._aside:
             return self._aside[one.path.name]

@@ -28,7 +28,7 @@ class Member(NamedTuple):
     chunks: Iterator[bytes]
 
 
-class Sample(NamedTuple):
+class ArchiveSample(NamedTuple):
     """The members of a WebDataset that share their name up to its first dot, in a row."""
 
     key: str
@@ -107,7 +107,7 @@ def is_webdataset(found: Iterable[Member], key: str) -> bool:
     return len(first) > 1 and not set(text_endings(key)).isdisjoint(first) and next(parts, first) == first
 
 
-def samples(found: Iterable[Member]) -> Iterator[Sample]:
+def samples(found: Iterable[Member]) -> Iterator[ArchiveSample]:
     """The members of a WebDataset by sample."""
     for key, group in groupby(found, key=lambda member: split_name(member.name)[0]):
-        yield Sample(key, group)
+        yield ArchiveSample(key, group)

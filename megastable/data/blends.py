@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
 from megastable.base.errors import DataError
 from megastable.data import ledger
 from megastable.data.exchange import Exchange, Swap
-from megastable.data.ledger import Entry
+from megastable.data.ledger import LedgerEntry
 from megastable.data.manifest import Stream
 from megastable.data.order import BLOCK, LAST_POSITION, Order, Phase
 from megastable.data.shards import Shard
@@ -46,7 +46,7 @@ class Share(BaseModel):
     fingerprint: str
 
 
-class BlendEntry(Entry):
+class BlendEntry(LedgerEntry):
     """A line: from `position` on, `corpora` are blended by their weights. step: of the run when it was decided."""
 
     position: Annotated[int, Field(ge=0, le=LAST_POSITION, multiple_of=BLOCK)]
@@ -58,7 +58,7 @@ class BlendEntry(Entry):
         return {share.name: share.weight for share in self.corpora}
 
 
-class ExchangeEntry(Entry):
+class ExchangeEntry(LedgerEntry):
     """Samples of `corpus` change places, [first slot, second slot, count] each (exchange.py). incident, step: of when
     it was decided."""
 

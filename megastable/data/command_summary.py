@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from rich.filesize import decimal
 
-from megastable.data.left_out import LeftOut, told
+from megastable.data.left_out import UnreadFiles, told
 from megastable.data.manifest import Manifest
 
 
@@ -40,7 +40,7 @@ class Summary:
         manifest: Manifest,
         *,
         seconds: float | None = None,
-        left_out: LeftOut | None = None,
+        left_out: UnreadFiles | None = None,
         warnings: list[str] | None = None,
     ) -> Self:
         tokens = {split: manifest.tokens(split) for split in manifest.splits}

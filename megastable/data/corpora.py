@@ -20,7 +20,7 @@ from megastable.data.blends import (
     phases,
 )
 from megastable.data.manifest import Manifest, Stream
-from megastable.data.order import BLOCK, Corpus, Order, blend
+from megastable.data.order import BLOCK, Order, OrderedCorpus, blend
 from megastable.data.source import Source
 
 
@@ -71,7 +71,7 @@ class Corpora:
     @property
     def reblended(self) -> bool:
         """Whether the recipe wants another blend than the run has now."""
-        wanted = [Corpus(share.name, share.tokens, share.weight) for share in self.shares]
+        wanted = [OrderedCorpus(share.name, share.tokens, share.weight) for share in self.shares]
         quotas = {c.name: quota for c, quota in zip(wanted, blend(wanted, BLOCK), strict=True)}
         order = self.train.order
         return quotas != {
@@ -140,7 +140,7 @@ def open_corpora(
     streams = [Stream(path, manifest, "train") for path, manifest in here.values()]
     train = Order(
         [
-            Corpus(share.name, share.tokens, share.weight, share.fingerprint)
+            OrderedCorpus(share.name, share.tokens, share.weight, share.fingerprint)
             for share in (*shares, *out.values())
         ],
         sequence_length,
@@ -182,5 +182,5 @@ def _validation(
     }
     if not chosen:
         return None
-    corpora = [Corpus(name, stream.tokens, weights[name]) for name, stream in chosen.items()]
+    corpora = [OrderedCorpus(name, stream.tokens, weights[name]) for name, stream in chosen.items()]
     return Order(corpora, sequence_length, seed), list(chosen.values())

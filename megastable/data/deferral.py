@@ -31,7 +31,7 @@ MOST = 1 << 20  # slots that are looked at in all: where so many are left out, t
 
 
 @dataclass(frozen=True)
-class Room:
+class DeferralRoom:
     """Positions behind the trouble: `begin` is the first, `end` the run's; for `near` and `far` see the module."""
 
     begin: int
@@ -51,7 +51,7 @@ class Deferral:
     lost: Int64s
 
 
-def plan(order: Order, left: Selection, positions: Int64s, room: Room) -> Deferral:
+def plan(order: Order, left: Selection, positions: Int64s, room: DeferralRoom) -> Deferral:
     """Where the samples at `positions`, all before room.begin, go. Those that are left out anyway stay."""
     positions = np.unique(positions[~left.mask(positions)])
     corpora, slots = order.slots_at(positions)
@@ -77,7 +77,7 @@ def plan(order: Order, left: Selection, positions: Int64s, room: Room) -> Deferr
     return Deferral(exchanges, moved[by_position], returns[by_position], lost)
 
 
-def _stretches(order: Order, corpus: int, epoch: int, room: Room) -> Iterator[tuple[int, int, bool]]:
+def _stretches(order: Order, corpus: int, epoch: int, room: DeferralRoom) -> Iterator[tuple[int, int, bool]]:
     """Slots [first, end) of a corpus to look at, best first; and whether the latest of them are best."""
     begin, near, far, end = (
         order.samples_before(p)[corpus] for p in (room.begin, room.near, room.far, room.end)

@@ -30,7 +30,7 @@ class Document(BaseModel):
     tokens: int
 
 
-class Part(NamedTuple):
+class DocumentPart(NamedTuple):
     """What a sample has of a document: tokens [first_token, first_token + tokens) of the shard, which are those from
     `offset` on of the sample, and `bytes` bytes from `first_byte` on of the shard's .bin."""
 
@@ -64,13 +64,13 @@ def documents_by_position(source: Source, positions: npt.ArrayLike) -> dict[int,
     }
 
 
-def parts_by_position(source: Source, positions: npt.ArrayLike) -> dict[int, list[Part]]:
+def parts_by_position(source: Source, positions: npt.ArrayLike) -> dict[int, list[DocumentPart]]:
     """For each of `positions` the parts of documents that it is made of, one after the other. As `documents_at`."""
     found = dict(_walk(source, positions))
     return {position: found[position] for position in np.asarray(positions).tolist()}
 
 
-def _walk(source: Source, positions: npt.ArrayLike) -> Iterator[tuple[int, list[Part]]]:
+def _walk(source: Source, positions: npt.ArrayLike) -> Iterator[tuple[int, list[DocumentPart]]]:
     """Every position with its parts, along the streams: so each shard is opened once."""
     where, places = np.asarray(positions), source.order.locate(positions)
     along = np.lexsort((places.first_token, places.corpus))
@@ -84,7 +84,7 @@ def _walk(source: Source, positions: npt.ArrayLike) -> Iterator[tuple[int, list[
         yield position, list(_parts(name, source.streams[index], first, source.order.sequence_length))
 
 
-def _parts(corpus: str, stream: Stream, first: int, count: int) -> Iterator[Part]:
+def _parts(corpus: str, stream: Stream, first: int, count: int) -> Iterator[DocumentPart]:
     for shard, at, length, offset in stream.pieces(first, count):
         end, document = at + length, shard.document_of(at)
         while at < end:
@@ -95,6 +95,6 @@ def _parts(corpus: str, stream: Stream, first: int, count: int) -> Iterator[Part
                 )
                 tokens = min(stop, end) - at
                 width = little_endian(shard.dtype).itemsize
-                yield Part(of, at, tokens, offset - first, at * width, tokens * width)
+                yield DocumentPart(of, at, tokens, offset - first, at * width, tokens * width)
                 at, offset = at + tokens, offset + tokens
             document += 1

@@ -68,22 +68,22 @@ _ABOUT = re.compile(
 _DATATROVE = re.compile(r".*\.ds(\.index|\.metadata|\.loss)?")
 
 
-class Format(NamedTuple):
+class FileFormat(NamedTuple):
     """How the bytes of a file are read: `codec` is an ending of DECODERS, or "" for plain bytes."""
 
     kind: Kind
     codec: str
 
 
-def format_of(name: str) -> Format:
+def format_of(name: str) -> FileFormat:
     """The format that a file's name stands for; what is not known is text."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes] or [""]
     if suffixes[-1] in SHORT:
-        return Format("tar", SHORT[suffixes[-1]])
+        return FileFormat("tar", SHORT[suffixes[-1]])
     codec = suffixes.pop() if suffixes[-1] in DECODERS else ""
     last = suffixes[-1] if suffixes else ""
     kind = "unread" if last in UNREAD else KINDS.get(last, "text")
-    return Format("unread" if kind == "parquet" and codec else kind, codec)
+    return FileFormat("unread" if kind == "parquet" and codec else kind, codec)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from megastable.base.errors import DataError
 log = logging.getLogger(__name__)
 
 
-class Entry(BaseModel):
+class LedgerEntry(BaseModel):
     """A line of a ledger."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -25,15 +25,15 @@ class Entry(BaseModel):
     time: datetime | None = None  # `append` fills it in
 
 
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", bound=LedgerEntry)
 
 
-def append(path: Path, entry: Entry) -> None:
+def append(path: Path, entry: LedgerEntry) -> None:
     """Add a line to a ledger and wait until it is on the disk. Raises DataError when that fails."""
     append_all(path, [entry])
 
 
-def append_all(path: Path, entries: Sequence[Entry]) -> None:
+def append_all(path: Path, entries: Sequence[LedgerEntry]) -> None:
     """Add lines that belong together, all at once. Raises DataError when that fails."""
     now = datetime.now(UTC)
     stamped = [e if e.time is not None else e.model_copy(update={"time": now}) for e in entries]

@@ -10,7 +10,7 @@ from megastable.base.text import visible
 SHOWN = 3  # names of files per reason, for people
 
 
-class LeftOut:
+class UnreadFiles:
     """Files and documents that were not read, by reason (a noun in the plural: "binary files")."""
 
     def __init__(self, files: Mapping[str, Sequence[str]] | None = None) -> None:

@@ -49,7 +49,7 @@ LAST_POSITION = 2**62
 
 
 @dataclass(frozen=True)
-class Corpus:
+class OrderedCorpus:
     """What the order needs to know of a corpus: its name, its tokens, its share of the blend (any scale).
 
     fingerprint: of its manifest, by which the skip ledger knows it; it has no influence on the order.
@@ -98,7 +98,7 @@ class Order:
 
     def __init__(
         self,
-        corpora: Sequence[Corpus],
+        corpora: Sequence[OrderedCorpus],
         sequence_length: int,
         seed: int,
         block: int = BLOCK,
@@ -344,7 +344,7 @@ class Order:
         return np.array(keys, dtype=np.uint64).reshape(-1, ROUNDS)[inverse].T
 
 
-def blend(corpora: Sequence[Corpus], block: int) -> tuple[int, ...]:
+def blend(corpora: Sequence[OrderedCorpus], block: int) -> tuple[int, ...]:
     """How many of `block` slots each corpus gets: its exact share, by largest remainder, ties by name.
 
     Raises ConfigError for no corpora, equal or empty names, weights that are not positive and finite, and a

@@ -30,7 +30,7 @@ from megastable.data.pool import ordered_map
 from megastable.data.progress import Meter
 from megastable.data.shard_format import ShardInfo, dtype_for
 from megastable.data.shards import ShardWriter
-from megastable.data.text_files import Corpus
+from megastable.data.text_files import TextFiles
 from megastable.data.tokenizer import OWN, Tokenizer, load_tokenizer
 
 SHARD_TOKENS = 1 << 30
@@ -38,7 +38,7 @@ BATCH = 1 << 20  # characters of text that a worker gets at a time
 SPLITS = ("train", "validation")
 
 
-class Batch(NamedTuple):
+class DocumentBatch(NamedTuple):
     """Some documents, and how many bytes of the input were read when they were complete."""
 
     texts: list[str]
@@ -96,10 +96,10 @@ def prepare_shards(
         if output.resolve().is_relative_to(folder.resolve()):
             raise DataError(f"the output {output} is inside of the input {folder}: it would be read as well")
     tokenizer = load_tokenizer(tokenizer_path, eod, OWN if bos else None)
-    corpus = Corpus(inputs, key, skip_bad, globs)
+    corpus = TextFiles(inputs, key, skip_bad, globs)
     with staged_directory(output) as staging:
         tokenizer = load_tokenizer(tokenizer.copy_to(staging), tokenizer.eod, tokenizer.bos)
-        job = _Job(corpus, staging, tokenizer, name, workers, shard_tokens, seed, progress)
+        job = _Tokenization(corpus, staging, tokenizer, name, workers, shard_tokens, seed, progress)
         threshold = round(validation * 2**64)
         written = job.write(threshold)
         if not written.hashes:
@@ -143,7 +143,7 @@ def settle_threshold(wanted: int, lowest: int, highest: int) -> int:
     return min(max(wanted, lowest + 1), highest)
 
 
-def encode_batch(batch: Batch, tokenizer_path: Path, info: TokenizerInfo, seed: int) -> Encoded:
+def encode_batch(batch: DocumentBatch, tokenizer_path: Path, info: TokenizerInfo, seed: int) -> Encoded:
     """Encode the documents of a batch; runs in the worker processes."""
     tokenizer = _cached_tokenizer(tokenizer_path, info)
     dtype = np.dtype(dtype_for(tokenizer.vocab_size))
@@ -224,8 +224,8 @@ class _Written:
 
 
 @dataclass
-class _Job:
-    corpus: Corpus
+class _Tokenization:
+    corpus: TextFiles
     staging: Path
     tokenizer: Tokenizer
     name: str
@@ -262,7 +262,7 @@ class _Job:
 class _SplitWriter:
     """The shards NAME-SPLIT-00000, NAME-SPLIT-00001, ... of one split; a context manager."""
 
-    def __init__(self, job: _Job, split: str) -> None:
+    def __init__(self, job: _Tokenization, split: str) -> None:
         self._prefix = job.staging / f"{job.name}-{split}"
         self._vocab_size, self._limit = job.tokenizer.vocab_size, job.shard_tokens
         self._done: list[ShardInfo] = []
@@ -292,20 +292,20 @@ class _SplitWriter:
         return self._done
 
 
-def _batches(corpus: Corpus) -> Iterator[Batch]:
+def _batches(corpus: TextFiles) -> Iterator[DocumentBatch]:
     texts: list[str] = []
     characters = 0
     for text in corpus:
         texts.append(text)
         characters += len(text)
         if characters >= BATCH:
-            yield Batch(texts, corpus.read_bytes)
+            yield DocumentBatch(texts, corpus.read_bytes)
             texts, characters = [], 0
     if texts:
-        yield Batch(texts, corpus.read_bytes)
+        yield DocumentBatch(texts, corpus.read_bytes)
 
 
-def _nothing_found(inputs: Sequence[Path], corpus: Corpus) -> str:
+def _nothing_found(inputs: Sequence[Path], corpus: TextFiles) -> str:
     left_out = "; ".join(told(corpus.left_out.counts, corpus.left_out.files, where_all=""))
     where = ", ".join(str(path) for path in inputs[:3]) + (", ..." if len(inputs) > 3 else "")
     return (

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
 from megastable.data.documents import Document
-from megastable.data.ledger import Entry
+from megastable.data.ledger import LedgerEntry
 from megastable.data.order import LAST_POSITION, Order
 from megastable.data.skips import Skips
 
@@ -22,7 +22,7 @@ Pair = Annotated[list[Place], Field(min_length=2, max_length=2)]
 RANGES = 4096  # of a line: a longer one would not be mended after a crash (jsonl.py)
 
 
-class SkipEntry(Entry):
+class SkipEntry(LedgerEntry):
     """A line by position: [first, end), why, by which incident, noticed at which step.
 
     corpus: only the positions of that corpus; from `first` on it is swapped out.
@@ -51,7 +51,7 @@ class ShardDocuments(BaseModel):
     documents: list[Number]
 
 
-class SampleEntry(Entry):
+class SampleEntry(LedgerEntry):
     """A line by identity: of `corpus`, as long as its manifest has `fingerprint`, every sample is left out that has any
     of `tokens` among its own: ranges [first, end) of the training stream. documents: they are of, for people. released:
     the other way about: what earlier lines say of these tokens no longer holds; later ones may name them again."""

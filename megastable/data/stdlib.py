@@ -11,7 +11,7 @@ from megastable.base.errors import DataError
 from megastable.data.command_summary import Summary
 from megastable.data.manifest import FILE, Manifest, Stream
 from megastable.data.prepare import check_free, prepare_shards
-from megastable.data.text_files import Corpus
+from megastable.data.text_files import TextFiles
 from megastable.data.train_tokenizer import train_sentencepiece
 
 NAME = "stdlib"
@@ -48,7 +48,7 @@ def prepare_stdlib(
     files = stdlib_files()
     with tempfile.TemporaryDirectory() as directory:
         tokenizer = train_sentencepiece(
-            Corpus(files, skip_bad=True), Path(directory, "tokenizer.model"), vocab_size
+            TextFiles(files, skip_bad=True), Path(directory, "tokenizer.model"), vocab_size
         )
         return prepare_shards(
             files,

@@ -12,20 +12,28 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from megastable.base.errors import DataError
-from megastable.data.archive import Member, Sample, is_webdataset, members, samples, split_name, text_endings
+from megastable.data.archive import (
+    ArchiveSample,
+    Member,
+    is_webdataset,
+    members,
+    samples,
+    split_name,
+    text_endings,
+)
 from megastable.data.decompress import decompress
 from megastable.data.input_files import (
     ABOUT,
     HIDDEN,
     TOKENS,
-    Format,
+    FileFormat,
     find_files,
     format_of,
     is_about_data,
     is_data,
     is_datatrove,
 )
-from megastable.data.left_out import LeftOut
+from megastable.data.left_out import UnreadFiles
 from megastable.data.table_files import Cells, Flaw, arrow_cells, csv_cells, parquet_cells
 
 CHUNK = 1 << 20  # bytes read at a time
@@ -39,7 +47,7 @@ NOT_PLAIN = "links, devices and sparse files in archives"
 OTHER_PARTS = "other parts of WebDataset samples"
 
 
-class Corpus:
+class TextFiles:
     """The documents of files and folders, in order, as often as one iterates; none is empty.
 
     inputs, globs: as of `find_files`. A document that cannot be used (broken JSON, no text under `key`, not UTF-8)
@@ -59,14 +67,14 @@ class Corpus:
         self.total_bytes = sum(path.stat().st_size for path in self.files if path.exists())
         self.read_bytes = 0
         self._reading = ""
-        self.left_out = LeftOut(self._found.left_out)
+        self.left_out = UnreadFiles(self._found.left_out)
         for path in self.files:  # before hours are spent on the others
             if format_of(path.name).kind == "unread":
                 self._unread(str(path))
 
     def __iter__(self) -> Iterator[str]:
         self.read_bytes = 0
-        self.left_out = LeftOut(self._found.left_out)
+        self.left_out = UnreadFiles(self._found.left_out)
         for path in self.files:
             self._reading = str(path)
             try:
@@ -90,7 +98,12 @@ class Corpus:
             )
 
     def _content(
-        self, where: str, form: Format, chunks: Iterable[bytes], named: bool = False, group: str | None = None
+        self,
+        where: str,
+        form: FileFormat,
+        chunks: Iterable[bytes],
+        named: bool = False,
+        group: str | None = None,
     ) -> Iterator[str]:
         """The documents of a file or member. named: a person asked for it. group: as of `LeftOut.file`."""
         if form.kind in ("unread", "parquet", "tar"):
@@ -119,7 +132,7 @@ class Corpus:
                 consumed(len(chunk))
                 yield chunk
 
-    def _archive(self, path: Path, form: Format) -> Iterator[str]:
+    def _archive(self, path: Path, form: FileFormat) -> Iterator[str]:
         where = str(path)
 
         def opened(consumed: Callable[[int], None], note: Callable[[str], None]) -> Iterator[Member]:
@@ -148,7 +161,7 @@ class Corpus:
             else:
                 yield from self._content(f"{where}!{name}", format_of(name), chunks, group=group)
 
-    def _sample(self, where: str, sample: Sample) -> Iterator[str]:
+    def _sample(self, where: str, sample: ArchiveSample) -> Iterator[str]:
         endings, parts = text_endings(self.key), dict[str, tuple[str, bytes]]()
         for name, chunks in sample.members:
             ending = split_name(name)[1]

@@ -57,7 +57,7 @@ from megastable.data.loader import MicroBatch
 from megastable.engine.flatstate import FlatState, Fragment
 from megastable.engine.hostcopy import Filled
 from megastable.engine.kernel_choice import choose
-from megastable.engine.layer_stats import Probe, Statistics
+from megastable.engine.layer_stats import LayerStatistics, Probe
 from megastable.fp8.apply import apply
 from megastable.fp8.controller import History
 from megastable.model import gpt
@@ -628,7 +628,7 @@ class Engine:
             self.restore_counters(counters)
         return measured
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> LayerStatistics:
         """How weights, moments and the last update are, and what `probe.watch()` has seen of the last step."""
         return self.probe.collect(self.flat_state(), self.applied)
 

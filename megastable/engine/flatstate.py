@@ -52,7 +52,7 @@ class Fragment(BaseModel):
 
 
 @dataclass(frozen=True)
-class Norms:
+class StateNorms:
     """Global L2 norms over the fp32 master weights and Adam's second moments."""
 
     parameters: float
@@ -115,7 +115,7 @@ class FlatState:
             yield a.add_(w, alpha=decay).mul_(lr / (1 - lr * decay))
 
     @torch.no_grad()
-    def norms(self) -> Norms:
+    def norms(self) -> StateNorms:
         """Collective over the world; every parameter counts once."""
         total = torch.zeros(2, dtype=torch.float64, device=self.masters[0].device)
         for fragment in self.fragments:
@@ -126,7 +126,7 @@ class FlatState:
                         total[i] += torch.linalg.vector_norm(piece, dtype=torch.float64).square()
         dist.all_reduce(total)
         weights, moments = total.sqrt().tolist()
-        return Norms(weights, moments)
+        return StateNorms(weights, moments)
 
     @torch.no_grad()
     def sizes(self, names: Sequence[str]) -> dict[str, dict[str, Size]]:

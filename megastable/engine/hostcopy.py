@@ -34,7 +34,7 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class Copied:
+class CopiedTensors:
     """tensors: on the CPU, complete only after `wait`. done: a `Filled`, a CUDA event, or None for what is complete."""
 
     tensors: dict[str, Tensor]
@@ -61,7 +61,7 @@ class HostCopy:
         self._hold, self._thread = hold, thread
         self._stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
 
-    def copy(self, source: dict[str, Tensor], spare: dict[str, Tensor]) -> Copied:
+    def copy(self, source: dict[str, Tensor], spare: dict[str, Tensor]) -> CopiedTensors:
         """spare: tensors of an older copy that nobody needs; their memory is used again where it fits."""
 
         def place(name: str, tensor: Tensor) -> Tensor:
@@ -86,9 +86,9 @@ class HostCopy:
             done = Filled(self._thread.submit(fill))
         else:
             fill()
-            return Copied(copies)
+            return CopiedTensors(copies)
         self._hold(done)
-        return Copied(copies, done)
+        return CopiedTensors(copies, done)
 
     def fetch(self, shapes: dict[str, torch.Size], dtype: torch.dtype) -> dict[str, Tensor]:
         """Memory to copy into (`spare`). A system gives it page by page at the first write, which is slow."""

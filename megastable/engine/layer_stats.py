@@ -43,7 +43,7 @@ SCORES = 1 << 24  # attention scores in memory at a time: 64 MiB in fp32, and th
 
 
 @dataclass(frozen=True)
-class Statistics:
+class LayerStatistics:
     """What a probe found; the same numbers on every rank. What was not measured, or is not there yet, has no key.
 
     overall: "parameter_norm", "second_moment_norm": global L2 norms of the fp32 masters and of Adam's second moments;
@@ -63,7 +63,7 @@ class Statistics:
         return {name: self.overall[name] for name in INDICATORS if name in self.overall}
 
 
-class Tally:
+class LayerTally:
     """Sums, counts and maxima by row (a parameter or block) and kind. No host synchronisation until `reduce`."""
 
     def __init__(self, rows: Sequence[str], device: torch.device) -> None:
@@ -128,7 +128,7 @@ class Probe:
         everyone = gathered(mine)
         # Ranks are numbered stage by stage: this is the order of the model.
         rows = dict.fromkeys(name for kind in (0, 1) for held in everyone for name in held[kind])
-        self.tally = Tally(list(rows), device)
+        self.tally = LayerTally(list(rows), device)
         self.watching = False
         self._hooks: list[RemovableHandle] = []
 
@@ -182,7 +182,7 @@ class Probe:
                 piece = pieces[f.group, f.offset].reshape(-1)[: f.numel]
                 self.tally.add_moments(f.name, "gradient", piece, scale)
 
-    def collect(self, flat: FlatState, applied: bool) -> Statistics:
+    def collect(self, flat: FlatState, applied: bool) -> LayerStatistics:
         """Weights, moments and, if it was `applied`, the last update; with what was watched. Collective."""
         watched, self.watching = self.watching, False
         if not watched:
@@ -201,7 +201,7 @@ class Probe:
         return _statistics(numbers, list(self.tally.rows), watched)
 
 
-def _statistics(numbers: Tensor, rows: Sequence[str], watched: bool) -> Statistics:
+def _statistics(numbers: Tensor, rows: Sequence[str], watched: bool) -> LayerStatistics:
     """numbers: [3, rows, kinds], see `Tally.reduce`."""
     column = {kind: numbers[:, :, i] for i, kind in enumerate(KINDS)}
     total = {kind: float(of[0].sum()) for kind, of in column.items()}
@@ -227,7 +227,7 @@ def _statistics(numbers: Tensor, rows: Sequence[str], watched: bool) -> Statisti
         shares = [r[kind] for r in layers.values() for kind in SHARES if kind.endswith(fate) and kind in r]
         if shares:
             overall[f"fp8_{fate}"] = max(shares)
-    return Statistics(overall, layers)
+    return LayerStatistics(overall, layers)
 
 
 def _row(cells: Mapping[str, Sequence[float]]) -> dict[str, float]:

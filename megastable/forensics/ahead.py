@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megastable.base.text import plural
 from megastable.data.blends import GoneStream
-from megastable.data.documents import Document, Part, parts_by_position
+from megastable.data.documents import Document, DocumentPart, parts_by_position
 from megastable.data.manifest import Stream
 from megastable.data.shards import Shard
 from megastable.data.tokenizer import Tokenizer
@@ -54,12 +54,12 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundPart:
     """A part of a document at a position that is to come. odd: how many of its tokens are in pieces as odd as CLEAR;
     score, kind, why: of the worst piece, which begins `worst` tokens into the part."""
 
     position: int
-    part: Part
+    part: DocumentPart
     score: float
     kind: str
     why: str
@@ -85,7 +85,7 @@ class Lookout:
             self._yardsticks[corpus] = learn(self.source.streams[corpus], self.library.tokenizer)
         return self._yardsticks[corpus]
 
-    def look(self, positions: Int64s, least: float = CLEAR) -> list[Found]:
+    def look(self, positions: Int64s, least: float = CLEAR) -> list[FoundPart]:
         """The parts with a score of at least `least`, in the order of the positions."""
         length = self.source.order.sequence_length
         found = []
@@ -93,18 +93,20 @@ class Lookout:
             found += self._look(some, least)
         return found
 
-    def _look(self, positions: Int64s, least: float) -> list[Found]:
+    def _look(self, positions: Int64s, least: float) -> list[FoundPart]:
         if not positions.size:
             return []
         names = [corpus.name for corpus in self.source.order.corpora]
-        by_corpus: dict[int, list[tuple[int, Part]]] = {}
+        by_corpus: dict[int, list[tuple[int, DocumentPart]]] = {}
         for position, parts in parts_by_position(self.source, positions).items():
             for part in parts:
                 by_corpus.setdefault(names.index(part.document.corpus), []).append((position, part))
         found = [f for corpus, parts in by_corpus.items() for f in self._measure(corpus, parts, least)]
         return sorted(found, key=lambda f: (f.position, f.part.offset))
 
-    def _measure(self, corpus: int, parts: list[tuple[int, Part]], least: float) -> Iterator[Found]:
+    def _measure(
+        self, corpus: int, parts: list[tuple[int, DocumentPart]], least: float
+    ) -> Iterator[FoundPart]:
         stream, yardstick = self.source.streams[corpus], self.yardstick(corpus)
         # The shards one after the other, each opened once.
         parts.sort(key=lambda item: (item[1].document.shard, item[1].first_token))
@@ -127,7 +129,7 @@ class Lookout:
             worst = int(mine[score[mine].argmax()])
             position, part = parts[number]
             values = {name: float(column[worst]) for name, column in features.items()}
-            yield Found(
+            yield FoundPart(
                 position, part, float(score[worst]), KINDS[int(judged.kind[worst])],
                 yardstick.explain(values, FEATURES[int(judged.feature[worst])].name),
                 int(lengths[mine][score[mine] >= least].sum()), int(pieces[worst] - edges[number]),
@@ -208,7 +210,7 @@ def ahead_sheet(history: History, steps: int, texts: int) -> Sheet:
     )  # fmt: skip
 
 
-def passage(library: Library, found: Found) -> Passage:
+def passage(library: Library, found: FoundPart) -> Passage:
     """The text of the part."""
     source = library.source
     tokens = source.streams[_index(source.order.corpora, found.document.corpus)].open(found.document.shard)

@@ -27,8 +27,8 @@ from megastable.config.recipe import load
 from megastable.data.blends import BlendEntry, Share, in_force, read_blends
 from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import Selection, Skips
-from megastable.report.postmortem.facts import Suspect
-from megastable.report.postmortem.passes import LAST, NAMES, Folder
+from megastable.report.postmortem.facts import SuspectFacts
+from megastable.report.postmortem.passes import LAST, NAMES, RecordFolder
 from megastable.report.postmortem.sample_texts import Library
 from megastable.run.directory import RunDirectory
 from megastable.run.records import SCHEMA
@@ -79,7 +79,7 @@ class History:
         self.config = load(self.run.recipe)
         self.blends = read_blends(self.run.blends)
         self.problems: list[str] = []
-        self._folder = Folder(self.run.steps, SCHEMA, self.config.logging.flush_steps)
+        self._folder = RecordFolder(self.run.steps, SCHEMA, self.config.logging.flush_steps)
         self._library = lru_cache(maxsize=4)(self._open)
 
     def library(self, time: float | None = None) -> Library:
@@ -245,10 +245,10 @@ class History:
         return max(times, default=-math.inf)
 
     @cached_property
-    def suspects(self) -> dict[int, Suspect]:
+    def suspects(self) -> dict[int, SuspectFacts]:
         """What attribution measured of samples, by position; the newest."""
         told = [e.get("suspects") or [] for e in self._events if e.get("what") == "attributed"]
-        return {s.position: s for some in told for s in map(Suspect.model_validate, some)}
+        return {s.position: s for some in told for s in map(SuspectFacts.model_validate, some)}
 
     @cached_property
     def _events(self) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from megastable.data.blends import Line, read_blends
 from megastable.data.order import Order
 from megastable.data.skip_ledger import SkipLedger, append_all, sample_entries
 from megastable.data.skips import Selection
-from megastable.forensics.ahead import COUNTED, Found, Lookout, passage
+from megastable.forensics.ahead import COUNTED, FoundPart, Lookout, passage
 from megastable.forensics.places import checkpoint_cursor
 from megastable.report.postmortem.sample_texts import Library
 from megastable.run.directory import RunDirectory
@@ -112,16 +112,16 @@ class Scout:
         told = [r for event in self.run.events("looked_ahead") for r in event.get("positions", ())]
         return sum(end - first for first, end in told if first >= self.begin)
 
-    def _clear(self, found: Sequence[Found]) -> dict[int, list[Found]]:
+    def _clear(self, found: Sequence[FoundPart]) -> dict[int, list[FoundPart]]:
         """Those samples of which enough looks corrupt, by position."""
-        kinds, by_position = set(self.settings.kinds), dict[int, list[Found]]()
+        kinds, by_position = set(self.settings.kinds), dict[int, list[FoundPart]]()
         for one in found:
             if one.kind in kinds:
                 by_position.setdefault(one.position, []).append(one)
         least = max(COUNTED, self.settings.share * self.config.model.sequence_length)
         return {p: some for p, some in by_position.items() if sum(one.odd for one in some) >= least}
 
-    def _skip(self, clear: dict[int, list[Found]]) -> None:
+    def _skip(self, clear: dict[int, list[FoundPart]]) -> None:
         # Of what was looked at: neither the run's length says anything of it nor what was skipped before.
         left = FREE + int(self.settings.most * self.seen) - self._used
         chosen = dict(list(clear.items())[: max(0, left)])
@@ -152,7 +152,7 @@ class Scout:
             flush=True,
         )
 
-    def _evidence(self, found: Sequence[Sequence[Found]]) -> list[dict[str, object]]:
+    def _evidence(self, found: Sequence[Sequence[FoundPart]]) -> list[dict[str, object]]:
         assert self._lookout is not None
         worst = sorted((max(some, key=lambda one: one.score) for some in found), key=lambda one: -one.score)
         return [

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from megastable.base.errors import DataError
 from megastable.base.text import plural, put_off, ranges
-from megastable.data.documents import Part, parts_by_position
+from megastable.data.documents import DocumentPart, parts_by_position
 from megastable.data.skips import Skips
 from megastable.forensics.history import History
 from megastable.forensics.spans import spans
@@ -218,7 +218,7 @@ def _add(
             rows.append(sample | _place(part))
 
 
-def _place(part: Part) -> dict[str, Any]:
+def _place(part: DocumentPart) -> dict[str, Any]:
     d = part.document
     return {
         "shard": d.shard, "document": d.document, "first_token": part.first_token, "tokens": part.tokens,
@@ -226,7 +226,9 @@ def _place(part: Part) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _passage(library: Library, part: Part, tokens: Int64s, heat: npt.NDArray[np.floating] | None) -> Passage:
+def _passage(
+    library: Library, part: DocumentPart, tokens: Int64s, heat: npt.NDArray[np.floating] | None
+) -> Passage:
     ids = tokens[part.offset : part.offset + part.tokens].tolist()
     # The loss at index i is that of token i + 1: the first token of a sample has none of its own.
     own = None

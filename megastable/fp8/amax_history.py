@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastable.fp8.formats import Format
+from megastable.fp8.formats import FP8Format
 from megastable.fp8.scale_factors import LARGEST
 
 SLOTS = ("input", "weight", "gradient")
@@ -29,7 +29,12 @@ class Meters:
     """
 
     def __init__(
-        self, names: Sequence[str], formats: Sequence[Format], length: int, margin: int, device: torch.device
+        self,
+        names: Sequence[str],
+        formats: Sequence[FP8Format],
+        length: int,
+        margin: int,
+        device: torch.device,
     ) -> None:
         self.names = list(names)
         most = torch.tensor([f.max for f in formats], device=device)

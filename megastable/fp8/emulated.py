@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from megastable.base import products
 from megastable.config.tree import Fp8Config
 from megastable.fp8.amax_history import SLOTS, Meters
-from megastable.fp8.formats import E4M3, E5M2, Format
+from megastable.fp8.formats import E4M3, E5M2, FP8Format
 from megastable.fp8.scale_factors import (
     Quantized,
     by_columns,
@@ -34,7 +34,7 @@ from megastable.fp8.scale_factors import (
 INPUT, WEIGHT, GRADIENT = range(len(SLOTS))
 
 
-def formats(config: Fp8Config) -> tuple[Format, Format, Format]:
+def formats(config: Fp8Config) -> tuple[FP8Format, FP8Format, FP8Format]:
     """Of inputs, weights and gradients."""
     hybrid = config.formats == "hybrid" or (config.formats == "auto" and config.recipe != "block")
     return E4M3, E4M3, E5M2 if hybrid else E4M3
@@ -54,7 +54,7 @@ class Quantizer(Protocol):
 class Current:
     """By the tensor's own largest magnitude."""
 
-    formats: tuple[Format, Format, Format]
+    formats: tuple[FP8Format, FP8Format, FP8Format]
 
     def __call__(
         self, x: Tensor, slot: int, note: bool, largest: Tensor | None = None
@@ -68,7 +68,7 @@ class Current:
 class Delayed:
     """By the largest magnitudes of the last steps."""
 
-    formats: tuple[Format, Format, Format]
+    formats: tuple[FP8Format, FP8Format, FP8Format]
     meters: Meters
     layer: int
 
@@ -87,7 +87,7 @@ class Delayed:
 class Blocks:
     """By the largest magnitude of every block."""
 
-    formats: tuple[Format, Format, Format]
+    formats: tuple[FP8Format, FP8Format, FP8Format]
 
     def __call__(
         self, x: Tensor, slot: int, note: bool, largest: Tensor | None = None

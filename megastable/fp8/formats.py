@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Format:
+class FP8Format:
     """max: the largest number; normal: the smallest with all of its mantissa; least: the smallest above zero.
     mantissa: its bits; bias: of the exponent."""
 
@@ -32,11 +32,11 @@ class Format:
         return 2.0 ** (1 - self.bias - self.mantissa)
 
 
-E4M3 = Format("E4M3", torch.float8_e4m3fn, 448.0, mantissa=3, bias=7)
-E5M2 = Format("E5M2", torch.float8_e5m2, 57344.0, mantissa=2, bias=15)
+E4M3 = FP8Format("E4M3", torch.float8_e4m3fn, 448.0, mantissa=3, bias=7)
+E5M2 = FP8Format("E5M2", torch.float8_e5m2, 57344.0, mantissa=2, bias=15)
 
 
-def cast(x: Tensor, scale: Tensor, to: Format) -> Tensor:
+def cast(x: Tensor, scale: Tensor, to: FP8Format) -> Tensor:
     """fp32(x) * scale, rounded to the nearest number of the format, ties to even, saturating; of type `to.dtype`.
 
     scale: fp32, broadcastable to x.
@@ -45,7 +45,7 @@ def cast(x: Tensor, scale: Tensor, to: Format) -> Tensor:
     return scaled.clamp_(-to.max, to.max).to(to.dtype)
 
 
-def decode(values: Tensor, of: Format, dtype: torch.dtype) -> Tensor:
+def decode(values: Tensor, of: FP8Format, dtype: torch.dtype) -> Tensor:
     """The numbers that `values`, of type `of.dtype`, stand for: every one is a bf16 number, too."""
     if values.device.type != "cpu" or dtype is not torch.bfloat16:
         return values.to(dtype)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megastable.fp8.formats import Format, cast, decode
+from megastable.fp8.formats import FP8Format, cast, decode
 
 BLOCK = 128
 LARGEST = torch.finfo(torch.float32).max
@@ -27,12 +27,12 @@ class Quantized:
 
     values: Tensor
     inverse: Tensor
-    format: Format
+    format: FP8Format
     height: int = 0
     width: int = 0
 
     @property
-    def layout(self) -> tuple[Format, int, int]:
+    def layout(self) -> tuple[FP8Format, int, int]:
         """What is no tensor."""
         return self.format, self.height, self.width
 
@@ -64,7 +64,7 @@ def magnitude(x: Tensor) -> Tensor:
     return torch.maximum(high, -low).float()
 
 
-def scale_of(largest: Tensor, to: Format, power_of_two: bool = False) -> Tensor:
+def scale_of(largest: Tensor, to: FP8Format, power_of_two: bool = False) -> Tensor:
     """fp32, of the shape of `largest`: what brings these magnitudes to the format's largest number, or just below it
     with powers of two. 1 where the magnitude is 0, infinite or nan."""
     # A number over a tensor would be its reciprocal times that, rounded twice.
@@ -77,27 +77,27 @@ def scale_of(largest: Tensor, to: Format, power_of_two: bool = False) -> Tensor:
     return torch.where(usable, scale, torch.ones_like(scale))
 
 
-def by_tensor(x: Tensor, scale: Tensor, to: Format) -> Quantized:
+def by_tensor(x: Tensor, scale: Tensor, to: FP8Format) -> Quantized:
     """x of any shape; scale: fp32, one number."""
     return Quantized(cast(x, scale, to), scale.reciprocal(), to)
 
 
-def by_rows(x: Tensor, to: Format) -> Quantized:
+def by_rows(x: Tensor, to: FP8Format) -> Quantized:
     """x [rows, columns] in blocks of 1 x 128."""
     return _by_blocks(x, to, 1, BLOCK)
 
 
-def by_columns(x: Tensor, to: Format) -> Quantized:
+def by_columns(x: Tensor, to: FP8Format) -> Quantized:
     """x [rows, columns] in blocks of 128 x 1: as `by_rows` of its transpose."""
     return _by_blocks(x, to, BLOCK, 1)
 
 
-def by_tiles(x: Tensor, to: Format) -> Quantized:
+def by_tiles(x: Tensor, to: FP8Format) -> Quantized:
     """x [rows, columns] in blocks of 128 x 128."""
     return _by_blocks(x, to, BLOCK, BLOCK)
 
 
-def _by_blocks(x: Tensor, to: Format, height: int, width: int) -> Quantized:
+def _by_blocks(x: Tensor, to: FP8Format, height: int, width: int) -> Quantized:
     blocks = _grid(x, height, width)
     scale = scale_of(blocks.abs().amax(-1).amax(1).float(), to, power_of_two=True)
     values = _flat(cast(blocks, scale[:, None, :, None], to), x.shape)

@@ -4,7 +4,7 @@
     problems = unstable(loss, measured)     # () where nothing speaks against it
     best(outcomes)                          # the recipe to take, None where there is none
 
-The limits are in `Limits`, each with its reason.
+The limits are in `ErrorLimits`, each with its reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ORDINARY = 1.4826  # times the median absolute deviation: a standard deviation, 
 
 
 @dataclass(frozen=True)
-class Limits:
+class ErrorLimits:
     """Rounding to three bits of mantissa (E4M3) moves a tensor by 2.6 %, to two (E5M2) by 5.3 %, whatever the model; a
     product of two by the root of both squares, 4 to 6 %, or less. What is beyond was cut, lost, or cancels out.
 
@@ -48,7 +48,7 @@ class Limits:
     kept: float = 0.5
 
 
-USUAL = Limits()
+USUAL = ErrorLimits()
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class ModelLoss:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RecipeOutcome:
     """Of a recipe. everything: with all layers in FP8; keep: layer -> why it should not be; kept: the whole model with
     those left out, None where there are none."""
 
@@ -113,7 +113,7 @@ class Outcome:
         return self.kept or self.everything
 
 
-def advise(layers: Sequence[LayerLoss], limits: Limits = USUAL) -> dict[str, tuple[str, ...]]:
+def advise(layers: Sequence[LayerLoss], limits: ErrorLimits = USUAL) -> dict[str, tuple[str, ...]]:
     """Layers to keep out of FP8, in their order, and why. An error that is no number counts as infinite."""
     found = {
         layer.name: [*_products(layer, layers, limits), *_tensors(layer, layers, limits)] for layer in layers
@@ -121,7 +121,7 @@ def advise(layers: Sequence[LayerLoss], limits: Limits = USUAL) -> dict[str, tup
     return {name: tuple(reasons) for name, reasons in found.items() if reasons}
 
 
-def _products(layer: LayerLoss, layers: Sequence[LayerLoss], limits: Limits) -> Iterable[str]:
+def _products(layer: LayerLoss, layers: Sequence[LayerLoss], limits: ErrorLimits) -> Iterable[str]:
     for product, error in layer.products.items():
         error, others = _finite(error), [_finite(other.products[product]) for other in layers]
         if error > limits.useless:
@@ -130,7 +130,7 @@ def _products(layer: LayerLoss, layers: Sequence[LayerLoss], limits: Limits) -> 
             yield f"{product} is {_percent(error)} off, the median of all layers {_percent(median(others))}"
 
 
-def _usual(errors: Sequence[float], limits: Limits) -> float:
+def _usual(errors: Sequence[float], limits: ErrorLimits) -> float:
     """What an ordinary one of these does not exceed."""
     logs = [math.log(min(max(error, 1e-12), 1e12)) for error in errors]
     middle = median(logs)
@@ -138,7 +138,7 @@ def _usual(errors: Sequence[float], limits: Limits) -> float:
     return math.exp(middle + max(limits.robust * spread, math.log(limits.factor)))
 
 
-def _tensors(layer: LayerLoss, layers: Sequence[LayerLoss], limits: Limits) -> Iterable[str]:
+def _tensors(layer: LayerLoss, layers: Sequence[LayerLoss], limits: ErrorLimits) -> Iterable[str]:
     for slot, tensor in layer.tensors.items():
         if tensor.saturation > limits.saturation:
             yield f"{_percent(tensor.saturation)} of its {slot} are cut"
@@ -148,7 +148,7 @@ def _tensors(layer: LayerLoss, layers: Sequence[LayerLoss], limits: Limits) -> I
 
 
 def unstable(
-    loss: float, found: ModelLoss, kept: int = 0, layers: int = 0, limits: Limits = USUAL
+    loss: float, found: ModelLoss, kept: int = 0, layers: int = 0, limits: ErrorLimits = USUAL
 ) -> tuple[str, ...]:
     """Why a model should not be trained so; nothing where it can. loss: of bf16, nats per token; kept: so many of its
     layers are not in FP8."""
@@ -167,7 +167,7 @@ def unstable(
     return tuple(problems)
 
 
-def best(outcomes: Sequence[Outcome]) -> Outcome | None:
+def best(outcomes: Sequence[RecipeOutcome]) -> RecipeOutcome | None:
     """Of those that are stable the one that keeps the fewest layers out, and of these the one whose gradient is nearest
     to bf16's."""
     stable = [outcome for outcome in outcomes if outcome.stable]

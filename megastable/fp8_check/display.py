@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megastable.base.text import plural
-from megastable.fp8_check.advice import LayerLoss, Limits, ModelLoss, Outcome, best
+from megastable.fp8_check.advice import ErrorLimits, LayerLoss, ModelLoss, RecipeOutcome, best
 from megastable.report.figures import save
 
 LEGEND = (
@@ -21,7 +21,7 @@ LEGEND = (
 )
 
 
-def models(loss: float, outcomes: Sequence[Outcome]) -> Table:
+def models(loss: float, outcomes: Sequence[RecipeOutcome]) -> Table:
     """The whole model by every recipe, with all layers in FP8 and without those that are to be kept."""
     table = Table("recipe", "in FP8", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("loss", "change", "KL", "gradient off", "cosine"):
@@ -48,7 +48,7 @@ def _model(loss: float, found: ModelLoss) -> Iterator[str]:
     yield f"{found.cosine:.4f}"
 
 
-def layers(outcome: Outcome, rows: int) -> Table:
+def layers(outcome: RecipeOutcome, rows: int) -> Table:
     """Errors of a recipe's products and tensors, the worst layers first."""
     table = Table("layer", box=box.SIMPLE_HEAD, pad_edge=False)
     table.title, table.title_justify = f"{outcome.recipe}: errors, the worst layers first", "left"
@@ -66,7 +66,7 @@ def layers(outcome: Outcome, rows: int) -> Table:
     return table
 
 
-def tensors(outcome: Outcome) -> Table:
+def tensors(outcome: RecipeOutcome) -> Table:
     """Every tensor of a recipe, the worst first."""
     table = Table("layer", "tensor", "format", box=box.SIMPLE_HEAD, pad_edge=False)
     table.title, table.title_justify = f"{outcome.recipe}: every tensor, the worst first", "left"
@@ -103,7 +103,7 @@ def _share(share: float) -> str:
     return "-" if share == 0 else f"{share:.0e}" if share < 1e-4 else f"{share:.2%}"
 
 
-def advice(outcomes: Sequence[Outcome], given: Mapping[str, object], most: int = 12) -> Iterator[str]:
+def advice(outcomes: Sequence[RecipeOutcome], given: Mapping[str, object], most: int = 12) -> Iterator[str]:
     """Lines: what to keep by each recipe and why, which recipe to take, what to say after RECIPE. given: as
     for `overrides`."""
     for outcome in outcomes:
@@ -127,7 +127,7 @@ def advice(outcomes: Sequence[Outcome], given: Mapping[str, object], most: int =
     yield " ".join(overrides(chosen, given))
 
 
-def overrides(outcome: Outcome, given: Mapping[str, object]) -> list[str]:
+def overrides(outcome: RecipeOutcome, given: Mapping[str, object]) -> list[str]:
     """KEY=VALUE for an outcome. given: KEY -> VALUE that the run must be told besides."""
     said = {"precision.fp8.recipe": outcome.recipe, **given}
     if outcome.keep:
@@ -136,7 +136,7 @@ def overrides(outcome: Outcome, given: Mapping[str, object]) -> list[str]:
 
 
 def tree(
-    loss: float, outcomes: Sequence[Outcome], given: Mapping[str, object], limits: Limits
+    loss: float, outcomes: Sequence[RecipeOutcome], given: Mapping[str, object], limits: ErrorLimits
 ) -> dict[str, Any]:
     """All numbers."""
     chosen = best(outcomes)
@@ -169,7 +169,7 @@ def _tree(loss: float, found: ModelLoss) -> dict[str, float]:
     return vars(found) | {"change": found.loss - loss}
 
 
-def picture(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
+def picture(outcomes: Sequence[RecipeOutcome], title: str, path: Path) -> None:
     """A map of errors for every recipe: layers downwards, their tensors and products across. The kind of file follows
     from the name. Raises DataError when it cannot be written."""
     import matplotlib

@@ -42,10 +42,10 @@ from megastable.fp8.emulated import (
 from megastable.fp8.scale_factors import Quantized, magnitude
 from megastable.fp8_check.advice import (
     USUAL,
+    ErrorLimits,
     LayerLoss,
-    Limits,
     ModelLoss,
-    Outcome,
+    RecipeOutcome,
     TensorLoss,
     advise,
     unstable,
@@ -60,7 +60,7 @@ Look = Callable[[Tensor, Tensor, Tensor], None]  # x [n, in], w [out, in], g [n,
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class EvaluationBatch:
     """tokens int64 [b, s + 1]: inputs and, one further, labels. segments: where attention stays inside documents."""
 
     tokens: Tensor
@@ -68,11 +68,11 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Checked:
+class EffectReport:
     """loss: in the model's precision, nats per token. outcomes: of every recipe."""
 
     loss: float
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[RecipeOutcome]
 
 
 def passes(batches: int, before: int, configs: Mapping[str, Fp8Config]) -> int:
@@ -81,9 +81,10 @@ def passes(batches: int, before: int, configs: Mapping[str, Fp8Config]) -> int:
 
 
 def check(
-    model: PlainModel, batches: Sequence[MicroBatch], before: Sequence[MicroBatch], configs: Mapping[str, Fp8Config],
-    limits: Limits = USUAL, advance: Callable[[], None] = lambda: None, more: Callable[[int], None] = lambda _: None,
-) -> Checked:  # fmt: skip
+    model: PlainModel, batches: Sequence[EvaluationBatch], before: Sequence[EvaluationBatch],
+    configs: Mapping[str, Fp8Config], limits: ErrorLimits = USUAL, advance: Callable[[], None] = lambda: None,
+    more: Callable[[int], None] = lambda _: None,
+) -> EffectReport:  # fmt: skip
     """What each of `configs`, by recipe, does to the model on `batches`. before: other micro-batches, the newest last.
 
     advance: called after every pass over a micro-batch; more: told of passes that `passes` did not know of. The
@@ -104,8 +105,8 @@ def check(
             models.get((recipe, frozenset(keep))) if keep else None,
         )
         problems = unstable(loss, kept or everything, len(keep), len(layers), limits)
-        outcomes.append(Outcome(recipe, measured[recipe], keep, everything, kept, problems))
-    return Checked(loss, outcomes)
+        outcomes.append(RecipeOutcome(recipe, measured[recipe], keep, everything, kept, problems))
+    return EffectReport(loss, outcomes)
 
 
 # Forward and backward
@@ -119,7 +120,7 @@ class _Passed:
     hidden: Tensor
 
 
-def _pass(model: PlainModel, batch: MicroBatch) -> _Passed:
+def _pass(model: PlainModel, batch: EvaluationBatch) -> _Passed:
     """Forward and backward of what training minimises; gradients are where hooks find them."""
     hidden = model.hidden(batch.tokens[:, :-1], batch.segments)
     head = model.gpt[0] if model.gpt.tied else model.gpt[-1]
@@ -186,7 +187,10 @@ class _Shown(torch.autograd.Function):
 
 
 def _history(
-    model: PlainModel, layers: Mapping[str, Any], before: Sequence[MicroBatch], advance: Callable[[], None]
+    model: PlainModel,
+    layers: Mapping[str, Any],
+    before: Sequence[EvaluationBatch],
+    advance: Callable[[], None],
 ) -> History:
     """The largest magnitudes of every micro-batch, the newest first, as `Meters.told`."""
     found: list[list[list[float]]] = [[[] for _ in SLOTS] for _ in layers]
@@ -248,7 +252,7 @@ def _square(x: Tensor) -> float:
 
 
 def _layers(
-    model: PlainModel, layers: Mapping[str, Any], batches: Sequence[MicroBatch], configs: Mapping[str, Fp8Config],
+    model: PlainModel, layers: Mapping[str, Any], batches: Sequence[EvaluationBatch], configs: Mapping[str, Fp8Config],
     history: History, advance: Callable[[], None],
 ) -> dict[str, list[LayerLoss]]:  # fmt: skip
     quantizers = {
@@ -325,7 +329,7 @@ class _Against:
 
 
 def _models(
-    model: PlainModel, batches: Sequence[MicroBatch], configs: Mapping[str, Fp8Config], history: History,
+    model: PlainModel, batches: Sequence[EvaluationBatch], configs: Mapping[str, Fp8Config], history: History,
     variants: Collection[tuple[str, frozenset[str]]], advance: Callable[[], None],
 ) -> tuple[float, dict[tuple[str, frozenset[str]], ModelLoss]]:  # fmt: skip
     """(loss without FP8, of every variant), a variant being a recipe and the layers that it does not have."""

@@ -24,7 +24,7 @@ from megastable.data.skips import Selection
 from megastable.data.source import Source
 from megastable.data.tokenizer import load_tokenizer
 from megastable.forensics.scoring.losses import inputs
-from megastable.fp8_check.effect import MicroBatch
+from megastable.fp8_check.effect import EvaluationBatch
 from megastable.generate.load import DTYPES, tokenizer_of
 from megastable.run.directory import RunDirectory
 
@@ -90,7 +90,7 @@ class Material:
     eod: int | None = None
     notes: Sequence[str] = ()
 
-    def batches(self, model: PlainModel, micro_batch: int) -> list[MicroBatch]:
+    def batches(self, model: PlainModel, micro_batch: int) -> list[EvaluationBatch]:
         """In order. Raises DataError for tokens that the model does not know."""
         found = []
         for first in range(0, len(self.tokens), micro_batch):
@@ -100,7 +100,7 @@ class Material:
                     f"{self.origin} has token ids beyond the model's vocabulary of {model.vocabulary:,}: it was made "
                     "with another tokenizer; give --text"
                 )
-            found.append(MicroBatch(tokens, segments))
+            found.append(EvaluationBatch(tokens, segments))
         return found
 
 

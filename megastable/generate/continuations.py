@@ -21,7 +21,7 @@ End = Literal["eod", "stop", "length"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """What a token adds to sample number `sample`.
 
     text: what can be shown now; a character of several tokens comes with the last of them. logprob: of the token by the
@@ -92,7 +92,7 @@ class Continuations:
 def write(
     model: PlainModel, tokenizer: Tokenizer, prompt: Sequence[int], sampling: Sampling, *, number: int, most: int,
     seed: Sequence[int], ends: Collection[int], stops: Sequence[str] = (),
-) -> Iterator[Piece]:  # fmt: skip
+) -> Iterator[TextPiece]:  # fmt: skip
     """Continue `prompt`, at least one id: pieces of all samples in turn, each sample's last one with its `end`.
 
     most: tokens of a sample, at least one. seed: any numbers. ends: tokens that end a sample; stops: texts that do, and
@@ -119,7 +119,7 @@ def write(
                 text += held[sample]
             if end is not None:
                 ended.append(sample)
-            yield Piece(sample, text, token, logprob, end)
+            yield TextPiece(sample, text, token, logprob, end)
         samples.finish(ended)
         if not samples.going:
             return

@@ -12,22 +12,22 @@ from typing import Any
 from rich.console import Console
 
 from megastable.base.text import plural, visible
-from megastable.generate.continuations import Piece
+from megastable.generate.continuations import TextPiece
 
 KEPT = "\n\t"
 BOLD, DIM, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 
 @dataclass
-class Sample:
-    """A continuation. logprobs: nats, of each token; end: see `Piece`, "" while it goes on."""
+class Continuation:
+    """A continuation. logprobs: nats, of each token; end: see `TextPiece`, "" while it goes on."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     end: str = ""
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: TextPiece) -> None:
         self.text += piece.text
         self.tokens.append(piece.token)
         self.logprobs.append(piece.logprob)
@@ -42,11 +42,11 @@ class Printer:
     """
 
     def __init__(self, console: Console, number: int) -> None:
-        self.samples = [Sample() for _ in range(number)]
+        self.samples = [Continuation() for _ in range(number)]
         self._console = console
         self._ended = True  # the line
 
-    def print(self, prompt: str, pieces: Iterable[Piece]) -> None:
+    def print(self, prompt: str, pieces: Iterable[TextPiece]) -> None:
         """All of it; interrupted, the line is ended."""
         at = 0
         try:
@@ -88,7 +88,7 @@ class Printer:
         self._ended = text.endswith("\n")
 
 
-def as_json(prompt: str, samples: Iterable[Sample], about: dict[str, Any]) -> str:
+def as_json(prompt: str, samples: Iterable[Continuation], about: dict[str, Any]) -> str:
     """One object: what it was made with and how fast, the prompt, the samples."""
     told = [
         {"text": s.text, "end": s.end, "tokens": s.tokens, "logprobs": [round(x, 6) for x in s.logprobs]}
@@ -97,7 +97,7 @@ def as_json(prompt: str, samples: Iterable[Sample], about: dict[str, Any]) -> st
     return json.dumps(about | {"prompt": prompt, "samples": told})
 
 
-class Watch:
+class SpeedWatch:
     """How fast pieces come. prompt: its tokens; number: of samples."""
 
     def __init__(self, prompt: int, number: int) -> None:
@@ -105,7 +105,7 @@ class Watch:
         self._tokens = 0
         self._begin = self._first = self._last = time.perf_counter()
 
-    def of(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    def of(self, pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
         self._begin = self._first = self._last = time.perf_counter()
         for piece in pieces:
             self._last = time.perf_counter()

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from megastable.base.errors import DataError
-from megastable.generate.continuations import Piece, write
+from megastable.generate.continuations import TextPiece, write
 from megastable.generate.load import Speaker
-from megastable.generate.output import Printer, Sample, Watch, as_json, note
+from megastable.generate.output import Continuation, Printer, SpeedWatch, as_json, note
 from megastable.generate.sampling import Sampling
 
 HELLO = """{checkpoint}: a base model. It does not answer, it continues the text that you type.
@@ -63,7 +63,7 @@ class Talk:
                 f"{trained:,}: beyond them its text may fall apart"
             )
 
-    def pieces(self, ids: Sequence[int]) -> Iterator[Piece]:
+    def pieces(self, ids: Sequence[int]) -> Iterator[TextPiece]:
         """The continuations of `ids`; another turn, other choices. Raises as `write`, DataError when memory ends."""
         w, s = self.wishes, self.speaker
         turn, self._turn = self._turn, self._turn + 1
@@ -85,13 +85,13 @@ class Talk:
     def once(self, text: str, console: Console, json: bool) -> None:
         """Continue one prompt, on the console or as JSON in its file; the seed and the speed are told on stderr."""
         ids, w = self.ids(text), self.wishes
-        watch = Watch(len(ids), w.number)
+        watch = SpeedWatch(len(ids), w.number)
         pieces = watch.of(self.pieces(ids))
         if not json:
             Printer(console, w.number).print(text, pieces)
             note(f"seed {self.seed}; {watch.told}")
             return
-        samples = [Sample() for _ in range(w.number)]
+        samples = [Continuation() for _ in range(w.number)]
         for piece in pieces:
             samples[piece.sample].add(piece)
         model = self.speaker.model
@@ -127,7 +127,7 @@ class Talk:
                 continue
             else:
                 self.check(len(ids))
-            watch, printer = Watch(len(ids), self.wishes.number), Printer(console, self.wishes.number)
+            watch, printer = SpeedWatch(len(ids), self.wishes.number), Printer(console, self.wishes.number)
             with contextlib.suppress(KeyboardInterrupt):
                 printer.print(line, watch.of(self.pieces(ids)))
             ids += [token for token in printer.samples[0].tokens if token not in self.speaker.ends]

@@ -44,7 +44,7 @@ def supported(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionBlock:
     """Queries [first, end) of samples [b0, b1) and key heads [k0, k1), over keys [key, end).
 
     It has all heads of its samples, or some heads of one sample.
@@ -66,7 +66,7 @@ class Block:
 
 def blocks(
     b: int, heads: int, groups: int, s: int, c: int, starts: list[list[int]] | None = None
-) -> Iterator[Block]:
+) -> Iterator[AttentionBlock]:
     """All blocks of c queries (the last ones may have fewer), by their queries. heads: key heads.
 
     starts: by sample, the first token of the document of every c-th token; None where a sample is one document.
@@ -78,11 +78,11 @@ def blocks(
         if fit >= heads:
             for b0 in range(0, b, fit // heads):
                 b1 = min(b0 + fit // heads, b)
-                yield Block(first, end, min(keys[b0:b1]), b0, b1, 0, heads)
+                yield AttentionBlock(first, end, min(keys[b0:b1]), b0, b1, 0, heads)
         else:
             for b0 in range(b):
                 for k0 in range(0, heads, fit):
-                    yield Block(first, end, keys[b0], b0, b0 + 1, k0, min(k0 + fit, heads))
+                    yield AttentionBlock(first, end, keys[b0], b0, b0 + 1, k0, min(k0 + fit, heads))
 
 
 def document_starts(segments: Tensor, c: int) -> list[list[int]]:
@@ -178,12 +178,12 @@ class _Call:
         self.blocks = blocks(self.b, self.k, self.g, self.s, c, starts)
         self.room, self.future = _scratch("scores", torch.float32), _future(c)
 
-    def view(self, x: Tensor, at: Block) -> Tensor:
+    def view(self, x: Tensor, at: AttentionBlock) -> Tensor:
         """A block's queries in x [b, q, s, d]: a view [b, k, c, g, d]."""
         x = x[at.b0 : at.b1, :, at.first : at.end].unflatten(1, (self.k, self.g))
         return x[:, at.k0 : at.k1].transpose(2, 3)
 
-    def rows(self, x: Tensor, at: Block) -> Tensor:
+    def rows(self, x: Tensor, at: AttentionBlock) -> Tensor:
         """The same as rows [n, r, d]."""
         return self.view(x, at).reshape(*at.shape(self.g)[:2], self.d)
 
@@ -191,11 +191,11 @@ class _Call:
         """Keys or values [b, k, s, d] as [b * k, s, d], contiguous."""
         return x.reshape(-1, self.s, self.d).contiguous()
 
-    def part(self, x: Tensor, at: Block) -> Tensor:
+    def part(self, x: Tensor, at: AttentionBlock) -> Tensor:
         """A block's keys in x [b * k, s, d]: a view [n, keys, d]."""
         return x[at.b0 * self.k + at.k0 : (at.b1 - 1) * self.k + at.k1, at.key : at.end]
 
-    def probabilities(self, at: Block, q: Tensor, k: Tensor, out: Tensor) -> Tensor:
+    def probabilities(self, at: AttentionBlock, q: Tensor, k: Tensor, out: Tensor) -> Tensor:
         """softmax(q k^T * scale) over what may be seen, into `out` [n, r, keys]. q: [n, r, d], k: [n, keys, d]."""
         shape = at.shape(self.g)
         scores = _scores(q, k, self.scale, self.room(shape))

@@ -54,7 +54,7 @@ def whole_weight(placement: Placement, shape: tuple[int, ...], config: ModelConf
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterPart:
     """Elements of a parameter to be filled: `into`, flat, of any dtype and device, gets those of its tensor-parallel
     shard (of `shape`) from `start` on, and zeros beyond the shard's end."""
 
@@ -75,13 +75,15 @@ def initialise(
     for p in module.parameters():
         piece: Tensor | None = getattr(p, "ds_tensor", None)
         if piece is not None:
-            parts.append(Part(placement_of(p), shape_of(p), piece, data_rank * len(piece)))
+            parts.append(ParameterPart(placement_of(p), shape_of(p), piece, data_rank * len(piece)))
         elif not p.is_meta:
-            parts.append(Part(placement_of(p), shape_of(p), p.detach().view(-1)))
+            parts.append(ParameterPart(placement_of(p), shape_of(p), p.detach().view(-1)))
     fill(parts, config, tp, seed, threads_to_draw())
 
 
-def fill(parts: Iterable[Part], config: ModelConfig, tp: TensorParallel, seed: int, threads: int) -> None:
+def fill(
+    parts: Iterable[ParameterPart], config: ModelConfig, tp: TensorParallel, seed: int, threads: int
+) -> None:
     """Fill `parts` on so many threads. Of numbers that are on their way each thread holds a chunk, in fp32 and as they
     are to be."""
     # The longest first: none is left at the end for which one thread would be waited.
@@ -97,7 +99,7 @@ def fill(parts: Iterable[Part], config: ModelConfig, tp: TensorParallel, seed: i
 
 
 @torch.no_grad()
-def _fill(part: Part, config: ModelConfig, tp: TensorParallel, seed: int) -> None:
+def _fill(part: ParameterPart, config: ModelConfig, tp: TensorParallel, seed: int) -> None:
     placement, into = part.placement, part.into
     size = max(math.prod(part.shape) - part.start, 0)  # of what is there of the shard
     into[size:] = 0

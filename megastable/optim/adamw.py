@@ -103,13 +103,13 @@ class AdamW(torch.optim.Optimizer):
             numbers = torch.tensor(numbers).to(p.device, non_blocking=True)
             key = torch.tensor(key, dtype=torch.int32).to(p.device, non_blocking=True)
         size = CHUNKS.get(p.device.type, CHUNKS["cuda"])
-        room = None if self.compiled else Room(min(size, p.numel()), p.device)
+        room = None if self.compiled else ChunkBuffers(min(size, p.numel()), p.device)
         tensors = (p.detach(), gradient, state["exp_avg"], state["exp_avg_sq"])
         for pieces in zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True):
             function(*pieces, numbers, key, beta1, beta2, group["eps"], room)
 
 
-class Room:
+class ChunkBuffers:
     """Memory of one chunk's intermediate results, used again for the next: three of fp32, two of int32."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -130,7 +130,7 @@ def chunk_update(
     beta1: float,
     beta2: float,
     eps: float,
-    room: Room | None,
+    room: ChunkBuffers | None,
 ) -> None:
     """One step of [n] elements, in place: p, g fp32, m, v bf16.
 
@@ -138,7 +138,7 @@ def chunk_update(
     of Python, or tensors. room: None = new memory, or none at all under a compiler.
     """
     kept, scale, unbias = numbers[0], numbers[1], numbers[2]
-    m32, v32, a, bits, more = (room or Room(p.numel(), p.device)).of(p.numel())
+    m32, v32, a, bits, more = (room or ChunkBuffers(p.numel(), p.device)).of(p.numel())
     m32.copy_(m).lerp_(g, 1 - beta1)
     v32.copy_(v).mul_(beta2).addcmul_(g, g, value=1 - beta2)
     # Before the weight changes. Two words of 16 bits come of one hash: one for each moment.

@@ -29,7 +29,7 @@ SCORES = 1 << 24  # of probe.py, which needs it, too
 
 
 @dataclass(frozen=True)
-class Kernels:
+class PlannedKernels:
     """As model/kernels.py's, which needs torch; `memory.kernels_on` makes them. gpu: the kernels are a GPU's."""
 
     attention: str = "sdpa"
@@ -52,7 +52,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Operation:
+class SavedOperation:
     """saved: given back when its backward is over. backward: bytes of its gradients, in and out, and of what it makes
     on the way."""
 
@@ -61,7 +61,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ShapeSizes:
     """The letters, of a config on one rank."""
 
     N: int
@@ -98,23 +98,23 @@ def in_fp8(config: RunConfig, saved: Saved) -> int:
     return bits if saved.name == "attention output" else bits - saved.bytes
 
 
-def sizes(config: RunConfig) -> Sizes:
+def sizes(config: RunConfig) -> ShapeSizes:
     m, p, b = config.model, config.parallel, config.train.micro_batch
     t, d = p.tensor, m.head_width
     tokens = b * m.sequence_length // p.context
-    return Sizes(
+    return ShapeSizes(
         N=tokens, n=tokens // t if p.sequence else tokens, h=m.hidden, q=m.heads * d // t,
         k=m.key_value_heads * d // t, f=m.ffn_width // t, e=element(config), heads=m.heads // t // p.context,
         samples=b, length=m.sequence_length,
     )  # fmt: skip
 
 
-def kept(operations: Sequence[Operation]) -> int:
+def kept(operations: Sequence[SavedOperation]) -> int:
     """Bytes that wait for the backward pass."""
     return sum(saved.bytes for operation in operations for saved in operation.saved)
 
 
-def extra(operations: Sequence[Operation]) -> int:
+def extra(operations: Sequence[SavedOperation]) -> int:
     """The most bytes beside those that waited, while the backward pass goes through them from the end."""
     there = most = 0
     for operation in reversed(operations):
@@ -123,17 +123,17 @@ def extra(operations: Sequence[Operation]) -> int:
     return most
 
 
-def block(config: RunConfig, kernels: Kernels) -> list[Operation]:
+def block(config: RunConfig, kernels: PlannedKernels) -> list[SavedOperation]:
     """Of one block, under the recomputation of `config`."""
     z = sizes(config)
     if config.parallel.recompute == "full":
         # Made again in the backward pass, and then all of it is there.
         whole = operations(config, kernels, "none")
-        return [Operation((Saved("stream", z.stream, z.e),), kept(whole) + extra(whole))]
+        return [SavedOperation((Saved("stream", z.stream, z.e),), kept(whole) + extra(whole))]
     return operations(config, kernels, config.parallel.recompute)
 
 
-def operations(config: RunConfig, kernels: Kernels, recompute: str) -> list[Operation]:
+def operations(config: RunConfig, kernels: PlannedKernels, recompute: str) -> list[SavedOperation]:
     """Of one block that is not recomputed as a whole."""
     z, m = sizes(config), config.model
     fused, selective = kernels.compile, recompute == "selective"
@@ -146,16 +146,16 @@ def operations(config: RunConfig, kernels: Kernels, recompute: str) -> list[Oper
     ]
     if fused:
         # The norms are made again of what went into them.
-        swiglu = Operation((Saved("gate and up", z.N * 2 * z.f, z.e),), 3 * z.e * z.N * z.f)
+        swiglu = SavedOperation((Saved("gate and up", z.N * 2 * z.f, z.e),), 3 * z.e * z.N * z.f)
     else:
-        swiglu = Operation((Saved("gate and up", z.N * 2 * z.f, z.e),), 4 * z.e * z.N * z.f)
+        swiglu = SavedOperation((Saved("gate and up", z.N * 2 * z.f, z.e),), 4 * z.e * z.N * z.f)
     mlp = [_linear("MLP input", z, z.N * z.h, z.N * 2 * z.f, z.h * 2 * z.f), swiglu]
     if not fused and not selective:
-        mlp.append(Operation((Saved("silu", z.N * z.f, z.e),), 3 * z.e * z.N * z.f))
+        mlp.append(SavedOperation((Saved("silu", z.N * z.f, z.e),), 3 * z.e * z.N * z.f))
     elif selective:
-        mlp.append(Operation((), (4 if not fused else 3) * z.e * z.N * z.f))
+        mlp.append(SavedOperation((), (4 if not fused else 3) * z.e * z.N * z.f))
     if fused and selective:
-        mlp.append(Operation((), z.e * (2 * z.N * z.f + z.n * z.h)))  # the product, made again
+        mlp.append(SavedOperation((), z.e * (2 * z.N * z.f + z.n * z.h)))  # the product, made again
     else:
         mlp.append(_linear("SwiGLU output", z, z.N * z.f, z.n * z.h, z.f * z.h))
     first, second = (
@@ -167,25 +167,29 @@ def operations(config: RunConfig, kernels: Kernels, recompute: str) -> list[Oper
     return [*first, *attention, *second, *mlp]
 
 
-def _norm(name: str, z: Sizes, elements: int, rows: int, fused: bool, own: bool = True) -> list[Operation]:
+def _norm(
+    name: str, z: ShapeSizes, elements: int, rows: int, fused: bool, own: bool = True
+) -> list[SavedOperation]:
     """own: its input is nobody else's; in fp32 it is kept as it is."""
     if fused:
-        return [Operation((Saved(f"{name}, input", elements, z.e),), 3 * z.e * elements)]
+        return [SavedOperation((Saved(f"{name}, input", elements, z.e),), 3 * z.e * elements)]
     wide = elements * FP32
     given = (Saved(f"{name}, in fp32", elements, FP32),) if z.e < FP32 or own else ()
     return [
         # The gradients by way of the mean: of the product, of the mean, of the square; and their sum.
-        Operation((*given, Saved(f"{name}, reciprocals", rows, FP32)), 5 * wide),
-        Operation((Saved(f"{name}, normed", elements, FP32),), 3 * wide),
+        SavedOperation((*given, Saved(f"{name}, reciprocals", rows, FP32)), 5 * wide),
+        SavedOperation((Saved(f"{name}, normed", elements, FP32),), 3 * wide),
     ]
 
 
-def _linear(name: str, z: Sizes, inputs: int, outputs: int, weight: int) -> Operation:
+def _linear(name: str, z: ShapeSizes, inputs: int, outputs: int, weight: int) -> SavedOperation:
     """backward: the gradients of output, input and weight."""
-    return Operation((Saved(name, inputs, z.e),), z.e * (outputs + inputs + weight))
+    return SavedOperation((Saved(name, inputs, z.e),), z.e * (outputs + inputs + weight))
 
 
-def _heads(config: RunConfig, z: Sizes, kernels: Kernels, selective: bool) -> list[Operation]:
+def _heads(
+    config: RunConfig, z: ShapeSizes, kernels: PlannedKernels, selective: bool
+) -> list[SavedOperation]:
     """From queries, keys and values as they are projected to those that the core sees, but for what it keeps itself."""
     m, made = config.model, []
     rows = z.N * z.q // m.head_width, z.N * z.k // m.head_width
@@ -193,22 +197,22 @@ def _heads(config: RunConfig, z: Sizes, kernels: Kernels, selective: bool) -> li
     normed = bool(m.qk_norm)
     # Kept whole if the core looks into it: by the values; in fp32 by what the norms keep; compiled by the norms.
     if (normed and (z.e == FP32 or kernels.compile)) or not (repeated or config.parallel.context > 1):
-        made.append(Operation((Saved("queries, keys, values", z.N * (z.q + 2 * z.k), z.e),), 0))
+        made.append(SavedOperation((Saved("queries, keys, values", z.N * (z.q + 2 * z.k), z.e),), 0))
     if normed and not kernels.compile:
         made += _norm("query norm", z, z.N * z.q, rows[0], False, own=False)
         made += _norm("key norm", z, z.N * z.k, rows[1], False, own=False)
     if config.parallel.context > 1 and not repeated:
-        made.append(Operation((Saved("exchanged", z.N * (z.q + 2 * _keys(config, z)), z.e),), 0))
+        made.append(SavedOperation((Saved("exchanged", z.N * (z.q + 2 * _keys(config, z)), z.e),), 0))
     return made
 
 
-def _keys(config: RunConfig, z: Sizes) -> int:
+def _keys(config: RunConfig, z: ShapeSizes) -> int:
     """k at the core: context parallelism may need every head several times."""
     kv = config.model.key_value_heads // config.parallel.tensor
     return z.k * lcm(kv, config.parallel.context) // kv
 
 
-def _repeats(config: RunConfig, kernels: Kernels) -> bool:
+def _repeats(config: RunConfig, kernels: PlannedKernels) -> bool:
     """Whether keys and values are written out once for every query: cores.py."""
     m, p = config.model, config.parallel
     kv = lcm(m.key_value_heads // p.tensor, p.context)
@@ -217,7 +221,7 @@ def _repeats(config: RunConfig, kernels: Kernels) -> bool:
     return kernels.attention == "reference" or (kernels.attention == "sdpa" and grouped and not on_gpu)
 
 
-def _core(config: RunConfig, z: Sizes, kernels: Kernels, selective: bool) -> list[Operation]:
+def _core(config: RunConfig, z: ShapeSizes, kernels: PlannedKernels, selective: bool) -> list[SavedOperation]:
     keys = _keys(config, z)
     queries = Saved("rotated queries", z.N * z.q, z.e)
     scores = z.samples * z.heads * z.length**2
@@ -229,11 +233,11 @@ def _core(config: RunConfig, z: Sizes, kernels: Kernels, selective: bool) -> lis
             again += 4 * scores * FP32
         elif kernels.attention == "blocked":
             again += probabilities(z) * z.e
-        return [Operation((queries, Saved("rotated keys", z.N * keys, z.e)), again)]
+        return [SavedOperation((queries, Saved("rotated keys", z.N * keys, z.e)), again)]
     if plain:
         wide = [Saved(f"{what} in fp32", z.N * z.q, FP32) for what in ("queries", "keys", "values")]
         mask = Saved("mask", z.length**2, 1)
-        return [Operation((*wide, mask, Saved("attention weights", scores, FP32)), 3 * scores * FP32)]
+        return [SavedOperation((*wide, mask, Saved("attention weights", scores, FP32)), 3 * scores * FP32)]
     if _repeats(config, kernels):
         given = [queries, Saved("keys, repeated", z.N * z.q, z.e), Saved("values, repeated", z.N * z.q, z.e)]
     else:
@@ -244,16 +248,16 @@ def _core(config: RunConfig, z: Sizes, kernels: Kernels, selective: bool) -> lis
         given.append(Saved("logsumexp", z.samples * z.heads * z.length, FP32))
     if config.parallel.context > 1:
         given.append(Saved("attention output, by heads", z.N * z.q, z.e))
-    return [Operation(tuple(given), z.e * z.N * (2 * z.q + 2 * keys))]
+    return [SavedOperation(tuple(given), z.e * z.N * (2 * z.q + 2 * keys))]
 
 
-def _out(z: Sizes, config: RunConfig, kernels: Kernels, selective: bool) -> Operation:
+def _out(z: ShapeSizes, config: RunConfig, kernels: PlannedKernels, selective: bool) -> SavedOperation:
     if selective and kernels.compile:
-        return Operation((), z.e * (z.N * z.q + z.n * z.h))
+        return SavedOperation((), z.e * (z.N * z.q + z.n * z.h))
     return _linear("attention output", z, z.N * z.q, z.n * z.h, z.q * z.h)
 
 
-def probabilities(z: Sizes) -> int:
+def probabilities(z: ShapeSizes) -> int:
     """How many model/blocked.py's forward keeps: `kept_size` there."""
     whole, rest = z.length // ROWS, z.length % ROWS
     each = ROWS * ROWS * whole * (whole + 1) // 2 + rest * z.length
@@ -279,7 +283,7 @@ def watched(config: RunConfig) -> int:
     )
 
 
-def final_norm(config: RunConfig) -> list[Operation]:
+def final_norm(config: RunConfig) -> list[SavedOperation]:
     """Of the last norm, which is never compiled."""
     z = sizes(config)
     return _norm("final norm", z, z.stream, z.n, False)

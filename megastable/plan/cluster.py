@@ -16,13 +16,13 @@ from pydantic_core import ErrorDetails
 
 from megastable.base.errors import ConfigError
 from megastable.config.recipe import find, read_yaml
-from megastable.config.section import Part
+from megastable.config.section import Section
 
 Share = Field(gt=0.0, le=1.0)
 Tera = Annotated[float, Field(gt=0.0, le=1e12)]  # somebody who writes FLOP/s or byte/s is told
 
 
-class Peak(Part):
+class Peak(Section):
     """Dense TFLOP/s of a GPU by precision. None: it cannot compute in it."""
 
     bf16: Tera  # and fp16
@@ -30,7 +30,7 @@ class Peak(Part):
     fp32: Tera | None = None
 
 
-class Link(Part):
+class Link(Section):
     """What a GPU can send in one direction while it receives as much.
 
     latency_us: of a message between two neighbours, as a collective pays it once a round.
@@ -40,7 +40,7 @@ class Link(Part):
     latency_us: NonNegativeFloat
 
 
-class Efficiency(Part):
+class Efficiency(Section):
     """What is reached of the peaks.
 
     products, products_fp8: of large matrix products. The fastest that anybody found among many shapes: A100 268 of 312
@@ -73,7 +73,7 @@ class Efficiency(Part):
     overlap: float = Share
 
 
-class ClusterConfig(Part):
+class ClusterConfig(Section):
     """One kind of GPU in hosts that are all alike.
 
     reserve_gib: of a GPU's memory that training cannot have: CUDA context, NCCL's buffers, fragmentation.

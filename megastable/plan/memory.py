@@ -22,7 +22,7 @@ from megastable.config.tree import LINEARS, RunConfig
 from megastable.model.sizes import chunk_size, elements_on, fp8_linears
 from megastable.parallel.layout import Layout
 from megastable.plan import activations
-from megastable.plan.activations import FP32, Kernels
+from megastable.plan.activations import FP32, PlannedKernels
 from megastable.plan.items import BACK, PASSES, PHASES, STEP, WAITING, Device, Footprint, Host, Item, Phase
 from megastable.plan.volume import Stage, bounds, element, parameters, round_up, stage_of, tied_piece
 
@@ -36,7 +36,7 @@ def footprints(
     layout: Layout,
     *,
     device: Device = "cuda",
-    kernels: Kernels | None = None,
+    kernels: PlannedKernels | None = None,
     zero: Mapping[str, Any] | None = None,
     elements: int | None = None,
     cut: Sequence[int] | None = None,
@@ -59,7 +59,7 @@ def footprint(
     cut: Sequence[int],
     *,
     device: Device = "cuda",
-    kernels: Kernels | None = None,
+    kernels: PlannedKernels | None = None,
     zero: Mapping[str, Any] | None = None,
     elements: int | None = None,
 ) -> Footprint:
@@ -84,10 +84,10 @@ def _footprint(
     stage: int,
     cut: Sequence[int],
     device: Device,
-    kernels: Kernels,
+    kernels: PlannedKernels,
     zero: Mapping[str, Any] | None,
     elements: int | None,
-    block: Sequence[activations.Operation],
+    block: Sequence[activations.SavedOperation],
 ) -> Footprint:
     held = stage_of(cut, stage)
     zero = _zero_section(config.deepspeed, config.parallel.zero) if zero is None else zero
@@ -110,7 +110,7 @@ def _footprint(
     return Footprint(stage, found, _host(config, groups, layout, device))
 
 
-def kernels_on(config: RunConfig, device: Device) -> Kernels:
+def kernels_on(config: RunConfig, device: Device) -> PlannedKernels:
     """What `kernel_choice.choose` takes on such a device, if everything is installed there."""
     wanted, gpu = config.kernels, device == "cuda"
     best = "sdpa" if gpu or config.precision.kind == "fp16" else "blocked"
@@ -124,7 +124,7 @@ def kernels_on(config: RunConfig, device: Device) -> Kernels:
         attention = best
     compiled = gpu if wanted.compile == "auto" else wanted.compile
     loss = "chunked" if wanted.loss == "auto" else wanted.loss
-    return Kernels(attention, loss, compiled and config.parallel.zero != 3, gpu)
+    return PlannedKernels(attention, loss, compiled and config.parallel.zero != 3, gpu)
 
 
 @lru_cache(maxsize=8)
@@ -235,9 +235,9 @@ def _activations(
     config: RunConfig,
     held: Stage,
     first: int,
-    kernels: Kernels,
+    kernels: PlannedKernels,
     flying: int,
-    block: Sequence[activations.Operation],
+    block: Sequence[activations.SavedOperation],
 ) -> Iterable[Item]:
     """What waits for the backward pass, of `flying` micro-batches; and what that takes beside it."""
     z = activations.sizes(config)
@@ -268,7 +268,9 @@ def _activations(
         yield Item("buffers", "places of tokens in documents", places + mask, PASSES)
 
 
-def _fp8_weights(config: RunConfig, held: Stage, first: int, kernels: Kernels, flying: int) -> Iterable[Item]:
+def _fp8_weights(
+    config: RunConfig, held: Stage, first: int, kernels: PlannedKernels, flying: int
+) -> Iterable[Item]:
     """Transformer Engine saves a weight as it multiplied with it for the backward pass, anew in every micro-batch
     (2.20, module/linear.py: wt_save), a byte for each of its two orders. On Blackwell one of them is enough."""
     fp8 = config.precision.fp8
@@ -311,7 +313,7 @@ def _ends(config: RunConfig, held: Stage) -> Iterable[Item]:
             yield Item("gradients", "gradient of the head", size, ("backward",))
 
 
-def _logits(config: RunConfig, kernels: Kernels, elements: int, device: Device) -> Iterable[Item]:
+def _logits(config: RunConfig, kernels: PlannedKernels, elements: int, device: Device) -> Iterable[Item]:
     """The head's projection and the loss: model/loss.py, model/chunked.py."""
     z, m = activations.sizes(config), config.model
     columns = m.padded_vocab // config.parallel.tensor
@@ -360,7 +362,7 @@ def _stages(config: RunConfig, layout: Layout, stage: int, held: Stage, steps: i
 
 
 def _scratch(
-    config: RunConfig, held: Stage, groups: Sequence[int], kernels: Kernels, device: Device
+    config: RunConfig, held: Stage, groups: Sequence[int], kernels: PlannedKernels, device: Device
 ) -> Iterable[Item]:
     """Tables, and memory for intermediate results."""
     m, z = config.model, activations.sizes(config)

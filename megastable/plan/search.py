@@ -60,7 +60,7 @@ class Choice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayoutPlan:
     """A recipe on a layout. footprints: of the stages that can be the tightest ones (`critical`)."""
 
     config: RunConfig
@@ -98,7 +98,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search has found on so many GPUs.
 
     plans: of every split of the GPUs and every micro-batch the one that recomputes least and fits, and where it is
@@ -107,13 +107,13 @@ class Found:
     """
 
     gpus: int
-    plans: tuple[Plan, ...]
-    nearest: Plan | None
+    plans: tuple[LayoutPlan, ...]
+    nearest: LayoutPlan | None
 
-    def best(self) -> list[Plan]:
+    def best(self) -> list[LayoutPlan]:
         """The fastest of every tensor x pipeline, fastest first: what differs in the rest alone says little more. Tight
         ones are the last choice, and the last in the list."""
-        first: dict[tuple[object, ...], Plan] = {}
+        first: dict[tuple[object, ...], LayoutPlan] = {}
         for found in sorted(self.plans, key=lambda plan: plan.tight):
             choice = Choice.of(found.config)
             first.setdefault((choice.tensor, choice.pipeline, choice.fp8), found)
@@ -125,7 +125,7 @@ def room(cluster: ClusterConfig) -> int:
     return int((cluster.memory_gib - cluster.reserve_gib) * GIB)
 
 
-def plan(config: RunConfig, gpus: int, cluster: ClusterConfig) -> Plan:
+def plan(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutPlan:
     """`config` as it stands. Raises ConfigError when its layout does not divide the GPUs or the batch."""
     data = deepspeed_json.data_parallel(config, gpus)
     deepspeed_json.build(config, gpus)  # what its DeepSpeed file contradicts
@@ -134,13 +134,13 @@ def plan(config: RunConfig, gpus: int, cluster: ClusterConfig) -> Plan:
 
 def search(
     config: RunConfig, gpus: int, cluster: ClusterConfig, precisions: Sequence[Fp8Config | None] | None = None
-) -> Found:
+) -> SearchResult:
     """All layouts of `config` on so many GPUs; its global batch stays. model.vocab_size must be known.
 
     precisions: values of precision.fp8 to try; None = the recipe's own.
     """
-    fitting: list[Plan] = []
-    nearest: Plan | None = None
+    fitting: list[LayoutPlan] = []
+    nearest: LayoutPlan | None = None
     for found in _judged(config, gpus, cluster, [config.precision.fp8] if precisions is None else precisions):
         if found.fits:
             fitting.append(found)
@@ -148,17 +148,17 @@ def search(
             nearest = found
     own = Choice.of(config)
 
-    def order(found: Plan) -> tuple[float, int, int]:
+    def order(found: LayoutPlan) -> tuple[float, int, int]:
         # Among equals the one that changes least, then the one that leaves most room.
         changed = sum(a != b for a, b in zip(Choice.of(found.config), own, strict=True))
         return found.time.seconds, changed, -found.left
 
-    return Found(gpus, tuple(sorted(fitting, key=order)), nearest)
+    return SearchResult(gpus, tuple(sorted(fitting, key=order)), nearest)
 
 
 def _judged(
     config: RunConfig, gpus: int, cluster: ClusterConfig, precisions: Sequence[Fp8Config | None]
-) -> Iterator[Plan]:
+) -> Iterator[LayoutPlan]:
     """Everything that has to be looked at, whether it fits or not.
 
     What fits with little recomputation is slower with more, and what does not fit does not with a larger micro-batch
@@ -189,7 +189,9 @@ def smallest(config: RunConfig, cluster: ClusterConfig) -> int:
     return next((n for n in numbers if plan(config, n, cluster).fits), replica)
 
 
-def elsewhere(config: RunConfig, found: Found, cluster: ClusterConfig, doublings: int = 8) -> Plan | None:
+def elsewhere(
+    config: RunConfig, found: SearchResult, cluster: ClusterConfig, doublings: int = 8
+) -> LayoutPlan | None:
     """Where nothing fits on the GPUs of `found`: a plan on other GPUs that does. None where there is none near.
 
     Where no layout is possible, it is that of the next smaller number of whole hosts; where memory is what lacks, that
@@ -209,7 +211,7 @@ def elsewhere(config: RunConfig, found: Found, cluster: ClusterConfig, doublings
     return None
 
 
-def other_batch(config: RunConfig, gpus: int, cluster: ClusterConfig) -> Plan | None:
+def other_batch(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutPlan | None:
     """Where the global batch divides over no layout of so many GPUs: a plan with the batch nearest to it that does."""
     m, batch = config.model, config.train.global_batch
     shared = {heads * stages for heads in divisors(m.heads) for stages in range(1, m.layers + 1)}
@@ -290,7 +292,7 @@ def _word(value: object) -> str:
     return "off" if value is None else str(value).lower()
 
 
-def remedies(found: Plan) -> list[Plan]:
+def remedies(found: LayoutPlan) -> list[LayoutPlan]:
     """What makes a plan fit: of every setting the first other value with which it does, all else being equal; and the
     least number of GPUs on which it fits as it is. Fastest first."""
     config, gpus, own = found.config, found.layout.world, Choice.of(found.config)
@@ -305,7 +307,7 @@ def remedies(found: Plan) -> list[Plan]:
         [own._replace(pipeline=n) for n in divisors(gpus) if n > own.pipeline],
         [own._replace(context=n) for n in divisors(gpus) if n > own.context],
     ]
-    fitting: list[Plan] = []
+    fitting: list[LayoutPlan] = []
     for choices in tries:
         others = (other for choice in choices if (other := configured(config, choice)) is not None)
         plans = (tried for other in others if (tried := _possible(other, gpus, found.cluster)) is not None)
@@ -316,7 +318,7 @@ def remedies(found: Plan) -> list[Plan]:
     return sorted(fitting, key=lambda plan: (plan.layout.world, plan.time.seconds))
 
 
-def _possible(config: RunConfig, gpus: int, cluster: ClusterConfig) -> Plan | None:
+def _possible(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutPlan | None:
     try:
         return plan(config, gpus, cluster)
     except ConfigError:
@@ -334,13 +336,13 @@ def critical(cut: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted({0, end, *sizes.values()}))
 
 
-def _judge(config: RunConfig, data: int, cluster: ClusterConfig) -> Plan:
+def _judge(config: RunConfig, data: int, cluster: ClusterConfig) -> LayoutPlan:
     p = config.parallel
     layout = Layout(p.tensor, p.pipeline, data, p.context)
     cut = tuple(volume.bounds(config))
     device: Device = "cpu" if cluster.device == "cpu" else "cuda"
     stages = footprints(config, layout, device=device, cut=cut, stages=critical(cut))
-    return Plan(config, layout, cluster, tuple(stages))
+    return LayoutPlan(config, layout, cluster, tuple(stages))
 
 
 @lru_cache(maxsize=16)

@@ -16,7 +16,7 @@ from megastable.base.text import plural
 from megastable.config.tree import RunConfig
 from megastable.plan.items import KINDS, Device, Kind
 from megastable.plan.memory import footprints
-from megastable.plan.search import GIB, HEADROOM, Choice, Plan, overrides, room
+from megastable.plan.search import GIB, HEADROOM, Choice, LayoutPlan, overrides, room
 from megastable.report.figures import save
 from megastable.stability.spacing import capacity
 
@@ -35,7 +35,7 @@ TIGHT = (
 )
 
 
-def layout_in_words(found: Plan) -> str:
+def layout_in_words(found: LayoutPlan) -> str:
     """All that makes a layout, on one line."""
     p, lay = found.config.parallel, found.layout
     axes = [("tensor", lay.tensor), ("pipeline", lay.pipeline), ("data", lay.data)]
@@ -52,7 +52,7 @@ def layout_in_words(found: Plan) -> str:
 # Memory
 
 
-def bar(found: Plan) -> Text:
+def bar(found: LayoutPlan) -> Text:
     """The tightest GPU's memory at the peak of a step: a letter for every kind, r the cluster's reserve, | its end."""
     whole = found.cluster.memory_gib * GIB
     parts: list[tuple[str, str, float]]
@@ -70,7 +70,7 @@ def bar(found: Plan) -> Text:
     return Text.assemble("[", shown, "]")
 
 
-def memory(found: Plan) -> RenderableType:
+def memory(found: LayoutPlan) -> RenderableType:
     """Bytes by kind on the tightest rank, and what is in each."""
     tight = found.tightest
     table = Table("", "kind", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -100,7 +100,7 @@ def memory(found: Plan) -> RenderableType:
     return Group(title, bar(found), table)
 
 
-def verdict(found: Plan) -> str:
+def verdict(found: LayoutPlan) -> str:
     """Whether it fits, and what is too much if it does not."""
     if found.fits:
         return f"fits: {found.left / GIB:.2f} GiB are left" + (f". {TIGHT}" if found.tight else "")
@@ -113,7 +113,7 @@ def verdict(found: Plan) -> str:
     return f"{lacks}; most of it {worst}, {kinds[worst] / GIB:.2f}"
 
 
-def host(found: Plan) -> tuple[str, dict[str, Any]]:
+def host(found: LayoutPlan) -> tuple[str, dict[str, Any]]:
     """Host memory for rewind points and for the checkpoint that is written behind the steps: in words, in numbers."""
     h, snapshots = found.tightest.host, found.config.stability.snapshots
     ranks, memory = min(found.cluster.gpus_per_host, found.layout.world), found.cluster.host_memory_gib * GIB
@@ -144,7 +144,7 @@ def host(found: Plan) -> tuple[str, dict[str, Any]]:
 # Time
 
 
-def timing(found: Plan) -> RenderableType:
+def timing(found: LayoutPlan) -> RenderableType:
     """Seconds of a step by what they are spent on, and why; what travels over which link."""
     time = found.time
     parts = Table("what", box=box.SIMPLE_HEAD, pad_edge=False, title="time of a step", title_justify="left")
@@ -165,7 +165,7 @@ def timing(found: Plan) -> RenderableType:
     return Group(parts, links)
 
 
-def summary(found: Plan, tokens: float) -> str:
+def summary(found: LayoutPlan, tokens: float) -> str:
     """Speed, and what it comes to for so many tokens."""
     time = found.time
     bubble, days = time.parts["bubble"] / time.seconds, time.days(tokens)
@@ -193,7 +193,7 @@ def in_short(number: float) -> str:
 # Suggestions
 
 
-def suggestions(plans: Sequence[Plan], own: Plan | None, tokens: float) -> Table:
+def suggestions(plans: Sequence[LayoutPlan], own: LayoutPlan | None, tokens: float) -> Table:
     """One row a plan, with days and cost of so many tokens; the commands are `commands`."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("#", no_wrap=True)
@@ -219,13 +219,13 @@ def suggestions(plans: Sequence[Plan], own: Plan | None, tokens: float) -> Table
     return table
 
 
-def commands(plans: Sequence[Plan], base: RunConfig) -> Iterator[str]:
+def commands(plans: Sequence[LayoutPlan], base: RunConfig) -> Iterator[str]:
     """Numbered, what to say after the recipe for each of `suggestions`. base: the recipe's RunConfig."""
     for number, found in enumerate(plans, 1):
         yield f"{number}: {' '.join(overrides(found.config, base)) or 'the recipe as it is'}"
 
 
-def with_and_without(own: Plan, other: Plan) -> str:
+def with_and_without(own: LayoutPlan, other: LayoutPlan) -> str:
     """The same layout in FP8 and without; `other` is the one of the two that the recipe does not say."""
     eight, bf16 = (own, other) if own.config.precision.fp8 else (other, own)
     assert eight.config.precision.fp8 is not None
@@ -240,7 +240,7 @@ def with_and_without(own: Plan, other: Plan) -> str:
 # For programs
 
 
-def tree(found: Plan, base: RunConfig, tokens: float) -> dict[str, Any]:
+def tree(found: LayoutPlan, base: RunConfig, tokens: float) -> dict[str, Any]:
     """All numbers of a plan; bytes, seconds, dollars. base: the RunConfig that `overrides` start from."""
     c, lay, tight, time = found.config, found.layout, found.tightest, found.time
     return {
@@ -269,7 +269,7 @@ def tree(found: Plan, base: RunConfig, tokens: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def picture(found: Plan, title: str, path: Path) -> None:
+def picture(found: LayoutPlan, title: str, path: Path) -> None:
     """Memory by kind of every stage, and the time of a step by part. The kind of file follows from the name.
 
     Raises DataError when it cannot be written.

@@ -35,7 +35,7 @@ VOTES = 4  # that travel with the gate's sum in training
 
 
 @dataclass(frozen=True)
-class Line:
+class TimeShare:
     """A part of the step. kind: of `KINDS`."""
 
     what: str
@@ -73,7 +73,7 @@ class StepTime:
     """Of one step of the whole job. flops: of the model, over all GPUs, by the convention of `mfu` and `mfu_causal`."""
 
     seconds: float
-    lines: tuple[Line, ...]
+    lines: tuple[TimeShare, ...]
     traffic: tuple[Traffic, ...]
     tokens: int
     gpus: int
@@ -228,7 +228,7 @@ class _Prediction:
         dearest = max(range(stages), key=totals.__getitem__)
         n = self.micro_batches
         lines = [
-            Line(line.what, line.kind, line.seconds * n, f"{n} micro-batches: {line.because}")
+            TimeShare(line.what, line.kind, line.seconds * n, f"{n} micro-batches: {line.because}")
             for line in slots[held[dearest]]
         ]
         if stages > 1:
@@ -236,11 +236,11 @@ class _Prediction:
             if self.others.virtual > 1:
                 because += f"; in {self.others.virtual} parts"
             waiting = (sum(totals) - totals[dearest]) / self.others.virtual
-            lines.append(Line("the pipeline fills and drains", "bubble", waiting, because))
+            lines.append(TimeShare("the pipeline fills and drains", "bubble", waiting, because))
         lines += self._data(dearest, sum(line.seconds for line in lines if line.kind in COMPUTING))
         update = work.update(c, volume.stage_of(self.cut, dearest), self.layout.data)
         because = f"{update.bytes / 1e9:.2f} GB of memory"
-        lines.append(Line("norm, clipping, AdamW", "update", self._seconds(update), because))
+        lines.append(TimeShare("norm, clipping, AdamW", "update", self._seconds(update), because))
         tokens = c.train.global_batch * c.model.sequence_length
         return StepTime(
             seconds=math.fsum(line.seconds for line in lines),
@@ -301,7 +301,7 @@ class _Prediction:
         moving = o.bytes / (self.cluster.memory_tb_per_second * 1e12 * reached)
         return max(computing, moving, o.kernels * self.cluster.kernel_us * 1e-6)
 
-    def _slot(self, stage: int) -> list[Line]:
+    def _slot(self, stage: int) -> list[TimeShare]:
         """One micro-batch, forward and backward, on one stage, with what it waits for."""
         grouped: dict[tuple[str, str], list[float]] = {}
         for o, times, seconds in self._operations(stage):
@@ -315,7 +315,7 @@ class _Prediction:
             because = f"{moved / 1e9:.3g} GB at {moved / 1e12 / seconds:.3g} TB/s"
             if flops:
                 because = f"{flops / 1e12:.3g} TFLOP at {flops / 1e12 / seconds:.3g} TFLOP/s"
-            lines.append(Line(NAMES[what], kind, seconds, because))
+            lines.append(TimeShare(NAMES[what], kind, seconds, because))
         computing = sum(line.seconds for line in lines)
         return lines + self._messages(stage, computing)
 
@@ -342,7 +342,7 @@ class _Prediction:
             )
         return self._said[stage]
 
-    def _messages(self, stage: int, computing: float) -> list[Line]:
+    def _messages(self, stage: int, computing: float) -> list[TimeShare]:
         """What a micro-batch waits for: tensor, context and pipeline. computing: seconds that can hide some of it."""
         found: dict[str, list[volume.Term]] = defaultdict(list)
         for term in self._terms(stage):
@@ -357,10 +357,10 @@ class _Prediction:
             computing -= hidden
             because = f"{self._sent(terms) / n / 1e9:.3g} GB in {sum(t.calls for t in terms) // n} messages "
             because += self.links[group].told + _beside(hidden)
-            lines.append(Line(f"{group} parallelism", group, seconds, because))
+            lines.append(TimeShare(f"{group} parallelism", group, seconds, because))
         return lines
 
-    def _data(self, stage: int, computing: float) -> list[Line]:
+    def _data(self, stage: int, computing: float) -> list[TimeShare]:
         """What is said once a step, or beside the micro-batches. computing: seconds of the whole step."""
         found: dict[str, list[volume.Term]] = defaultdict(list)
         for term in self._terms(stage):
@@ -375,7 +375,7 @@ class _Prediction:
             seconds, hidden = self._hide(self._moving(terms), computing, beside)
             computing -= hidden
             because = f"{self._sent(terms) / 1e9:.3g} GB {self.links[terms[0].group].told}{_beside(hidden)}"
-            lines.append(Line(what, "data", seconds, because))
+            lines.append(TimeShare(what, "data", seconds, because))
         return lines
 
     def _hide(self, seconds: float, computing: float, beside: bool) -> tuple[float, float]:

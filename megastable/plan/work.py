@@ -41,7 +41,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class WorkSizes:
     """Of a micro-batch on one rank. sharded: tokens where nothing is split by tensor parallelism but, perhaps, the
     sequence. e: bytes of an activation."""
 
@@ -56,14 +56,14 @@ class Sizes:
     e: int
 
 
-def sizes(config: RunConfig) -> Sizes:
+def sizes(config: RunConfig) -> WorkSizes:
     """Elements: query, key, ffn and vocabulary are this tensor rank's. attended: pairs of tokens times heads times d,
     of a causal model."""
     m, p = config.model, config.parallel
     tokens = m.sequence_length * config.train.micro_batch / p.context
     d = m.head_width
     pairs = config.train.micro_batch * m.sequence_length**2 / 2
-    return Sizes(
+    return WorkSizes(
         tokens=tokens,
         sharded=tokens / (p.tensor if p.sequence else 1),
         attended=pairs * m.heads * d / (p.tensor * p.context),
@@ -76,7 +76,7 @@ def sizes(config: RunConfig) -> Sizes:
     )
 
 
-def linears(z: Sizes) -> dict[str, tuple[float, float]]:
+def linears(z: WorkSizes) -> dict[str, tuple[float, float]]:
     """(inputs, outputs) of a block's linear layers on this rank, by their names in `config.LINEARS`."""
     return dict(
         zip(
@@ -93,7 +93,7 @@ def linears(z: Sizes) -> dict[str, tuple[float, float]]:
 PASSES = {"current": 6.0, "delayed": 4.0, "block": 4.0}
 
 
-def block(config: RunConfig, z: Sizes, eight: Set[str], fused: bool) -> Iterator[Operation]:
+def block(config: RunConfig, z: WorkSizes, eight: Set[str], fused: bool) -> Iterator[Operation]:
     """One block and one micro-batch, forward, recomputed and backward. eight: of `sizes.fp8_linears`."""
     p, fp8 = config.parallel, config.precision.fp8
     full, selective = p.recompute == "full", p.recompute == "selective"
@@ -134,7 +134,7 @@ def block(config: RunConfig, z: Sizes, eight: Set[str], fused: bool) -> Iterator
     yield from _elementwise(config, z, fused)
 
 
-def scores(config: RunConfig, z: Sizes) -> Operation:
+def scores(config: RunConfig, z: WorkSizes) -> Operation:
     """What attention costs a block beside its products where [heads, s, s] is written out: product, mask, softmax,
     dropout and product forward, once more for the backward pass, and their gradients."""
     m = config.model
@@ -142,7 +142,7 @@ def scores(config: RunConfig, z: Sizes) -> Operation:
     return Operation("scores", MEMORY, 0, 20 * elements * z.e, kernels=12)
 
 
-def _elementwise(config: RunConfig, z: Sizes, fused: bool) -> Iterator[Operation]:
+def _elementwise(config: RunConfig, z: WorkSizes, fused: bool) -> Iterator[Operation]:
     """Norms, residuals, QK-norm with RoPE, SwiGLU."""
     stream, heads, wide = z.sharded * z.hidden, z.tokens * (z.query + z.key), z.tokens * z.ffn
     e, normed = z.e, bool(config.model.qk_norm)
@@ -174,7 +174,7 @@ def _elementwise(config: RunConfig, z: Sizes, fused: bool) -> Iterator[Operation
         yield Operation(what, MEMORY, 0, size, kernels=kernels, when=BACKWARD)
 
 
-def ends(config: RunConfig, z: Sizes, held: Stage) -> Iterator[Operation]:
+def ends(config: RunConfig, z: WorkSizes, held: Stage) -> Iterator[Operation]:
     """What the first stage (embedding) and the last one (final norm, head, loss) have to do beside blocks."""
     stream = z.sharded * z.hidden
     table = z.vocabulary * z.hidden

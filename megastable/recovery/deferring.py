@@ -12,8 +12,8 @@ from megastable.base.collectives import first
 from megastable.base.errors import DataError, SpaceError
 from megastable.config.tree import RunConfig
 from megastable.data.blends import ExchangeEntry
-from megastable.data.deferral import Deferral, Room, plan
-from megastable.data.ledger import Entry, append_all
+from megastable.data.deferral import Deferral, DeferralRoom, plan
+from megastable.data.ledger import LedgerEntry, append_all
 from megastable.data.skip_entries import RANGES
 from megastable.data.skips import Selection
 from megastable.data.source import Source
@@ -22,7 +22,7 @@ from megastable.run.directory import RunDirectory
 Int64s = npt.NDArray[np.int64]
 
 
-def wanted(path: Path, entries: Sequence[Entry], what: str) -> None:
+def wanted(path: Path, entries: Sequence[LedgerEntry], what: str) -> None:
     """Add lines to a ledger. Raises SpaceError on all ranks where they cannot be written."""
 
     def write() -> None:
@@ -87,7 +87,7 @@ class Deferring:
             positions = np.concatenate([positions, more])
         return plan(self.source.order, left, positions, self._room(left, end, step, begin))
 
-    def _room(self, left: Selection, end: int, step: int, begin: int) -> Room:
+    def _room(self, left: Selection, end: int, step: int, begin: int) -> DeferralRoom:
         # What is left out on the way only makes the run come further.
         last = max(end, begin + (self.steps - step + 1) * self.batch)
 
@@ -98,4 +98,4 @@ class Deferring:
             except DataError:  # nothing is left
                 return last
 
-        return Room(end, after(self.verify_steps), after(self.recur_steps), last)
+        return DeferralRoom(end, after(self.verify_steps), after(self.recur_steps), last)

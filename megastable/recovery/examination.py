@@ -19,10 +19,10 @@ from megastable.stability import attribution, groups, region, scores
 from megastable.stability.attribution import Conclusion, Suspect
 from megastable.stability.likeness import ENOUGH_ALIKE, GOLDEN, Likeness, separation
 from megastable.stability.region import Region, Side
-from megastable.stability.scores import Judged, Samples, Scale, Score
+from megastable.stability.scores import Conviction, Scale, Score, ScoredSamples
 
 if TYPE_CHECKING:
-    from megastable.recovery.sample_replay import Known, Laboratory, Norms, Trained
+    from megastable.recovery.sample_replay import GradientNorms, Known, Laboratory, Trained
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -41,7 +41,7 @@ INSIDE = 8  # batches inside a region of a crowd, evenly spread, whose gradients
 LEARNT = 4096  # bad samples, evenly spread, that what they are like is learnt from, at most: it takes the cube of that
 
 
-class Batch(NamedTuple):
+class ExaminedBatch(NamedTuple):
     """A batch that was looked at: positions, z, losses and scores of its samples, [n] each."""
 
     positions: Int64s
@@ -92,7 +92,7 @@ class Examination:
         self.forwards += region.FORWARD
         return self.lab.gradient_norm(positions)
 
-    def _harmless(self) -> Samples:
+    def _harmless(self) -> ScoredSamples:
         """Those that scores are calibrated on: the latest, but for those of right before the window, as a region may
         begin before anybody notices."""
         chosen = list[Int64s]()
@@ -108,7 +108,7 @@ class Examination:
 
     # Who is guilty
 
-    def judge(self, shift: float = 0.0) -> tuple[Judged, Floats]:
+    def judge(self, shift: float = 0.0) -> tuple[Conviction, Floats]:
         """Of the window, and z. shift: how far harmless samples on the same state lie from what was recorded, in z, but
         for what they share with all of the window."""
         c, significance = self.config, self.config.significance
@@ -168,8 +168,8 @@ class Examination:
         return self._told(suspects, guilty, inferred, found, judged, recurred)
 
     def _grown(
-        self, judged: Judged, guilty: Int64s, by_gradient: bool
-    ) -> tuple[Judged, Int64s, Growth | None]:
+        self, judged: Conviction, guilty: Int64s, by_gradient: bool
+    ) -> tuple[Conviction, Int64s, Growth | None]:
         """How far the guilty go on, None where that cannot be told; and who they are.
 
         Where clean samples ahead lie higher, too, that is the state's doing: what was found by then, the region and its
@@ -187,15 +187,15 @@ class Examination:
         again = Growth(self, judged, guilty, growth.begin)
         return judged, guilty, None if again.shift() > 0 else again
 
-    def _accuse(self, guilty: Bools) -> Judged:
+    def _accuse(self, guilty: Bools) -> Conviction:
         """Those whose gradient convicts them, to look for their like."""
         _, z = self.judge()
         score = Score(self.scale, self.lab.samples(self.positions[guilty], z[guilty]))
         if not score.harmless.size:
-            return Judged(guilty, 1.0, None, np.inf)
-        return Judged(guilty, 1.0, score, float(np.quantile(score.harmless, 1 - region.STRAY)))
+            return Conviction(guilty, 1.0, None, np.inf)
+        return Conviction(guilty, 1.0, score, float(np.quantile(score.harmless, 1 - region.STRAY)))
 
-    def _alike(self, guilty: Bools, gradients: Norms | None) -> Judged | None:
+    def _alike(self, guilty: Bools, gradients: GradientNorms | None) -> Conviction | None:
         """Those who are bad together: a batch has an extraordinary gradient, and many of it are like each other. None
         where that names nobody beside `guilty`, those who are by their losses."""
         if gradients is None or not gradients.extraordinary.any():
@@ -213,7 +213,7 @@ class Examination:
         self.together = float(np.nanmax(gradients.norms)) / gradients.whole
         return judged._replace(guilty=everyone)
 
-    def _by_gradient(self, z: Floats, gradients: Norms) -> tuple[Int64s, dict[int, float]]:
+    def _by_gradient(self, z: Floats, gradients: GradientNorms) -> tuple[Int64s, dict[int, float]]:
         guilty, norm = self.lab.by_gradient(gradients, self.known)
         norms = dict.fromkeys(guilty.tolist(), norm)
         if guilty.size:
@@ -232,7 +232,7 @@ class Examination:
         guilty: Int64s,
         inferred: Int64s,
         found: Region | None,
-        judged: Judged,
+        judged: Conviction,
         recurred: bool,
     ) -> Conclusion:
         steps, window = self.steps, self.window
@@ -264,12 +264,12 @@ class Growth:
     """How far the guilty of a window go on, ahead and behind. begin: forward passes of the examination, from which on
     they count against the budget."""
 
-    def __init__(self, examination: Examination, judged: Judged, guilty: Int64s, begin: int) -> None:
+    def __init__(self, examination: Examination, judged: Conviction, guilty: Int64s, begin: int) -> None:
         assert judged.score is not None
         self.of, self.score, self.bar = examination, judged.score, judged.bar
         self.accused = judged.guilty
         e, self.size = examination, examination.size
-        self.looked: dict[int, Batch] = {}
+        self.looked: dict[int, ExaminedBatch] = {}
         self.pulls: dict[int, bool] = {}  # whether the gradient of a batch ahead is extraordinary
         self.follows = False  # whether such batches belong to the region
         self.tells: tuple[Likeness, float] | None = None  # with the likeness from which on a sample is bad
@@ -289,7 +289,7 @@ class Growth:
             # Nobody saw it end: of rare corpora there is not so much within reach.
             self.ahead = replace(self.ahead, found=False, endless=True)
         self.ahead = self._followed(farthest)
-        self.looked_behind: dict[int, Batch] = {}
+        self.looked_behind: dict[int, ExaminedBatch] = {}
         self.back: Side = region.grow(self._behind, self.size, self.share, len(e.behind))
 
     @property
@@ -337,7 +337,9 @@ class Growth:
     def _measure(self, number: int, positions: Int64s) -> None:
         losses = self.of._losses(positions)
         z = self.of._z(positions, losses) - self.of.shared
-        self.looked[number] = Batch(positions, z, losses, self.score.of(self.of.lab.samples(positions, z)))
+        self.looked[number] = ExaminedBatch(
+            positions, z, losses, self.score.of(self.of.lab.samples(positions, z))
+        )
 
     def _behind(self, number: int) -> int | None:
         """The same of what was recorded before the window: costs no model time."""
@@ -352,10 +354,10 @@ class Growth:
             same = known.positions[at] == step.positions if order.size else np.zeros(z.shape, dtype=bool)
             z = np.where(same, self.of.known_z[at] if order.size else z, z)
         found = self.score.of(self.of.lab.samples(step.positions, z))
-        self.looked_behind[number] = Batch(step.positions, z, step.losses, found)
+        self.looked_behind[number] = ExaminedBatch(step.positions, z, step.losses, found)
         return int(self._bad(self.looked_behind[number]).sum())
 
-    def _clean(self) -> list[Batch]:
+    def _clean(self) -> list[ExaminedBatch]:
         return [batch for number, batch in self.looked.items() if number in self.ahead.clean]
 
     def shift(self) -> float:
@@ -418,7 +420,7 @@ class Growth:
         )  # fmt: skip
         return named, inferred, found
 
-    def _bad(self, batch: Batch) -> Bools:
+    def _bad(self, batch: ExaminedBatch) -> Bools:
         if self.tells is None:
             return np.asarray(batch.scores >= self.bar)
         return self._alike(batch.positions)
@@ -438,11 +440,13 @@ class Growth:
             if number not in self.looked:
                 self._measure(number, self._batch(number))
 
-    def _window(self) -> Batch:
+    def _window(self) -> ExaminedBatch:
         """The suspects that led here."""
         e = self.of
         z = e._z(e.positions, e.losses) - e.shared
-        return Batch(e.positions, z, e.losses, self.score.of(e.lab.samples(e.positions, z), self.accused))
+        return ExaminedBatch(
+            e.positions, z, e.losses, self.score.of(e.lab.samples(e.positions, z), self.accused)
+        )
 
     def _learn_together(self, guilty: Int64s, reach: int) -> bool:
         """Learn what the samples of a crowd are like where there is one all over a long region: its batches have

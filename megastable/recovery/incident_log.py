@@ -32,7 +32,7 @@ from megastable.run.directory import RunDirectory
 from megastable.stability import attribution
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.attribution import Conclusion
-from megastable.stability.incident import Breakdown, Incident, LeftOut, Outcome, kind_of
+from megastable.stability.incident import Breakdown, Incident, LeftOutSamples, Outcome, kind_of
 from megastable.stability.policy_state import PolicyState
 from megastable.stability.signals import Verdict
 
@@ -61,10 +61,10 @@ class Casebook:
         self.deferring = deferring
         self.incident: Incident | None = None
         self.count = 0
-        self.left_out: LeftOut | None = None
+        self.left_out: LeftOutSamples | None = None
 
     def restore(
-        self, incident: Incident | None, count: int, step: int, left_out: LeftOut | None = None
+        self, incident: Incident | None, count: int, step: int, left_out: LeftOutSamples | None = None
     ) -> None:
         """Go on after `step` with what is remembered: the open incident, how many there were, and what the last one
         left out."""
@@ -394,7 +394,7 @@ class Casebook:
         if positions.size:
             first, end = int(positions.min()), int(positions.max()) + 1
             step = self._present().step
-            self.left_out = LeftOut(step=step, first=first, end=end, count=positions.size)
+            self.left_out = LeftOutSamples(step=step, first=first, end=end, count=positions.size)
 
     def _skip_positions(
         self, ranges: Sequence[tuple[int, int]], reason: str, corpus: str | None = None

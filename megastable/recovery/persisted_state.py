@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megastable.stability.guard import GuardState
-from megastable.stability.incident import Incident, LeftOut
+from megastable.stability.incident import Incident, LeftOutSamples
 from megastable.stability.policy_state import PolicyState
 from megastable.stability.sample_history import WatchState
 from megastable.stability.signs import SignsState
@@ -22,7 +22,7 @@ from megastable.stability.signs import SignsState
 TELLING = ("incident", "handover", "alert", "unstable")  # events of the journal that may carry all this
 
 
-class Memory(BaseModel):
+class PersistedState(BaseModel):
     """What a checkpoint keeps. incident: the open one. incidents: how many there were. rate: scheduled, of the last
     step. left_out: by the last incident."""
 
@@ -32,7 +32,7 @@ class Memory(BaseModel):
     incident: Incident | None = None
     incidents: int = 0
     rate: float | None = None
-    left_out: LeftOut | None = None
+    left_out: LeftOutSamples | None = None
     samples: WatchState = WatchState()
     signs: SignsState = SignsState()
 
@@ -47,12 +47,12 @@ class _Told(BaseModel):
 
     policy: PolicyState
     summary: Incident | None = None
-    left_out: LeftOut | None = None
+    left_out: LeftOutSamples | None = None
 
 
 def recall(
     saved: dict[str, Any], events: Iterable[dict[str, Any]], simulated: bool = False
-) -> tuple[Memory, list[str]]:
+) -> tuple[PersistedState, list[str]]:
     """What is known at a start, and what of it was lost: saved by another version, or by another hand.
 
     saved: `RunState.stability` of the checkpoint. events: those of the journal that are `TELLING`, in order. simulated:
@@ -123,12 +123,12 @@ def tried(events: Iterable[dict[str, Any]], clock: int, verify_steps: int) -> li
     return steps
 
 
-def _readable(saved: dict[str, Any]) -> tuple[Memory, list[str]]:
+def _readable(saved: dict[str, Any]) -> tuple[PersistedState, list[str]]:
     """The parts that can be read (detector, policy, open incident, ...): the others start anew, and are named."""
     tree, lost = copy.deepcopy(saved), list[str]()
     while True:
         try:
-            return Memory.model_validate(tree), lost
+            return PersistedState.model_validate(tree), lost
         except ValidationError as error:
             where = [str(part) for part in error.errors()[0]["loc"]]
             above, part = (tree["guard"], where[1]) if where[0] == "guard" and where[1:] else (tree, where[0])

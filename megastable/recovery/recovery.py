@@ -25,7 +25,7 @@ from megastable.recovery.deferring import Deferring
 from megastable.recovery.incident_log import Casebook
 from megastable.recovery.last_resort import LastResort
 from megastable.recovery.origin import Origin
-from megastable.recovery.persisted_state import TELLING, Memory, recall
+from megastable.recovery.persisted_state import TELLING, PersistedState, recall
 from megastable.recovery.rates import Rates
 from megastable.recovery.replays import Replays
 from megastable.recovery.rewind_points import Points
@@ -122,7 +122,7 @@ class Recovery:
     def memory(self) -> dict[str, Any]:
         """For the checkpoint."""
         book = self.casebook
-        memory = Memory(
+        memory = PersistedState(
             guard=self.guard.state,
             incident=book.incident,
             incidents=book.count,
@@ -133,7 +133,7 @@ class Recovery:
         )
         return memory.model_dump()
 
-    def _recall(self, state: RunState) -> Memory:
+    def _recall(self, state: RunState) -> PersistedState:
         memory, lost = first(
             lambda: recall(state.stability, self.run.events(*TELLING), self.settings.dry_run)
         )

@@ -31,7 +31,7 @@ from megastable.stability.sample_history import WatchState
 Floats = npt.NDArray[np.float64]
 
 
-class Kept(NamedTuple):
+class RewindState(NamedTuple):
     """What a rewind point remembers beside the engine's state."""
 
     state: RunState
@@ -96,7 +96,7 @@ class Points:
             # replaced as a whole.
             light = state.model_copy(update={"stability": {}, "vitals": None}).model_copy(deep=True)
             light.vitals = state.vitals
-            self.ring.take(state.step, Kept(light, rng_state(), detector, samples), counters)
+            self.ring.take(state.step, RewindState(light, rng_state(), detector, samples), counters)
 
     @property
     def oldest(self) -> int | None:

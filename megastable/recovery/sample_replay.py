@@ -21,7 +21,7 @@ from megastable.recovery.examination import Examination
 from megastable.stability import attribution, groups
 from megastable.stability.attribution import Conclusion
 from megastable.stability.likeness import READ
-from megastable.stability.scores import Samples
+from megastable.stability.scores import ScoredSamples
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -53,7 +53,7 @@ class Known(NamedTuple):
     corpora: Int64s
 
 
-class Norms(NamedTuple):
+class GradientNorms(NamedTuple):
     """Norms of gradients on the good state: of an ordinary batch as a whole and of an ordinary sample alone; of some
     batches [n]. budget: how many more may be measured."""
 
@@ -123,10 +123,10 @@ class Laboratory:
             found[part] = source.samples(positions[part])[:, : found.shape[1]]
         return found
 
-    def samples(self, positions: Int64s, z: Floats) -> Samples:
+    def samples(self, positions: Int64s, z: Floats) -> ScoredSamples:
         """What scores are made of. z: of their losses [n]; one that is not known says nothing. Raises DataError as
         `losses` does."""
-        return Samples(self.tokens(positions), np.nan_to_num(z, nan=0.0), self.corpora(positions))
+        return ScoredSamples(self.tokens(positions), np.nan_to_num(z, nan=0.0), self.corpora(positions))
 
     def examine(
         self,
@@ -214,7 +214,7 @@ class Laboratory:
         left = ~np.isin(known.corpora, measured.corpora)
         return Known(*(np.concatenate([new, old[left]]) for old, new in zip(known, measured, strict=True)))
 
-    def batch_norms(self, steps: Sequence[Trained], known: Known) -> Norms | None:
+    def batch_norms(self, steps: Sequence[Trained], known: Known) -> GradientNorms | None:
         """Gradients of a few of the batches of `steps` on the good state, the refused ones first, and of what is
         ordinary there; None where that is not known.
 
@@ -228,9 +228,9 @@ class Laboratory:
         whole, alone = self.gradient_norm(known.positions[-self.batch :]), self.gradient_norm(calm[:1])
         batches = sorted(steps, key=lambda t: t.applied)[: min(BATCHES, budget // 2)]
         norms = np.array([self.gradient_norm(t.positions) for t in batches])
-        return Norms(whole, alone, batches, norms, budget - len(batches))
+        return GradientNorms(whole, alone, batches, norms, budget - len(batches))
 
-    def by_gradient(self, found: Norms, known: Known) -> tuple[Int64s, float]:
+    def by_gradient(self, found: GradientNorms, known: Known) -> tuple[Int64s, float]:
         """Which sample of the worst batch has an extraordinary gradient, found by halving, and its norm; else nobody.
 
         What is seldom read is not learnt yet, and its gradients are large: a corpus is compared with itself. A batch is

@@ -29,7 +29,7 @@ from megastable.stability import novelty, sample_history
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.attribution import Conclusion
 from megastable.stability.policy import Policy
-from megastable.stability.sample_history import Alarm, Kind, Rest, SampleTest, Seen, Waiting, WatchState
+from megastable.stability.sample_history import Alarm, AlarmKind, Rest, SampleTest, Seen, Waiting, WatchState
 from megastable.stability.signals import Verdict
 
 CASES = (
@@ -114,9 +114,9 @@ class SampleWatch:
             # Nothing was trained on since it was refused, so these are the same weights.
             if case.kind == "discard" and case.proven is None and (scored.ordinary or applied):
                 case.proven = scored.ordinary
-        if alarm is not None and (alarm.kind is Kind.TRICKLE or step >= self._rest.until):
+        if alarm is not None and (alarm.kind is AlarmKind.TRICKLE or step >= self._rest.until):
             self._suspect(alarm.kind.value, alarm, alarm.reason, step)
-        if low is not None and low.kind is Kind.BATCH:
+        if low is not None and low.kind is AlarmKind.BATCH:
             reason = (
                 f"since step {low.onset} all samples together lie far below what is usual for their corpora"
             )

@@ -14,7 +14,7 @@ from megastable.stability.spacing import capacity
 
 
 @dataclass(frozen=True)
-class Room:
+class SnapshotBudget:
     """points: how many snapshots every rank keeps. In bytes, on the rank with the least room: what one takes, and
     what there is for all of them. text: for the console. aside: whether every rank has room for one more for a
     while."""
@@ -26,7 +26,7 @@ class Room:
     aside: bool
 
 
-def plan(demands: Sequence[Demand], config: SnapshotConfig) -> Room:
+def plan(demands: Sequence[Demand], config: SnapshotConfig) -> SnapshotBudget:
     """The same on every rank. Raises ConfigError when the memory that the recipe allows is not enough for one."""
     ranks = Counter(d.host for d in demands)
     least: dict[str, int] = {}
@@ -47,7 +47,7 @@ def plan(demands: Sequence[Demand], config: SnapshotConfig) -> Room:
         )
     if not points:
         text = f"WARNING: {numbers}: a spike cannot be rewound in memory, and leads to a restart from a checkpoint"
-        return Room(0, size, room, text, aside)
+        return SnapshotBudget(0, size, room, text, aside)
     text = f"rewind points: every {config.interval} steps, {points} of {size / GIB:.3f} GiB a rank"
     if not aside:
         text += "; no room for one more, to look back on batches without a rewind: see stability.snapshots.memory_gib"
@@ -56,4 +56,4 @@ def plan(demands: Sequence[Demand], config: SnapshotConfig) -> Room:
         host = tight[0].host
         text += f"\nWARNING: that is more than the {least[host] / GIB:.3f} GiB that are free on {host}: "
         text += "lower stability.snapshots.memory_gib or .keep"
-    return Room(points, size, room, text, aside)
+    return SnapshotBudget(points, size, room, text, aside)

@@ -13,7 +13,7 @@ from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.data.source import Source
 from megastable.data.statistics import sample_entropy
-from megastable.engine.layer_stats import Statistics
+from megastable.engine.layer_stats import LayerStatistics
 from megastable.optim.schedule import rate
 from megastable.stability.signs import RECENT, Sign, Signs, SignsState, due
 
@@ -50,7 +50,7 @@ class StartSigns:
         """Whether `engine.statistics` is wanted after this step."""
         return self.enabled and self.signs.measures(step)
 
-    def after(self, state: RunState, statistics: Statistics | None, incident: bool = False) -> None:
+    def after(self, state: RunState, statistics: LayerStatistics | None, incident: bool = False) -> None:
         """Judge the step that ended at `state`; to be called after every step. incident: one is open."""
         if not self.enabled:
             return

@@ -19,7 +19,7 @@ from megastable.stability import groups, sample_history, scores
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
 from megastable.stability.sample_history import Seen, Waiting
-from megastable.stability.scores import Kind, Samples, Scale
+from megastable.stability.scores import LikenessKind, Scale, ScoredSamples
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -35,7 +35,7 @@ class Ahead(NamedTuple):
     """The samples that come next. alone: which of them are bad by their loss; like: which are of the kind; [n]."""
 
     seen: Seen
-    texts: Samples
+    texts: ScoredSamples
     alone: Bools
     like: Bools
 
@@ -131,7 +131,7 @@ class Trickle:
         )
         return Conclusion(Cause.DATA, sorted(everyone.positions.tolist()), worst, reason)
 
-    def _ahead(self, kind: Kind, met: int, budget: int) -> Ahead:
+    def _ahead(self, kind: LikenessKind, met: int, budget: int) -> Ahead:
         """The samples that come next until no more are bad. met: how many bad ones were, since the onset."""
         nobody = self.met.of(np.empty(0, np.int64))
         ahead = Ahead(nobody, self._texts(nobody), np.empty(0, dtype=bool), np.empty(0, dtype=bool))
@@ -150,7 +150,7 @@ class Trickle:
             ahead = Ahead(seen, ahead.texts.with_(texts), alone, like)
         return ahead
 
-    def _texts(self, seen: Seen) -> Samples:
+    def _texts(self, seen: Seen) -> ScoredSamples:
         return self.lab.samples(seen.positions, groups.far_out(seen.losses, seen.corpora, self.known))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from megastable.report.figures import save
 from megastable.report.scale import drawable
 from megastable.stability.actions import Action
-from megastable.stability.backtest import Judged, Recorded
+from megastable.stability.backtest import BacktestDecision, Recorded
 from megastable.stability.signals import Verdict
 
 COLOURS = {
@@ -20,7 +20,9 @@ COLOURS = {
 }  # fmt: skip
 
 
-def backtest_plot(rows: Sequence[Recorded], judged: Sequence[Judged], title: str, path: Path) -> None:
+def backtest_plot(
+    rows: Sequence[Recorded], judged: Sequence[BacktestDecision], title: str, path: Path
+) -> None:
     """Loss and gradient norm over the steps; grey where a step stood out, a coloured line where something is done.
 
     The kind of file follows from the name (.png, .svg, .pdf). Raises DataError when it cannot be written.

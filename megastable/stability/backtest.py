@@ -36,7 +36,7 @@ class Recorded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Judged:
+class BacktestDecision:
     """What would have been done at a step, and why. reset: what is usual would have been learnt anew from there."""
 
     step: int
@@ -46,7 +46,9 @@ class Judged:
     reset: bool = False
 
 
-def simulate(rows: Iterable[Recorded], config: StabilityConfig, fp8: bool = False) -> Iterator[Judged]:
+def simulate(
+    rows: Iterable[Recorded], config: StabilityConfig, fp8: bool = False
+) -> Iterator[BacktestDecision]:
     """The guard's answer to every step, in order. fp8: whether the run computed in FP8; as nobody is measured again,
     that FP8 is the cause is not known, and it is left only where a rate would be cut."""
     guard = Guard(config, simulated=True, fp8=fp8)
@@ -64,7 +66,7 @@ def simulate(rows: Iterable[Recorded], config: StabilityConfig, fp8: bool = Fals
         if c.interval and healthy and row.step >= points[-1] + c.interval:
             points = thin([*points, row.step], c.keep, c.interval)
         found = decision.finding
-        yield Judged(row.step, found.verdict, decision.action, decision.reason, found.reset)
+        yield BacktestDecision(row.step, found.verdict, decision.action, decision.reason, found.reset)
 
 
 def read_trace(path: Path, say: Callable[[str], None] = lambda _: None) -> list[Recorded]:
@@ -182,12 +184,12 @@ def _parse(path: Path, line: int, row: dict[str, str | None]) -> _Line:
 class Episode(NamedTuple):
     """Steps that follow each other with the same verdict and action; a reset of the baseline is one of its own."""
 
-    first: Judged
+    first: BacktestDecision
     last: int
     steps: int
 
 
-def episodes(judged: Iterable[Judged]) -> list[Episode]:
+def episodes(judged: Iterable[BacktestDecision]) -> list[Episode]:
     """What is worth a line in a table: everything but healthy steps, repetitions put together."""
     found = []
     for kind, group in groupby(judged, key=lambda step: (step.verdict, step.action, step.reset)):

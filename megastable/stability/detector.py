@@ -72,7 +72,7 @@ class _Residuals:
 
 
 @dataclass(frozen=True)
-class Limits:
+class AlarmLimits:
     """Of the cumulative sums, for the rate of false alarms that is wanted: its logarithm falls with 2 * limit *
     allowance over the variance of a term (Siegmund, Sequential Analysis, 1985, chapter 2), which is 1, and 2 of loss +
     norm."""
@@ -90,7 +90,7 @@ class Detector:
         self.config = config
         self._state = DetectorState() if state is None else state.model_copy(deep=True)
         c, rarer = config, -math.log(config.false_alarms) / 2
-        self._limits = Limits(
+        self._limits = AlarmLimits(
             spike=max(c.spike_limit / 2, c.spike_limit + rarer / c.spike_allowance),
             joint=max(c.joint_limit / 2, c.joint_limit + 2 * rarer / c.joint_allowance),
             drift=max(c.drift_limit / 2, c.drift_limit + rarer / c.drift_allowance),

@@ -10,11 +10,11 @@ from megastable.stability.scatter import Scatter
 from megastable.stability.signals import Verdict
 
 
-class _State(BaseModel):
+class _DetectorState(BaseModel):
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
 
-class Channel(_State):
+class Channel(_DetectorState):
     """What is remembered of one series.
 
     times, values: the accepted ones. raw: the newest finite ones, accepted or not. record: the farthest harmless jump
@@ -28,7 +28,7 @@ class Channel(_State):
     pending: list[tuple[int, float]] = []
 
 
-class Excursion(_State):
+class Excursion(_DetectorState):
     """verdict, onset (a step), since (the observation that raised it), and the newest residuals of loss and norm.
 
     loss_again, joint_again: the tests for a further jump on top of it.
@@ -45,14 +45,14 @@ class Excursion(_State):
     joint_again: Sum = Field(default_factory=Sum)
 
 
-class Drop(_State):
+class Drop(_DetectorState):
     """A sudden fall of the loss, such as a shard of easy text: the way back up to `level` is no spike."""
 
     level: float
     since: int
 
 
-class Sums(_State):
+class Sums(_DetectorState):
     """The running sequential tests. All start again when an excursion is over."""
 
     spike: Sum = Field(default_factory=Sum)
@@ -63,7 +63,7 @@ class Sums(_State):
     fall: Sum = Field(default_factory=Sum)
 
 
-class DetectorState(_State):
+class DetectorState(_DetectorState):
     """All that the detector remembers, from which it goes on bit for bit; under 20 KB as JSON."""
 
     seen: int = 0

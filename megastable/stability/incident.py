@@ -23,7 +23,7 @@ Kind = Literal["recoverable", "lingering", "divergent"]
 Outcome = Literal["open", "healed", "handed over", "stopped"]
 
 
-class LeftOut(BaseModel):
+class LeftOutSamples(BaseModel):
     """The samples that an action skipped or deferred last: positions [first, end), `count` of them, at `step`."""
 
     model_config = ConfigDict(extra="ignore")

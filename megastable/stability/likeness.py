@@ -112,7 +112,7 @@ def _counts(tokens: Tokens) -> Floats:
     return found
 
 
-class Line:
+class SeparatingLine:
     """Between accused and harmless samples: ridge regression of 1 and -1 on the roots of how frequent tokens and pairs
     are in a sample (Hellinger's distance is that of these roots). Either kind weighs as much, however many there are.
     """
@@ -145,7 +145,7 @@ class Likeness:
     the other, or the accused would be alike by having been accused."""
 
     def __init__(self, accused: Tokens, half: npt.NDArray[np.bool_], harmless: Tokens) -> None:
-        self._lines = [Line(accused[half != mine], harmless) for mine in (False, True)]
+        self._lines = [SeparatingLine(accused[half != mine], harmless) for mine in (False, True)]
 
     def of(self, tokens: Tokens, half: npt.NDArray[np.bool_]) -> Floats:
         """Of n samples, each of one half: fp64 [n]."""

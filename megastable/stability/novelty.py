@@ -35,7 +35,7 @@ FACTORIALS = np.append(0.0, np.cumsum(np.log(np.arange(1, POOL + 1))))  # their 
 DIRECTIONS = 1 << 11  # into which tokens are hashed; of a tail of 1,024 samples that keeps kinds apart
 
 
-class Found(NamedTuple):
+class NewKind(NamedTuple):
     """p: how often chance brings as many late neighbours anywhere, at most. kind: indexes of the sample that has them,
     and of these, oldest first."""
 
@@ -57,13 +57,13 @@ class Pool:
         """Those of them whose tokens are not known yet."""
         return np.array([p for p in positions.tolist() if p not in self._at], dtype=np.int64)
 
-    def scan(self, positions: Int64s, tokens: Tokens) -> Found:
+    def scan(self, positions: Int64s, tokens: Tokens) -> NewKind:
         """The kind that is the least likely to be new by chance, around one of the samples that are new to the pool.
 
         positions: all of the pool from now on, oldest first, POOL at most. tokens: of the missing, [n, L + 1].
         """
         fresh = self._exchange(positions, self.missing(positions), tokens)
-        best, count = Found(1.0, np.empty(0, np.int64)), positions.size
+        best, count = NewKind(1.0, np.empty(0, np.int64)), positions.size
         seeds = fresh[fresh >= count - int(max(SHARES) * count)]
         if count < FEWEST or not seeds.size:
             return best
@@ -80,7 +80,7 @@ class Pool:
             if p[seed, last] < best.p:
                 chosen = of[seed, : last + 1]
                 kind = np.append(chosen[chosen >= count - late], seeds[among][seed])
-                best = Found(float(p[seed, last]), np.sort(kind))
+                best = NewKind(float(p[seed, last]), np.sort(kind))
         return best
 
     def _exchange(self, positions: Int64s, missing: Int64s, tokens: Tokens) -> Int64s:

@@ -95,7 +95,7 @@ SHORT_REST = 4  # where it was examined without a forward pass, as there is too 
 REMAINS = 0.5  # of the threshold, by which a suspect is still above its corpus after it was trained on
 
 
-class Kind(StrEnum):
+class AlarmKind(StrEnum):
     TRICKLE = "trickle"
     BATCH = "batch"
 
@@ -104,7 +104,7 @@ class Kind(StrEnum):
 class Alarm:
     """kind; onset: the step since which it adds up; reason: a sentence with the numbers."""
 
-    kind: Kind
+    kind: AlarmKind
     onset: int
     reason: str
 
@@ -143,11 +143,11 @@ Latest = Annotated[
 ]
 
 
-class _State(BaseModel):
+class _HistoryState(BaseModel):
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants", arbitrary_types_allowed=True)
 
 
-class Far(_State):
+class Far(_HistoryState):
     """A sample in the tail of its corpus: the step that met it, its position, its loss (nats) and the part of the
     tail."""
 
@@ -157,7 +157,7 @@ class Far(_State):
     part: int
 
 
-class CorpusState(_State):
+class CorpusState(_HistoryState):
     """Of a corpus. losses: the latest, nats; counts: scores in each part, bulk first, forgotten slowly; newest: those
     of the latest steps, oldest first, that are not counted yet, with their step in front."""
 
@@ -200,7 +200,7 @@ class SumState:
     onset: int = 0
 
 
-class SampleState(_State):
+class SampleState(_HistoryState):
     """All that the test remembers, from which it goes on bit for bit. corpora: by name. means: of the latest batches.
     norms: logarithms of their gradient norms. far: samples in the tails, by corpus, of which it is not settled whether
     they are usual. trickle: for each row of `BAD` and of `SHARES`; batch: for each of `LIFTS`, norm likewise."""
@@ -220,7 +220,7 @@ class SampleState(_State):
     ]
 
 
-class Waiting(_State):
+class Waiting(_HistoryState):
     """A case that waits for a good moment to be examined. first, last: its steps. positions, losses: refused, in the
     tails since the onset of a trickle, or of a new kind of text. proven: whether the very weights that a batch was
     refused on are good, as the next one showed (None: that was no better, and neither was trained on). located: where
@@ -237,7 +237,7 @@ class Waiting(_State):
     located: str = ""
 
 
-class Rest(_State):
+class Rest(_HistoryState):
     """After something was examined for nothing. until: the step up to which it is not suspected again; steps: how long
     that is."""
 
@@ -256,7 +256,7 @@ class Rest(_State):
         return Rest(until=step + steps, steps=steps)
 
 
-class WatchState(_State):
+class WatchState(_HistoryState):
     """What checkpoints and rewind points keep of sample_watch.py. easy: the same test of the losses' negatives. quiet:
     steps on the trend, with nothing open. looked: batches that were looked ahead. rest: step until which no more whole
     batches are suspected; rested: how many steps of rest that is. kinds: the same of new kinds of text.
@@ -280,8 +280,8 @@ class SampleTest:
     ) -> None:
         self.config = config
         self._limits = {
-            Kind.TRICKLE: math.log(1e4 / config.false_alarms) + math.log(SUMS),
-            Kind.BATCH: math.log(1e4 / (config.examinations if lifted is None else lifted))
+            AlarmKind.TRICKLE: math.log(1e4 / config.false_alarms) + math.log(SUMS),
+            AlarmKind.BATCH: math.log(1e4 / (config.examinations if lifted is None else lifted))
             + math.log(2 * LIFTS.size),
         }
         self._state = _copied(SampleState() if state is None else state)
@@ -392,7 +392,7 @@ class SampleTest:
         bets = [*_bets(lift), *_bets(up)]
         together = [_raise(by, term, step) for by, term in zip(sums, bets, strict=True)]
         highest = int(np.argmax(heights))
-        if heights[highest] >= self._limits[Kind.TRICKLE]:
+        if heights[highest] >= self._limits[AlarmKind.TRICKLE]:
             share, onset = float(SHARES[highest % SHARES.size]), s.trickle[highest].onset
             since = step - onset + 1
             s.trickle = [SumState() for _ in heights]
@@ -400,9 +400,11 @@ class SampleTest:
                 f"since step {onset}, for {since} steps, samples far above their corpus come more often than "
                 f"before: about {share:.1%} of all"
             )
-            return Alarm(Kind.TRICKLE, onset, reason)  # if the other is due as well, it is at the next step
+            return Alarm(
+                AlarmKind.TRICKLE, onset, reason
+            )  # if the other is due as well, it is at the next step
         highest = int(np.argmax(together))
-        if together[highest] >= self._limits[Kind.BATCH]:
+        if together[highest] >= self._limits[AlarmKind.BATCH]:
             onset, what = (
                 sums[highest].onset,
                 "all samples together lie above what is usual for their corpora",
@@ -410,7 +412,7 @@ class SampleTest:
             if highest >= LIFTS.size:
                 what = "the gradient norms lie above what is usual"
             s.batch, s.norm = [SumState() for _ in LIFTS], [SumState() for _ in LIFTS]
-            return Alarm(Kind.BATCH, onset, f"since step {onset} {what}")
+            return Alarm(AlarmKind.BATCH, onset, f"since step {onset} {what}")
         return None
 
 

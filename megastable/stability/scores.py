@@ -40,24 +40,26 @@ SHARED = 0.1  # of how alike the convicted are, that another one of them is at l
 LEAST = 3  # samples that must be like each other before others are named for being like them
 
 
-class Samples(NamedTuple):
+class ScoredSamples(NamedTuple):
     """tokens: [n, L + 1]; z: of their losses, fp64 [n]; corpora: int64 [n]."""
 
     tokens: Tokens
     z: Floats
     corpora: Int64s
 
-    def of(self, chosen: Bools | Int64s | slice) -> Samples:
-        return Samples(self.tokens[chosen], self.z[chosen], self.corpora[chosen])
+    def of(self, chosen: Bools | Int64s | slice) -> ScoredSamples:
+        return ScoredSamples(self.tokens[chosen], self.z[chosen], self.corpora[chosen])
 
-    def with_(self, other: Samples) -> Samples:
-        return Samples(*(np.concatenate([mine, theirs]) for mine, theirs in zip(self, other, strict=True)))
+    def with_(self, other: ScoredSamples) -> ScoredSamples:
+        return ScoredSamples(
+            *(np.concatenate([mine, theirs]) for mine, theirs in zip(self, other, strict=True))
+        )
 
 
-class Usual:
+class CorpusBaseline:
     """What harmless samples of one corpus are like."""
 
-    def __init__(self, harmless: Samples) -> None:
+    def __init__(self, harmless: ScoredSamples) -> None:
         self.learnt, self.kept = harmless.of(slice(0, None, 2)), harmless.of(slice(1, None, 2))
         tokens, z = self.learnt.tokens, self.learnt.z
         self.words = Words.of(tokens)
@@ -72,7 +74,7 @@ class Usual:
         self.amplified = 1 + 1 / self._scale
         self.badness = self.of(self.kept)
 
-    def of(self, samples: Samples) -> Floats:
+    def of(self, samples: ScoredSamples) -> Floats:
         """How bad samples are by themselves: fp64 [n]."""
         hard = np.clip(self.words.surprisal(samples.tokens), *self._edges)
         unexplained = (samples.z - self._slope * hard - self._middle) / self._scale
@@ -82,16 +84,16 @@ class Usual:
 class Scale:
     """Of the corpora of which enough is known. harmless: oldest first."""
 
-    def __init__(self, harmless: Samples) -> None:
+    def __init__(self, harmless: ScoredSamples) -> None:
         corpora, counts = np.unique(harmless.corpora, return_counts=True)
         enough = corpora[counts >= 2 * ENOUGH].tolist()
-        self.usual = {c: Usual(harmless.of(harmless.corpora == c)) for c in enough}
+        self.usual = {c: CorpusBaseline(harmless.of(harmless.corpora == c)) for c in enough}
 
     def judges(self, corpora: Int64s) -> Bools:
         """Which of n samples can be judged."""
         return np.isin(corpora, list(self.usual))
 
-    def badness(self, samples: Samples) -> Floats:
+    def badness(self, samples: ScoredSamples) -> Floats:
         """Of samples by themselves, fp64 [n]; 0 of a corpus of which too little is known."""
         found = np.zeros(samples.z.shape)
         for corpus, usual in self.usual.items():
@@ -113,7 +115,7 @@ class Score:
     """Badness and likeness to the `accused` samples together; without `losses`, likeness alone, and not cut. harmless:
     of those that calibrate, fp64 [m]."""
 
-    def __init__(self, scale: Scale, accused: Samples, losses: bool = True) -> None:
+    def __init__(self, scale: Scale, accused: ScoredSamples, losses: bool = True) -> None:
         self._scale, self._resemblance = scale, dict[int, tuple[Resemblance, float, float]]()
         self._losses = losses
         harmless = [np.empty(0)]
@@ -127,7 +129,7 @@ class Score:
             harmless.append(self._together(usual.badness, (likeness - middle) / width))
         self.harmless = np.concatenate(harmless)
 
-    def of(self, samples: Samples, among: Bools | None = None) -> Floats:
+    def of(self, samples: ScoredSamples, among: Bools | None = None) -> Floats:
         """Of samples, fp64 [n]; -inf of other corpora than those of the accused. among: which of the samples are of the
         accused themselves."""
         scores = np.full(samples.z.shape, -np.inf)
@@ -145,7 +147,7 @@ class Score:
         return np.asarray(badness + np.clip(likeness, LOW, HIGH))
 
 
-class Judged(NamedTuple):
+class Conviction(NamedTuple):
     """guilty: bool [n]. p: of the group test. score: that names them, None where nobody is guilty; bar: a score from
     which on further samples are like them."""
 
@@ -156,8 +158,8 @@ class Judged(NamedTuple):
 
 
 def judge(
-    scale: Scale, suspects: Samples, alone: Bools, error: float, significance: float, innocent: float
-) -> Judged:
+    scale: Scale, suspects: ScoredSamples, alone: Bools, error: float, significance: float, innocent: float
+) -> Conviction:
     """Who of a window is guilty. alone: those that are by their loss alone, bool [n]. error: standard error of z that
     all share. significance: of the group test; innocent: share of the named that may be.
 
@@ -172,14 +174,14 @@ def judge(
         first[known] = accused(badness[known], harmless)
         guilty = guilty | _named(Score(scale, suspects.of(first)), suspects, first, innocent)
     if not guilty.any():
-        return Judged(guilty, p, None, np.inf)
+        return Conviction(guilty, p, None, np.inf)
     score, among = Score(scale, suspects.of(guilty)), guilty
     if p <= significance:
         guilty = alone | _named(score, suspects, among, innocent)
     return _judged(guilty, p, score, suspects, among)
 
 
-def judge_alike(scale: Scale, suspects: Samples, accused: Bools, innocent: float) -> Judged:
+def judge_alike(scale: Scale, suspects: ScoredSamples, accused: Bools, innocent: float) -> Conviction:
     """Who of a window is guilty where its gradient accuses some of them, bool [n], and not their losses.
 
     They need not be hard to be bad: one sentence over and over is easy, and its gradients add up. So only their being
@@ -201,7 +203,7 @@ def judge_alike(scale: Scale, suspects: Samples, accused: Bools, innocent: float
     return found._replace(bar=(found.bar + float(np.quantile(score.harmless, 1 - STRAY))) / 2)
 
 
-class Kind:
+class LikenessKind:
     """What a few samples have in common that losses have convicted.
 
     None of a few among many has to be far out by its loss: base64 is hardly harder than source code, and is learnt from
@@ -209,7 +211,7 @@ class Kind:
     only where `LEAST` of the convicted are like each other, and all members must be worse as a group (`worse`).
     """
 
-    def __init__(self, scale: Scale, convicted: Samples, innocent: float) -> None:
+    def __init__(self, scale: Scale, convicted: ScoredSamples, innocent: float) -> None:
         self._innocent = innocent
         self._score = Score(scale, convicted, losses=False)
         self.known = self._score.harmless.size >= ENOUGH and convicted.z.size >= LEAST
@@ -221,7 +223,7 @@ class Kind:
         self._bar = max(between(own, self._score.harmless), SHARED * float(np.median(own)))
         self._usual = np.sort(self._score.harmless)
 
-    def members(self, suspects: Samples, among: Bools | None = None) -> Bools:
+    def members(self, suspects: ScoredSamples, among: Bools | None = None) -> Bools:
         """Which suspects, bool [n], are of it. among: which of them it was learnt from.
 
         Chances beyond the worst harmless sample are extrapolated, as there may be more suspects than harmless samples
@@ -233,7 +235,7 @@ class Kind:
         return fewer_false(chances(alike, self._usual), self._innocent) & (alike >= self._bar)
 
 
-def worse(scale: Scale, suspects: Samples, significance: float, error: float) -> bool:
+def worse(scale: Scale, suspects: ScoredSamples, significance: float, error: float) -> bool:
     """Whether these samples, however few, are worse as a group than as many harmless ones drawn at random. error:
     standard error of z that all share."""
     if not suspects.z.size:
@@ -242,19 +244,19 @@ def worse(scale: Scale, suspects: Samples, significance: float, error: float) ->
     return group_test(scale.badness(suspects), scale.harmless(suspects.corpora), off) <= significance
 
 
-def hard(scale: Scale, suspects: Samples) -> Bools:
+def hard(scale: Scale, suspects: ScoredSamples) -> Bools:
     """Which suspects, bool [n], are not easier than usual."""
     return scale.badness(suspects) > np.median(np.append(0.0, scale.harmless(suspects.corpora)))
 
 
 def joined(
-    scale: Scale, suspects: Samples, convicted: Bools, innocent: float, accused: Bools | None = None
-) -> tuple[Bools, Kind]:
+    scale: Scale, suspects: ScoredSamples, convicted: Bools, innocent: float, accused: Bools | None = None
+) -> tuple[Bools, LikenessKind]:
     """The convicted and who is of their kind, bool [n], and that kind, learnt from all of them. accused: from whom it
     is learnt first, where not from the convicted: being accused alone makes nobody one of them."""
     guilty = convicted if accused is None else accused
     for _ in range(ROUNDS):
-        kind = Kind(scale, suspects.of(guilty), innocent)
+        kind = LikenessKind(scale, suspects.of(guilty), innocent)
         found = convicted | kind.members(suspects, guilty)
         if np.array_equal(found, guilty):
             break
@@ -262,15 +264,15 @@ def joined(
     return guilty, kind
 
 
-def _judged(guilty: Bools, p: float, score: Score, suspects: Samples, among: Bools) -> Judged:
+def _judged(guilty: Bools, p: float, score: Score, suspects: ScoredSamples, among: Bools) -> Conviction:
     if not guilty.any():
-        return Judged(guilty, p, None, np.inf)
+        return Conviction(guilty, p, None, np.inf)
     scores = score.of(suspects, among)[guilty]
     usual = float(np.quantile(score.harmless, 1 - STRAY)) if score.harmless.size else np.inf
-    return Judged(guilty, p, score, max(usual, float(scores.min())))
+    return Conviction(guilty, p, score, max(usual, float(scores.min())))
 
 
-def _named(score: Score, suspects: Samples, among: Bools, innocent: float) -> Bools:
+def _named(score: Score, suspects: ScoredSamples, among: Bools, innocent: float) -> Bools:
     scores = score.of(suspects, among)
     named = crowd(scores, score.harmless, innocent)
     return named & (scores >= between(scores[named], score.harmless)) if named.sum() > 1 else named

@@ -27,7 +27,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Case:
+class IncidentSummary:
     """One incident as it stands; see stability/incident.py. onset: the step that it is called by. kind: its class.
     put_off: samples that are read later, in words. loss_*: nats per token."""
 
@@ -48,7 +48,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class AttemptSummary:
     """One start of the training processes by a supervisor. how: see kind_of_end; "" while it runs."""
 
     number: int
@@ -74,8 +74,8 @@ class Chronicle:
     starts: int = 0
     refused: int = 0
     restarts: Counter[str] = field(default_factory=Counter)
-    incidents: dict[int, Case] = field(default_factory=dict)
-    attempts: dict[int, Attempt] = field(default_factory=dict)
+    incidents: dict[int, IncidentSummary] = field(default_factory=dict)
+    attempts: dict[int, AttemptSummary] = field(default_factory=dict)
     validation: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
     sizes: dict[str, int] = field(default_factory=dict)  # of checkpoints, bytes
     _tail: deque[Event] = field(default_factory=lambda: deque(maxlen=TAIL))
@@ -154,12 +154,12 @@ class Chronicle:
         if number is None:
             return
         if kind == "launched":
-            self.attempts[number] = Attempt(number, moment)
+            self.attempts[number] = AttemptSummary(number, moment)
             for old in list(self.attempts)[:-KEPT]:
                 del self.attempts[old]
             return
         known = self.attempts.get(number)
-        self.attempts[number] = Attempt(
+        self.attempts[number] = AttemptSummary(
             number, known.began if known else None, kind_of_end(event), whole(event.get("code")),
             whole(event.get("signal")), step=whole(event.get("step")),
             failure=visible(event.get("failure") or "", 300),
@@ -177,7 +177,7 @@ class Chronicle:
         if number is None:
             return
         actions = told.get("actions")
-        self.incidents[number] = Case(
+        self.incidents[number] = IncidentSummary(
             number=number,
             onset=whole(told.get("onset", told.get("step"))) or 0,
             step=whole(told.get("step")) or 0,

@@ -43,7 +43,7 @@ def bad_data(config: RunConfig, run: RunDirectory, hurry: Callable[[], bool]) ->
 
 
 @dataclass(frozen=True)
-class Samples:
+class FailedSamples:
     """Those of a step: its positions, and the lines that leave them out; missing: these are not on the ledger yet."""
 
     positions: list[int]
@@ -51,7 +51,7 @@ class Samples:
     missing: bool
 
 
-def samples_of(config: RunConfig, run: RunDirectory, end: End, cursor: int, incident: int) -> Samples:
+def samples_of(config: RunConfig, run: RunDirectory, end: End, cursor: int, incident: int) -> FailedSamples:
     """The samples of the step that failed, which began at the position `cursor`; where they stand.
 
     The innocent among them are lost with the one that ends processes. But that one would come again in every epoch,
@@ -66,7 +66,7 @@ def samples_of(config: RunConfig, run: RunDirectory, end: End, cursor: int, inci
     left, _ = before.usable(run.skips, order, config.data.skip)
     positions, _ = left.next_kept(cursor, config.train.global_batch)
     entries = sample_entries(order, positions, reason, incident=incident, step=end.step)
-    return Samples(positions.tolist(), entries, len(ledger.table) - len(before.table) < len(entries))
+    return FailedSamples(positions.tolist(), entries, len(ledger.table) - len(before.table) < len(entries))
 
 
 def _open(config: RunConfig, run: RunDirectory) -> Corpora:

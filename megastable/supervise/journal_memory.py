@@ -13,7 +13,7 @@ from megastable.stability.incident import Breakdown, Incident
 END = ("code", "signal", "hung", "what", "step", "cursor", "rank", "host", "failure", "certain", "trained")
 
 
-class Memory:
+class JournalMemory:
     """Told of every event in order.
 
     attempt: the newest, 0 = none; under_way: it was launched, and nobody noted its end. clock: the farthest step done.

@@ -21,7 +21,7 @@ from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.supervise import hooks
 from megastable.supervise.metrics import Metrics
-from megastable.supervise.status import Status, Watch
+from megastable.supervise.status import RunWatch, Status
 from megastable.supervise.view import panel
 
 REFRESH = 1.0  # seconds between two looks of the panel and the metrics
@@ -91,7 +91,7 @@ class Audience:
         self.metrics = Metrics(c.metrics_port) if c.metrics_port else None
         self.reports = Reports(run, self.say)
         self.live: Live | None = None
-        self._watch: Watch | None = None
+        self._watch: RunWatch | None = None
         self._looked = 0.0
 
     def event(self, event: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ class Audience:
             return
         self._looked = time.monotonic()
         with suppress(MegastableError, OSError):
-            self._watch = self._watch or Watch(self.run.root)
+            self._watch = self._watch or RunWatch(self.run.root)
             status = self._watch.status()
             if self.metrics is not None:
                 self.metrics.update(status)

@@ -1,6 +1,6 @@
 """How a run stands, read from its directory alone: nothing is changed there, and nobody needs to be running.
 
-`read_status` once; `Watch` again and again, at the cost of what is new. The state is told by who holds the locks
+`read_status` once; `RunWatch` again and again, at the cost of what is new. The state is told by who holds the locks
 of the directory, by the last words of the journal, and by the age of progress.json.
 """
 
@@ -31,7 +31,7 @@ from megastable.base.text import visible
 from megastable.config.supervise import SuperviseConfig
 from megastable.run import directory
 from megastable.run.directory import RunDirectory
-from megastable.supervise.chronicle import Attempt, Case, Chronicle, Said, real, whole
+from megastable.supervise.chronicle import AttemptSummary, Chronicle, IncidentSummary, Said, real, whole
 from megastable.supervise.follow import Follower
 from megastable.supervise.skim import skim
 from megastable.supervise.state import Stands, State, advice, patience, state_of
@@ -99,9 +99,9 @@ class Status:
     began: float | None
     starts: int
     attempt: int | None
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[AttemptSummary, ...]
     restarts: dict[str, int]
-    incidents: tuple[Case, ...]
+    incidents: tuple[IncidentSummary, ...]
     refused: int
     alert: str
     checkpoints: tuple[Checkpoint, ...]
@@ -134,7 +134,7 @@ def as_json(status: Status) -> str:
 
 def read_status(run: Path) -> Status:
     """One look at the run in a directory. Raises DataError when there is none."""
-    return Watch(run).status()
+    return RunWatch(run).status()
 
 
 @dataclass
@@ -147,7 +147,7 @@ class _Recipe:
     limits: SuperviseConfig = field(default_factory=SuperviseConfig)
 
 
-class Watch:
+class RunWatch:
     """Looks at one run again and again. clock: unix seconds. Raises DataError when the directory holds no run."""
 
     def __init__(self, run: Path, clock: Callable[[], float] = time.time) -> None:

@@ -34,7 +34,7 @@ from megastable.supervise.exit_cause import End, end_of
 from megastable.supervise.failed_data import bad_data, readable, samples_of
 from megastable.supervise.follow import Follower
 from megastable.supervise.hang_detector import Patience
-from megastable.supervise.journal_memory import Memory
+from megastable.supervise.journal_memory import JournalMemory
 from megastable.supervise.prescan_process import ScoutProcess
 from megastable.supervise.processes import Attempt, command, hosts
 from megastable.supervise.rank_files import Wire
@@ -48,7 +48,7 @@ LOG_TAIL = 64_000
 FINAL = (errors.OK, errors.STOPPED, errors.UNSTABLE, errors.HANDOVER, errors.SUPERSEDED)
 
 
-class Audience(Protocol):
+class Listener(Protocol):
     """Who is told: a terminal, people, metrics, reports."""
 
     def event(self, event: dict[str, Any]) -> None: ...
@@ -67,7 +67,7 @@ class Supervisor:
         self,
         config: RunConfig,
         run: RunDirectory,
-        audience: Audience,
+        audience: Listener,
         recipe: str,
         overrides: Sequence[str],
         given: Sequence[str] = (),
@@ -78,7 +78,7 @@ class Supervisor:
         # The ranks tell nobody: they need no password, and other users see their arguments.
         self.overrides = [redacted_override(text) for text in overrides]
         self.here = socket.gethostname()
-        self.memory = Memory()
+        self.memory = JournalMemory()
         self.patience = Patience(config.supervise)
         self.signals = 0
         self.wire = Wire(run, audience.say)
@@ -432,7 +432,9 @@ class Supervisor:
         """Take in what the journal says, show what the ranks print."""
         starts, events = self._journal.starts, self._journal.new()
         if self._journal.starts != starts:
-            self.memory = Memory()  # a person has mended it: it is heard again, but nobody is told again
+            self.memory = (
+                JournalMemory()
+            )  # a person has mended it: it is heard again, but nobody is told again
         for event in events:
             self.memory.hear(event)
             if self._journal.starts == starts:

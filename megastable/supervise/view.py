@@ -21,9 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megastable.base.text import duration, plural, size
-from megastable.supervise.chronicle import Case
+from megastable.supervise.chronicle import IncidentSummary
 from megastable.supervise.state import State
-from megastable.supervise.status import Process, Status, Watch
+from megastable.supervise.status import Process, RunWatch, Status
 
 BARS = "▁▂▃▄▅▆▇█"
 LARGEST = 1e30  # what is beyond would break the scale
@@ -70,7 +70,7 @@ def panel(status: Status) -> RenderableType:
 
 
 def live(
-    watch: Watch, console: Console, seconds: float = 1.0, until: Callable[[Status], bool] | None = None
+    watch: RunWatch, console: Console, seconds: float = 1.0, until: Callable[[Status], bool] | None = None
 ) -> Status:
     """Show a run until `until` says so (else until nobody is at work any more) or Ctrl-C. The last status."""
     over = until or (lambda s: s.state not in PRESENT)
@@ -206,7 +206,7 @@ def _incidents(s: Status) -> Text:
     return told
 
 
-def _case(case: Case) -> str:
+def _case(case: IncidentSummary) -> str:
     losses = ""
     if case.loss_before is not None and case.loss_peak is not None:
         losses = f", loss {case.loss_before:.2f} to {case.loss_peak:.2f}"

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from megastable.base.collectives import agree, first, shared
 from megastable.base.errors import CheckpointError, MegastableError, SpaceError, UnstableError
 from megastable.checkpoint import loading, markers, store
-from megastable.checkpoint.health import Trend
-from megastable.checkpoint.saving import Outcome, Saver
+from megastable.checkpoint.health import CalmSteps
+from megastable.checkpoint.saving import SaveOutcome, Saver
 from megastable.checkpoint.staging import Staging, recover
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.checkpoint.vitals import Vitals, doubt, judge, loss_change, ratio, size_change, unclear
@@ -52,7 +52,7 @@ class Checkpoints:
         self.config, self.engine, self.run, self.folder = config.checkpoint, engine, run, run.checkpoints
         self.note, self.say, self.phase, self.vitals = note, say, phase, vitals
         self.saver = Saver(self.folder, engine, self.config, config.model, recipe)
-        self.trend = Trend(self.config.healthy_after)
+        self.trend = CalmSteps(self.config.healthy_after)
         self._model = config.model
         self.last = -1
         self.rejected: dict[str, str] = {}
@@ -369,7 +369,7 @@ class Checkpoints:
         shared(error)
         return error
 
-    def _stands(self, outcome: Outcome | None) -> None:
+    def _stands(self, outcome: SaveOutcome | None) -> None:
         """Journal what became of a save. A disk that refuses ends the run, if the recipe says so."""
         if outcome is None:
             return

@@ -12,7 +12,7 @@ from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Step
 from megastable.engine.engine import Measured
-from megastable.engine.layer_stats import Statistics
+from megastable.engine.layer_stats import LayerStatistics
 from megastable.model.flops import flops_per_token
 from megastable.parallel.layout import Layout
 from megastable.run.directory import RunDirectory
@@ -47,7 +47,7 @@ class Observer:
         lr: float,
         seconds: float,
         waited: float,
-        statistics: Statistics | None,
+        statistics: LayerStatistics | None,
     ) -> None:
         """Record and show the step that ended at `state`. seconds: it took, `waited` of them for data."""
         c, now = self.config, time.time()

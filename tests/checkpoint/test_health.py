@@ -9,21 +9,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from megastable.checkpoint.health import Trend
+from megastable.checkpoint.health import CalmSteps
 from megastable.run.directory import RunDirectory
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.training.test_failures import batch, train
 
 
-def run(trend: Trend, first: int, last: int, calm: bool = True) -> dict[int, list[int]]:
+def run(trend: CalmSteps, first: int, last: int, calm: bool = True) -> dict[int, list[int]]:
     """Steps first to last; those that made checkpoints healthy."""
     done = {step: trend.step(step, calm) for step in range(first, last + 1)}
     return {step: healthy for step, healthy in done.items() if healthy}
 
 
 def test_after_so_many_calm_steps_it_is_healthy_once() -> None:
-    trend = Trend(50)
+    trend = CalmSteps(50)
     assert run(trend, 1, 100) == {}
     assert trend.saved(100) == [] and trend.pending == [100]
     assert run(trend, 101, 149) == {} and trend.counted(100) == 49
@@ -32,7 +32,7 @@ def test_after_so_many_calm_steps_it_is_healthy_once() -> None:
 
 
 def test_one_step_of_trouble_begins_the_count_of_all_anew() -> None:
-    trend = Trend(50)
+    trend = CalmSteps(50)
     run(trend, 1, 100)
     trend.saved(100)
     run(trend, 101, 120)
@@ -43,7 +43,7 @@ def test_one_step_of_trouble_begins_the_count_of_all_anew() -> None:
 
 
 def test_a_later_one_is_healthy_later() -> None:
-    trend = Trend(50)
+    trend = CalmSteps(50)
     run(trend, 1, 100)
     trend.saved(100)
     run(trend, 101, 120)
@@ -52,7 +52,7 @@ def test_a_later_one_is_healthy_later() -> None:
 
 
 def test_who_goes_back_loses_what_is_later_and_counts_anew() -> None:
-    trend = Trend(50)
+    trend = CalmSteps(50)
     run(trend, 1, 100)
     trend.saved(100)
     run(trend, 101, 140)
@@ -63,7 +63,7 @@ def test_who_goes_back_loses_what_is_later_and_counts_anew() -> None:
 
 
 def test_the_checkpoint_that_a_run_goes_back_to_stays() -> None:
-    trend = Trend(50)
+    trend = CalmSteps(50)
     run(trend, 1, 100)
     trend.saved(100)
     run(trend, 101, 140)
@@ -72,19 +72,19 @@ def test_the_checkpoint_that_a_run_goes_back_to_stays() -> None:
 
 
 def test_a_new_process_counts_from_where_it_goes_on() -> None:
-    trend = Trend(50)
+    trend = CalmSteps(50)
     trend.resumed(130, pending=[100, 120, 130, 200])
     assert trend.pending == [100, 120, 130]
     assert run(trend, 131, 300) == {180: [100, 120, 130]}
 
 
 def test_steps_that_nobody_saw_prove_nothing() -> None:
-    trend = Trend(50)
+    trend = CalmSteps(50)
     run(trend, 1, 100)
     trend.saved(100)
     run(trend, 101, 120)
     assert run(trend, 1000, 2000) == {1049: [100]}
-    trend = Trend(50)
+    trend = CalmSteps(50)
     run(trend, 1, 100)
     trend.saved(100)
     assert trend.saved(500) == []
@@ -92,7 +92,7 @@ def test_steps_that_nobody_saw_prove_nothing() -> None:
 
 
 def test_a_step_that_was_done_before_means_that_the_run_went_back() -> None:
-    trend = Trend(50)
+    trend = CalmSteps(50)
     run(trend, 1, 100)
     trend.saved(90)
     trend.saved(100)
@@ -100,14 +100,14 @@ def test_a_step_that_was_done_before_means_that_the_run_went_back() -> None:
 
 
 def test_with_none_to_wait_for_it_is_healthy_at_once() -> None:
-    trend = Trend(0)
+    trend = CalmSteps(0)
     assert run(trend, 1, 10, calm=False) == {}
     assert trend.saved(10) == [10] and trend.pending == []
     assert trend.step(11, calm=False) == []
 
 
 def test_a_save_that_is_told_late_counts_from_when_it_was_taken() -> None:
-    trend = Trend(5)
+    trend = CalmSteps(5)
     run(trend, 1, 20)
     assert trend.saved(17) == [] and trend.saved(15) == [15]
     assert run(trend, 21, 30) == {22: [17]}
@@ -115,7 +115,7 @@ def test_a_save_that_is_told_late_counts_from_when_it_was_taken() -> None:
 
 def test_a_negative_number_of_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="after=-1"):
-        Trend(-1)
+        CalmSteps(-1)
 
 
 class AgainstMemory(RuleBasedStateMachine):
@@ -123,7 +123,7 @@ class AgainstMemory(RuleBasedStateMachine):
 
     @initialize(after=st.integers(0, 6), now=st.integers(0, 3))
     def begin(self, after: int, now: int) -> None:
-        self.trend, self.after, self.now = Trend(after), after, now
+        self.trend, self.after, self.now = CalmSteps(after), after, now
         self.trend.resumed(now, [])
         self.calm: set[int] = set()
         self.pending: set[int] = set()
@@ -177,7 +177,7 @@ class AgainstMemory(RuleBasedStateMachine):
     def restart(self, by: int) -> None:
         step, pending = max(0, self.now - by), sorted(self.pending)
         self.go_back(step)
-        self.trend = Trend(self.after)
+        self.trend = CalmSteps(self.after)
         self.trend.resumed(step, pending)
 
     @invariant()

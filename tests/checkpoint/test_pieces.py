@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.checkpoint import pieces
-from megastable.checkpoint.pieces import Statistics, statistics_of
+from megastable.checkpoint.pieces import PieceStatistics, statistics_of
 
 FLOATS = st.lists(st.floats(-(2.0**59), 2.0**59, width=32), max_size=40)
 
@@ -41,7 +41,7 @@ def test_one_bad_number_is_counted_wherever_it_is(
     finally:
         pieces.CHUNK = before
     assert found.nonfinite == 1 and not math.isfinite(found.norm) and not math.isfinite(found.absmax)
-    assert Statistics.model_validate_json(found.model_dump_json()).nonfinite == 1
+    assert PieceStatistics.model_validate_json(found.model_dump_json()).nonfinite == 1
 
 
 def test_numbers_whose_squares_are_beyond_fp32_are_finite() -> None:

@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 from megastable.base import durable
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import markers, retention, store
-from megastable.checkpoint.health import Trend
+from megastable.checkpoint.health import CalmSteps
 from megastable.checkpoint.quick_check import DELETING
-from megastable.checkpoint.retention import Kept, apply, doomed, milestones, standing
+from megastable.checkpoint.retention import KeptCheckpoint, apply, doomed, milestones, standing
 from tests.checkpoint.standins import checkpoint, names, run_with
 
 NEWEST = 10**6
 folders = st.lists(
-    st.builds(Kept, st.integers(0, 60), st.booleans(), st.sampled_from([False, False, False, True])),
+    st.builds(
+        KeptCheckpoint, st.integers(0, 60), st.booleans(), st.sampled_from([False, False, False, True])
+    ),
     unique_by=lambda c: c.step,
     max_size=15,
 )
@@ -29,12 +31,12 @@ keeps = st.integers(1, 5)
 every = st.sampled_from([0, 1, 5, 7, 10, 25, 100])
 
 
-def left(checkpoints: list[Kept], keep: int, keep_every: int) -> list[Kept]:
+def left(checkpoints: list[KeptCheckpoint], keep: int, keep_every: int) -> list[KeptCheckpoint]:
     gone = doomed(checkpoints, keep, keep_every)
     return [c for c in checkpoints if c.step not in gone]
 
 
-def steps(checkpoints: list[Kept]) -> set[int]:
+def steps(checkpoints: list[KeptCheckpoint]) -> set[int]:
     return {c.step for c in checkpoints}
 
 
@@ -42,7 +44,9 @@ def steps(checkpoints: list[Kept]) -> set[int]:
 
 
 @given(folders, keeps, every)
-def test_what_must_stay_stays_and_nothing_else(checkpoints: list[Kept], keep: int, keep_every: int) -> None:
+def test_what_must_stay_stays_and_nothing_else(
+    checkpoints: list[KeptCheckpoint], keep: int, keep_every: int
+) -> None:
     ordered = sorted(checkpoints, key=lambda c: c.step)
     stay = steps(ordered[-keep:]) | {c.step for c in ordered if c.pinned}
     proven = [c.step for c in ordered if c.healthy]
@@ -59,31 +63,37 @@ def test_what_must_stay_stays_and_nothing_else(checkpoints: list[Kept], keep: in
 
 
 @given(folders, keeps, every)
-def test_what_was_decided_stays_decided(checkpoints: list[Kept], keep: int, keep_every: int) -> None:
+def test_what_was_decided_stays_decided(
+    checkpoints: list[KeptCheckpoint], keep: int, keep_every: int
+) -> None:
     assert doomed(left(checkpoints, keep, keep_every), keep, keep_every) == []
 
 
 @given(folders, keeps, every, st.integers(0, 3))
 def test_who_keeps_more_deletes_no_more(
-    checkpoints: list[Kept], keep: int, keep_every: int, more: int
+    checkpoints: list[KeptCheckpoint], keep: int, keep_every: int, more: int
 ) -> None:
     gone = set(doomed(checkpoints, keep, keep_every))
     assert set(doomed(checkpoints, keep + more, keep_every)) <= gone
     assert gone <= set(doomed(checkpoints, keep, 0))
     for at, one in enumerate(checkpoints):
-        other = [*checkpoints[:at], Kept(one.step, one.healthy, pinned=True), *checkpoints[at + 1 :]]
+        other = [
+            *checkpoints[:at],
+            KeptCheckpoint(one.step, one.healthy, pinned=True),
+            *checkpoints[at + 1 :],
+        ]
         assert set(doomed(other, keep, keep_every)) == gone - {one.step}
 
 
 @given(folders, keeps, every)
-def test_a_newer_one_saves_nobody(checkpoints: list[Kept], keep: int, keep_every: int) -> None:
+def test_a_newer_one_saves_nobody(checkpoints: list[KeptCheckpoint], keep: int, keep_every: int) -> None:
     before = set(doomed(checkpoints, keep, keep_every))
-    assert before <= set(doomed([*checkpoints, Kept(NEWEST)], keep, keep_every))
+    assert before <= set(doomed([*checkpoints, KeptCheckpoint(NEWEST)], keep, keep_every))
 
 
 @given(folders, keeps, every, st.randoms(use_true_random=False))
 def test_their_order_does_not_matter(
-    checkpoints: list[Kept], keep: int, keep_every: int, random: object
+    checkpoints: list[KeptCheckpoint], keep: int, keep_every: int, random: object
 ) -> None:
     shuffled = list(checkpoints)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
@@ -92,38 +102,48 @@ def test_their_order_does_not_matter(
 
 @given(st.lists(st.integers(1, 9), max_size=40), keeps, st.sampled_from([5, 7, 10, 25]))
 def test_deleting_after_every_save_loses_no_milestone(gaps: list[int], keep: int, keep_every: int) -> None:
-    saved, folder, step = list[int](), list[Kept](), 0
+    saved, folder, step = list[int](), list[KeptCheckpoint](), 0
     for gap in gaps:
         step += gap
         saved.append(step)
-        folder = left([*folder, Kept(step)], keep, keep_every)
+        folder = left([*folder, KeptCheckpoint(step)], keep, keep_every)
     assert milestones(saved, keep_every) <= steps(folder)
 
 
 def test_a_table() -> None:
-    proven = [Kept(100, True), Kept(200, True), Kept(300, True), Kept(400)]
+    proven = [
+        KeptCheckpoint(100, True),
+        KeptCheckpoint(200, True),
+        KeptCheckpoint(300, True),
+        KeptCheckpoint(400),
+    ]
     assert doomed(proven, 2) == [100, 200]
     assert doomed(proven, 1) == [100, 200]
     assert doomed(proven, 9) == []
     # Trouble since 300: what was good before outlives any number of later ones.
-    assert doomed([Kept(200, True), *map(Kept, range(300, 1000, 100))], 2) == [400, 500, 600, 700]
+    assert doomed([KeptCheckpoint(200, True), *map(KeptCheckpoint, range(300, 1000, 100))], 2) == [
+        400,
+        500,
+        600,
+        700,
+    ]
     # None proven: the oldest is the likeliest to be from before it.
-    assert doomed([*map(Kept, range(100, 700, 100))], 2) == [200, 300, 400]
+    assert doomed([*map(KeptCheckpoint, range(100, 700, 100))], 2) == [200, 300, 400]
     # Not exactly on multiples of 1,000; 1,990 and 2,010 are both of 1,990's past, only one is the first after 2,000.
-    off = [Kept(step, True) for step in (40, 990, 1010, 1500, 1990, 2010, 2500, 5500, 5600)]
+    off = [KeptCheckpoint(step, True) for step in (40, 990, 1010, 1500, 1990, 2010, 2500, 5500, 5600)]
     assert doomed(off, 1, 1000) == [40, 990, 1500, 1990, 2500]
     assert doomed([], 3, 10) == []
 
 
 @given(st.integers(1, 20), keeps, st.integers(0, 60))
 def test_however_often_is_saved_some_come_to_prove_themselves(interval: int, keep: int, after: int) -> None:
-    trend, folder = Trend(after), dict[int, Kept]()
+    trend, folder = CalmSteps(after), dict[int, KeptCheckpoint]()
     for step in range(1, 300):
         proven = trend.step(step, calm=True)
         if step % interval == 0:
             proven += trend.saved(step)
-            folder[step] = Kept(step)
-        folder |= {one: Kept(one, healthy=True) for one in proven if one in folder}
+            folder[step] = KeptCheckpoint(step)
+        folder |= {one: KeptCheckpoint(one, healthy=True) for one in proven if one in folder}
         folder = {c.step: c for c in left(list(folder.values()), keep, 0)}
         assert len(folder) <= keep + 2
         newest = max((c.step for c in folder.values() if c.healthy), default=0)
@@ -132,9 +152,9 @@ def test_however_often_is_saved_some_come_to_prove_themselves(interval: int, kee
 
 def test_to_keep_none_is_refused() -> None:
     with pytest.raises(ValueError, match="keep=0"):
-        doomed([Kept(1)], 0)
+        doomed([KeptCheckpoint(1)], 0)
     with pytest.raises(ValueError, match="keep_every=-1"):
-        doomed([Kept(1)], 1, -1)
+        doomed([KeptCheckpoint(1)], 1, -1)
 
 
 # On the disk
@@ -156,7 +176,8 @@ def test_the_markers_and_the_files_are_what_is_decided_by(tmp_path: Path) -> Non
     markers.mark_healthy(folder / "step-40", 45, 5)
     shutil.copy(folder / "step-40" / markers.HEALTH, folder / "step-60" / markers.HEALTH)
     assert standing(folder)[1:6] == [
-        Kept(20, pinned=True), Kept(30, pinned=True), Kept(40, healthy=True), Kept(50), Kept(60),
+        KeptCheckpoint(20, pinned=True), KeptCheckpoint(30, pinned=True), KeptCheckpoint(40, healthy=True),
+        KeptCheckpoint(50), KeptCheckpoint(60),
     ]  # fmt: skip
     assert apply(folder, 2) == ["step-10", "step-60", "step-70"]
 

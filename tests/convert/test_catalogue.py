@@ -16,13 +16,13 @@ from megastable.base.errors import CheckpointError
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.quick_check import DELETING
 from megastable.convert import catalogue
-from megastable.convert.catalogue import Entry, entries, sheet
+from megastable.convert.catalogue import CatalogueEntry, entries, sheet
 from megastable.report.sheet import as_csv, as_html, as_json
 from megastable.run.directory import RunDirectory
 from tests.checkpoint.standins import LAYOUT, checkpoint, run_with
 
 
-def by_name(run: Path) -> dict[str, Entry]:
+def by_name(run: Path) -> dict[str, CatalogueEntry]:
     return {entry.name: entry for entry in entries(run)}
 
 

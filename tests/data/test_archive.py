@@ -18,7 +18,7 @@ import pytest
 import zstandard
 
 from megastable.base.errors import DataError
-from megastable.data.text_files import Corpus
+from megastable.data.text_files import TextFiles
 from tests.data.archives import special, tar_bytes
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -52,7 +52,7 @@ TEXTS = ["first, as it stands first é", "two", "three", "four", "five", "six"]
 def test_members_are_read_in_their_order(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"a{ending}"
     path.write_bytes(COMPRESS[ending](tar_bytes(PLAIN)))
-    corpus = Corpus([tmp_path])
+    corpus = TextFiles([tmp_path])
     for _ in range(2):
         assert list(corpus) == TEXTS
         assert corpus.read_bytes == corpus.total_bytes == path.stat().st_size
@@ -79,7 +79,7 @@ def test_files_about_the_data_are_left_out_where_data_lies(
         ("tokens/0.ds.metadata", b"some/tokenizer|2\n5\n"),
     ]
     path.write_bytes(compress(tar_bytes(content)))
-    corpus = Corpus([path])
+    corpus = TextFiles([path])
     for _ in range(2):
         assert list(corpus) == ["a text among texts", "one", "two"]
         assert corpus.read_bytes == corpus.total_bytes == path.stat().st_size
@@ -93,7 +93,7 @@ def test_files_about_the_data_are_left_out_where_data_lies(
             ],
         }
     path.write_bytes(compress(tar_bytes([*content[:2], content[4]])))
-    assert list(Corpus([path])) == ["about the data", "may be copied", "one"]
+    assert list(TextFiles([path])) == ["about the data", "may be copied", "one"]
 
 
 def test_links_and_devices_are_named_and_lead_nowhere(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_links_and_devices_are_named_and_lead_nowhere(tmp_path: Path) -> None:
             ]
         )
     )
-    corpus = Corpus([tmp_path / "in"])
+    corpus = TextFiles([tmp_path / "in"])
     assert list(corpus) == ["stays inside", "so does this"]
     assert corpus.left_out.files == {
         "links, devices and sparse files in archives": [
@@ -135,7 +135,7 @@ def test_an_archive_that_is_cut_off_anywhere_is_refused(
     for cut in range(0, end, 97):
         path.write_bytes(whole[:cut])
         with pytest.raises(DataError, match=rf"{path.name} (is damaged|ends too early)"):
-            list(Corpus([path], skip_bad=True))
+            list(TextFiles([path], skip_bad=True))
 
 
 def test_damaged_headers_are_refused(tmp_path: Path) -> None:
@@ -148,14 +148,14 @@ def test_damaged_headers_are_refused(tmp_path: Path) -> None:
             damaged[1024 * member + chance.randrange(500)] ^= 1 << chance.randrange(8)
             path.write_bytes(damaged)
             with pytest.raises(DataError, match=r"a\.tar is damaged: .*fetch it again"):
-                list(Corpus([path]))
+                list(TextFiles([path]))
 
 
 def test_archives_in_a_row_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(tar_bytes([("a.txt", b"one")]) + tar_bytes([("b.txt", b"two")]))
     with pytest.raises(DataError, match=r"a\.tar goes on behind the end mark"):
-        list(Corpus([path]))
+        list(TextFiles([path]))
 
 
 def test_what_cannot_be_read_inside_is_refused(tmp_path: Path) -> None:
@@ -167,13 +167,13 @@ def test_what_cannot_be_read_inside_is_refused(tmp_path: Path) -> None:
         with pytest.raises(
             DataError, match=rf"a\.tar!{name} is an archive or table of a kind that is not read"
         ):
-            list(Corpus([path]))
-        corpus = Corpus([path], skip_bad=True)
+            list(TextFiles([path]))
+        corpus = TextFiles([path], skip_bad=True)
         assert list(corpus) == ["one"]
         assert list(corpus.left_out.files.values()) == [[f"{path}!{name}"]]
     path.write_bytes(tar_bytes([("d.jsonl.gz", gzip.compress(line("x"))[:-3])]))
     with pytest.raises(DataError, match=r"a\.tar!d\.jsonl\.gz ends too early"):
-        list(Corpus([path], skip_bad=True))
+        list(TextFiles([path], skip_bad=True))
 
 
 def webdataset(count: int) -> list[tuple[str | tarfile.TarInfo, bytes]]:
@@ -191,7 +191,7 @@ def webdataset(count: int) -> list[tuple[str | tarfile.TarInfo, bytes]]:
 def test_webdatasets_have_a_document_per_sample(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(tar_bytes(webdataset(50)))
-    corpus = Corpus([path])
+    corpus = TextFiles([path])
     assert list(corpus) == [f"text {number}" for number in range(50)]
     assert corpus.left_out.counts == {"other parts of WebDataset samples": 150}
     assert corpus.left_out.files == {
@@ -199,25 +199,25 @@ def test_webdatasets_have_a_document_per_sample(tmp_path: Path) -> None:
             f"{path}!s/000.{ending} and 49 more" for ending in ("jpg", "cls", "json")
         ]
     }
-    assert list(Corpus([path], key="txt")) == [f"text {number}" for number in range(50)]
-    assert list(Corpus([path], key="caption")) == [f"said {number}" for number in range(50)]
+    assert list(TextFiles([path], key="txt")) == [f"text {number}" for number in range(50)]
+    assert list(TextFiles([path], key="caption")) == [f"said {number}" for number in range(50)]
 
 
 def test_samples_without_a_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(tar_bytes([*webdataset(2), ("s/002.jpg", b"\0"), *webdataset(1)]))
     with pytest.raises(DataError, match=r"a\.tar!s/002: a sample without \.text or \.txt or \.json"):
-        list(Corpus([path]))
-    assert list(Corpus([path], skip_bad=True)) == ["text 0", "text 1", "text 0"]
+        list(TextFiles([path]))
+    assert list(TextFiles([path], skip_bad=True)) == ["text 0", "text 1", "text 0"]
     path.write_bytes(tar_bytes([*webdataset(3), ("s/002.txt", b"another")]))
     with pytest.raises(DataError, match=r"a\.tar!s/002\.txt: there twice in one sample"):
-        list(Corpus([path]))
-    assert list(Corpus([path], skip_bad=True)) == ["text 0", "text 1", "text 2"]
+        list(TextFiles([path]))
+    assert list(TextFiles([path], skip_bad=True)) == ["text 0", "text 1", "text 2"]
     with pytest.raises(DataError, match=r"a\.tar!s/000\.json: no key 'story' \(its keys: 'caption'\)"):
-        list(Corpus([path], key="story"))
+        list(TextFiles([path], key="story"))
 
 
 def test_files_that_share_a_name_are_no_webdataset(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(tar_bytes([("a.txt", b"1"), ("a.md", b"2"), ("b.py", b"3"), ("shard.0.txt", b"4")]))
-    assert list(Corpus([path])) == ["1", "2", "3", "4"]
+    assert list(TextFiles([path])) == ["1", "2", "3", "4"]

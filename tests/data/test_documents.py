@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megastable.base.errors import DataError
 from megastable.data.documents import Document, documents_at, documents_by_position
 from megastable.data.manifest import Manifest, Segment, Stream, TokenizerInfo, adopt
-from megastable.data.order import Corpus, Order
+from megastable.data.order import Order, OrderedCorpus
 from megastable.data.shard_format import CODES, HEADER, MAGIC, VERSION
 from megastable.data.shards import Shard, ShardWriter
 from megastable.data.source import Source
@@ -90,7 +90,7 @@ def test_documents_hold_the_own_tokens_of_the_positions(
 ) -> None:
     names, streams, labels = parts
     corpora = [
-        Corpus(name, stream.tokens, weight)
+        OrderedCorpus(name, stream.tokens, weight)
         for name, stream, weight in zip(names, streams, (2.0, 1.0), strict=True)
     ]
     source = Source(Order(corpora, length, seed=7, block=32), streams, EOD)
@@ -115,7 +115,7 @@ def test_the_last_label_belongs_to_the_next_sequence(tmp_path: Path) -> None:
         for _ in range(4):
             writer.add_document(np.array([5, 6, 7, EOD]))
     stream = Stream(tmp_path, adopt(tmp_path, TOKENIZER, 0.0, "c"), "train")
-    source = Source(Order([Corpus("c", stream.tokens, 1.0)], 4, seed=0), [stream], EOD)
+    source = Source(Order([OrderedCorpus("c", stream.tokens, 1.0)], 4, seed=0), [stream], EOD)
     assert source.sample(0).size == 5
     found = [documents_by_position(source, [position])[position] for position in range(3)]
     assert sorted(d.document for documents in found for d in documents) == [0, 1, 2]
@@ -134,14 +134,14 @@ def test_empty_documents_hold_no_tokens(tmp_path: Path) -> None:
     )
     assert Shard(tmp_path / "part").documents == 6
     stream = Stream(tmp_path, adopt(tmp_path, TOKENIZER, 0.0, "c"), "train")
-    source = Source(Order([Corpus("c", stream.tokens, 1.0)], 11, seed=0), [stream], EOD)
+    source = Source(Order([OrderedCorpus("c", stream.tokens, 1.0)], 11, seed=0), [stream], EOD)
     found = [(d.document, d.first_token, d.tokens) for d in documents_at(source, [0])]
     assert found == [(0, 0, 3), (3, 3, 5), (4, 8, 4)]
 
 
 def test_impossible_positions_are_refused(parts: Parts) -> None:
     names, streams, _ = parts
-    source = Source(Order([Corpus(names[1], streams[1].tokens, 1.0)], 8, seed=0), streams[1:], EOD)
+    source = Source(Order([OrderedCorpus(names[1], streams[1].tokens, 1.0)], 8, seed=0), streams[1:], EOD)
     with pytest.raises(DataError, match="a position is between"):
         documents_at(source, [3, -1])
     assert documents_at(source, []) == []

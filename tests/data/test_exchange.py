@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.data.deferral import Deferral, Room, plan
+from megastable.data.deferral import Deferral, DeferralRoom, plan
 from megastable.data.exchange import Exchange, Exchanged, swaps_of
-from megastable.data.order import LAST_POSITION, Corpus, Order, Phase
+from megastable.data.order import LAST_POSITION, Order, OrderedCorpus, Phase
 from megastable.data.skips import Exclusions, Identity, Selection, Skips
 
 BLOCK = 64
@@ -18,7 +18,7 @@ BLOCK = 64
 
 def order(*sequences: int, phases: tuple[Phase, ...] = (), seed: int = 3) -> Order:
     """Corpora "a", "b", ... of so many sequences of 8 tokens, evenly blended in blocks of 64."""
-    corpora = [Corpus(f"{chr(97 + i)}", 8 * n + 1, 1.0, chr(97 + i)) for i, n in enumerate(sequences)]
+    corpora = [OrderedCorpus(f"{chr(97 + i)}", 8 * n + 1, 1.0, chr(97 + i)) for i, n in enumerate(sequences)]
     return Order(corpora, 8, seed, BLOCK, phases)
 
 
@@ -127,7 +127,7 @@ def test_a_new_blend_leaves_exchanges_as_they_are() -> None:
 def deferred(
     of: Order, positions: list[int], begin: int, near: int, far: int, end: int, **left: Any
 ) -> tuple[Order, Deferral]:
-    found = plan(of, Selection(of, **left), np.array(positions), Room(begin, near, far, end))
+    found = plan(of, Selection(of, **left), np.array(positions), DeferralRoom(begin, near, far, end))
     return of.exchanging(found.exchanges), found
 
 
@@ -204,7 +204,7 @@ def test_whatever_is_deferred_a_run_reads_the_same_samples(
         window, begin = left.next_kept(first, count)
         if begin > end:
             continue
-        found = plan(now, left, window, Room(begin, begin + room[0], begin + room[0] + room[1], end))
+        found = plan(now, left, window, DeferralRoom(begin, begin + room[0], begin + room[0] + room[1], end))
         now = now.exchanging(found.exchanges)
         lost |= set(found.lost.tolist())
         assert sorted([*found.positions.tolist(), *found.lost.tolist()]) == window.tolist()

@@ -10,7 +10,7 @@ import pytest
 
 from megastable.base.errors import DataError
 from megastable.data.input_files import ABOUT, CACHES, HIDDEN, LINKS, TOKENS, UNMATCHED, find_files, format_of
-from megastable.data.text_files import Corpus
+from megastable.data.text_files import TextFiles
 
 
 def make(folder: Path, *names: str) -> None:
@@ -176,8 +176,8 @@ def test_archives_that_are_not_read_are_refused_before_anything_is_read(tmp_path
     with pytest.raises(
         DataError, match=f"{name} is an archive or table of a kind that is not read here.*--glob"
     ):
-        Corpus([tmp_path])
-    corpus = Corpus([tmp_path], skip_bad=True)
+        TextFiles([tmp_path])
+    corpus = TextFiles([tmp_path], skip_bad=True)
     assert list(corpus) == []
     assert [str(tmp_path / name)] in corpus.left_out.files.values()
 
@@ -185,13 +185,13 @@ def test_archives_that_are_not_read_are_refused_before_anything_is_read(tmp_path
 def test_a_binary_file_that_a_person_names_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.dat").write_bytes(b"a\0")
     with pytest.raises(DataError, match=r"a\.dat is a binary file, not text"):
-        list(Corpus([tmp_path / "a.dat"]))
-    assert list(Corpus([tmp_path])) == []
+        list(TextFiles([tmp_path / "a.dat"]))
+    assert list(TextFiles([tmp_path])) == []
 
 
 def test_names_that_are_not_utf8(tmp_path: Path) -> None:
     for name in (b"\xff.txt", b"new\nline.txt", b"\xfe.png"):
         (tmp_path / os.fsdecode(name)).write_bytes(b"\0" if name.endswith(b"png") else b"text")
-    corpus = Corpus([tmp_path])
+    corpus = TextFiles([tmp_path])
     assert list(corpus) == ["text", "text"]
     assert corpus.left_out.files == {"binary files": [f"{tmp_path}/\udcfe.png"]}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megastable.base.errors import ConfigError, DataError
 from megastable.data.loader import Loader, Step, documents_of
 from megastable.data.manifest import Manifest, Stream
-from megastable.data.order import Corpus, Order
+from megastable.data.order import Order, OrderedCorpus
 from megastable.data.skip_ledger import Ledger, SkipEntry
 from megastable.data.skips import Selection, Skips
 from megastable.data.source import Source
@@ -36,7 +36,7 @@ def source(tmp_path: Path, make_corpus: MakeCorpus) -> Source:
     for name, sizes, weight in [("books", [900, 700], 0.75), ("web", [500], 0.25)]:
         manifest = make_corpus(tmp_path / name, sizes, seed=len(streams))
         streams.append(Stream(tmp_path / name, manifest, "train"))
-        corpora.append(Corpus(name, streams[-1].tokens, weight))
+        corpora.append(OrderedCorpus(name, streams[-1].tokens, weight))
     return Source(Order(corpora, LENGTH, seed=3, block=64), streams, EOD)
 
 

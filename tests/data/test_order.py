@@ -17,10 +17,20 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError, DataError
 from megastable.data.manifest import Manifest, Segment, TokenizerInfo
-from megastable.data.order import ROUNDS, VERSION, Corpus, Location, Order, Phase, blend, permute, round_keys
+from megastable.data.order import (
+    ROUNDS,
+    VERSION,
+    Location,
+    Order,
+    OrderedCorpus,
+    Phase,
+    blend,
+    permute,
+    round_keys,
+)
 from megastable.data.shards import ShardInfo
 
-TWO = [Corpus("books", 50_001, 0.7), Corpus("web", 7_000, 0.3)]
+TWO = [OrderedCorpus("books", 50_001, 0.7), OrderedCorpus("web", 7_000, 0.3)]
 
 
 def bijection(size: int, seed: int, name: str = "a", number: int = 0) -> list[int]:
@@ -114,7 +124,7 @@ def test_neighbours_do_not_stay_neighbours() -> None:
 def test_locate_is_the_reference(
     seed: int, weights: list[float], sizes: list[int], positions: list[int]
 ) -> None:
-    corpora = [Corpus(f"c{i}", sizes[i], weight) for i, weight in enumerate(weights)]
+    corpora = [OrderedCorpus(f"c{i}", sizes[i], weight) for i, weight in enumerate(weights)]
     order = Order(corpora, 8, seed, block=128)
     found = order.locate(positions)
     for index, position in enumerate(positions):
@@ -124,7 +134,7 @@ def test_locate_is_the_reference(
 
 
 @pytest.mark.parametrize("corpora", [TWO, TWO[:1]])
-def test_every_sequence_of_an_epoch_exactly_once(corpora: list[Corpus]) -> None:
+def test_every_sequence_of_an_epoch_exactly_once(corpora: list[OrderedCorpus]) -> None:
     order = Order(corpora, 10, seed=1)
     places = order.locate(np.arange(60_000))
     for index, sequences in enumerate(order.sequences):
@@ -140,7 +150,7 @@ def test_every_sequence_of_an_epoch_exactly_once(corpora: list[Corpus]) -> None:
 
 def test_the_last_sequence_ends_inside_the_corpus() -> None:
     for tokens in range(11, 45):
-        order = Order([Corpus("a", tokens, 1)], 10, seed=0)
+        order = Order([OrderedCorpus("a", tokens, 1)], 10, seed=0)
         assert order.locate(np.arange(order.sequences[0])).first_token.max() + 11 <= tokens
         assert order.sequences[0] * 10 + 11 > tokens
 
@@ -151,7 +161,7 @@ def test_the_last_sequence_ends_inside_the_corpus() -> None:
 )
 def test_quotas_are_exact_in_every_block(weights: list[float], seed: int, data: st.DataObject) -> None:
     weights = [max(weight, max(weights) / 200) for weight in weights]
-    order = Order([Corpus(f"c{i}", 1000, weight) for i, weight in enumerate(weights)], 8, seed)
+    order = Order([OrderedCorpus(f"c{i}", 1000, weight) for i, weight in enumerate(weights)], 8, seed)
     assert sum(order.quotas) == order.block
     for quota, weight in zip(order.quotas, weights, strict=True):
         assert abs(quota - order.block * weight / sum(weights)) < 1 + 1e-6
@@ -162,7 +172,7 @@ def test_quotas_are_exact_in_every_block(weights: list[float], seed: int, data: 
 
 def test_largest_remainder() -> None:
     def quotas(*weights: float, block: int) -> tuple[int, ...]:
-        return blend([Corpus(f"c{i}", 100, weight) for i, weight in enumerate(weights)], block)
+        return blend([OrderedCorpus(f"c{i}", 100, weight) for i, weight in enumerate(weights)], block)
 
     assert quotas(0.5, 0.3, 0.2, block=10) == (5, 3, 2)
     assert quotas(1, 1, 1, block=10) == (4, 3, 3)  # a tie: by name
@@ -183,7 +193,7 @@ def test_independent_of_how_positions_are_asked_for() -> None:
 def test_the_order_of_a_corpus_is_its_own() -> None:
     """Other corpora, other weights, another place in the list: the samples of a corpus come in the same order."""
     alone = Order(TWO[:1], 10, seed=4).locate(np.arange(9000))
-    for corpora in (TWO, [TWO[1], TWO[0]], [*TWO, Corpus("code", 900, 2.0)]):
+    for corpora in (TWO, [TWO[1], TWO[0]], [*TWO, OrderedCorpus("code", 900, 2.0)]):
         order = Order(corpora, 10, seed=4)
         places = order.locate(np.arange(20_000))
         mine = places.corpus == corpora.index(TWO[0])
@@ -210,8 +220,8 @@ def test_fingerprint_changes_with_all_that_matters() -> None:
             (TWO, 10, 2, 4096, ["x", "y"]),
             (TWO, 10, 1, 1024, ["x", "y"]),
             (TWO, 10, 1, 4096, ["x", "z"]),
-            ([TWO[0], Corpus("web", 7000, 0.4)], 10, 1, 4096, ["x", "y"]),
-            ([TWO[0], Corpus("wiki", 7000, 0.3)], 10, 1, 4096, ["x", "y"]),
+            ([TWO[0], OrderedCorpus("web", 7000, 0.4)], 10, 1, 4096, ["x", "y"]),
+            ([TWO[0], OrderedCorpus("wiki", 7000, 0.3)], 10, 1, 4096, ["x", "y"]),
         ]
     }
     assert len(prints) == 7
@@ -232,16 +242,16 @@ def test_the_order_is_the_same_tomorrow() -> None:
     ("corpora", "message"),
     [
         ([], "needs corpora"),
-        ([Corpus("a", 100, 1), Corpus("a", 100, 1)], "different"),
-        ([Corpus("", 100, 1)], "non-empty"),
-        ([Corpus("a", 100, 0)], "weight 0"),
-        ([Corpus("a", 100, -1)], "weight -1"),
-        ([Corpus("a", 100, math.nan)], "weight nan"),
-        ([Corpus("a", 100, math.inf)], "weight inf"),
-        ([Corpus("a", 100, 1), Corpus("b", 100, 1e-5)], "'b' .* rounds to none"),
+        ([OrderedCorpus("a", 100, 1), OrderedCorpus("a", 100, 1)], "different"),
+        ([OrderedCorpus("", 100, 1)], "non-empty"),
+        ([OrderedCorpus("a", 100, 0)], "weight 0"),
+        ([OrderedCorpus("a", 100, -1)], "weight -1"),
+        ([OrderedCorpus("a", 100, math.nan)], "weight nan"),
+        ([OrderedCorpus("a", 100, math.inf)], "weight inf"),
+        ([OrderedCorpus("a", 100, 1), OrderedCorpus("b", 100, 1e-5)], "'b' .* rounds to none"),
     ],
 )
-def test_blends_refused(corpora: list[Corpus], message: str) -> None:
+def test_blends_refused(corpora: list[OrderedCorpus], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Order(corpora, 10, seed=0)
 
@@ -252,7 +262,7 @@ def test_other_things_refused() -> None:
             Order(TWO, length, 0, block)
     for tokens in (0, 10):
         with pytest.raises(DataError, match=f"'a' has {tokens} tokens, a sequence needs 11"):
-            Order([Corpus("a", tokens, 1)], 10, seed=0)
+            Order([OrderedCorpus("a", tokens, 1)], 10, seed=0)
     order = Order(TWO, 10, seed=0)
     for positions in ([-1], [3, 2**62]):
         with pytest.raises(DataError, match="between 0 and 2"):
@@ -288,7 +298,9 @@ print(stream.tokens, len(marks), np.unique(marks), seconds, megabytes, sep="\\n"
 
 def test_a_trillion_tokens_open_in_little_memory(tmp_path: Path) -> None:
     size = SEQUENCE * SEQUENCES
-    order = Order([Corpus("huge", SHARDS * size, 0.9), Corpus("small", 10**9, 0.1)], 4096, seed=7)
+    order = Order(
+        [OrderedCorpus("huge", SHARDS * size, 0.9), OrderedCorpus("small", 10**9, 0.1)], 4096, seed=7
+    )
     positions = np.random.default_rng(0).integers(0, SHARDS * size // 4096, 1000)
     places = order.locate(positions)
     np.save(tmp_path / "positions.npy", positions)
@@ -358,7 +370,7 @@ NAMES = ("a", "b", "c")
 @st.composite
 def blended_orders(draw: st.DrawFn) -> Order:
     """Up to three corpora and four phases of small blocks, each of some of the corpora."""
-    corpora = [Corpus(name, draw(st.integers(9, 200)), 1.0) for name in NAMES]
+    corpora = [OrderedCorpus(name, draw(st.integers(9, 200)), 1.0) for name in NAMES]
     starts = [0, *sorted(draw(st.sets(st.integers(1, 12), max_size=3)))]
     weights = st.dictionaries(st.sampled_from(NAMES), st.floats(0.2, 1), min_size=1)
     phases = [Phase(start, draw(weights)) for start in starts]
@@ -384,7 +396,7 @@ def test_a_corpus_goes_on_with_its_next_sample_whatever_the_blend(order: Order) 
     starts = [phase.block for phase in order.phases]
     for block in range(16):
         phase = order.phases[sum(start <= block for start in starts) - 1]
-        quotas = blend([Corpus(n, 9, w) for n, w in phase.weights.items()], order.block)
+        quotas = blend([OrderedCorpus(n, 9, w) for n, w in phase.weights.items()], order.block)
         part = found.corpus[block * order.block : (block + 1) * order.block]
         counted = {name: int((part == index).sum()) for index, name in enumerate(NAMES)}
         assert {n: q for n, q in counted.items() if q} == {
@@ -407,7 +419,10 @@ def test_positions_of_is_the_way_back_of_locate(order: Order, first: int, length
 
 def test_the_way_back_at_any_size() -> None:
     """10^12 tokens: the permutation and its inverse, for a corpus alone and in a blend."""
-    for corpora in ([Corpus("a", 10**12, 1.0)], [Corpus("a", 10**12, 0.3), Corpus("b", 10**11, 0.7)]):
+    for corpora in (
+        [OrderedCorpus("a", 10**12, 1.0)],
+        [OrderedCorpus("a", 10**12, 0.3), OrderedCorpus("b", 10**11, 0.7)],
+    ):
         order = Order(corpora, 4096, 3)
         positions = np.random.default_rng(0).integers(0, 3 * 10**8, 200)
         found = order.locate(positions)
@@ -422,13 +437,15 @@ def test_one_phase_is_the_order_of_before_and_more_change_the_fingerprint() -> N
     weights = {c.name: c.weight for c in TWO}
     one = Order(TWO, 8, 1, phases=[Phase(0, weights)])
     assert plain.fingerprint(["x", "y"]) == one.fingerprint(["x", "y"])
-    more = Order([*TWO, Corpus("new", 900, 1)], 8, 1, phases=[Phase(0, weights), Phase(2, {"new": 1})])
+    more = Order([*TWO, OrderedCorpus("new", 900, 1)], 8, 1, phases=[Phase(0, weights), Phase(2, {"new": 1})])
     assert (
         more.fingerprint(["x", "y", "z"], 1)
         == plain.fingerprint(["x", "y"])
         != more.fingerprint(["x", "y", "z"])
     )
-    later = Order([*TWO, Corpus("new", 900, 1)], 8, 1, phases=[Phase(0, weights), Phase(3, {"new": 1})])
+    later = Order(
+        [*TWO, OrderedCorpus("new", 900, 1)], 8, 1, phases=[Phase(0, weights), Phase(3, {"new": 1})]
+    )
     assert later.fingerprint(["x", "y", "z"]) != more.fingerprint(["x", "y", "z"])
 
 

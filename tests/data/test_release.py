@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.data.order import Corpus, Order
+from megastable.data.order import Order, OrderedCorpus
 from megastable.data.skip_ledger import AnyEntry, Ledger, SkipLedger, append_all, released, sample_entries
 from megastable.data.skips import Exclusions, Selection
 
-ORDER = Order([Corpus("a", 161, 2.0, "fa"), Corpus("b", 81, 1.0, "fb")], 8, seed=3, block=6)
+ORDER = Order([OrderedCorpus("a", 161, 2.0, "fa"), OrderedCorpus("b", 81, 1.0, "fb")], 8, seed=3, block=6)
 WHOLE = np.arange(30)  # an epoch of both, each sample once
 POSITIONS = st.lists(st.integers(0, 29), min_size=1, max_size=12, unique=True).map(sorted)
 STEPS = st.lists(

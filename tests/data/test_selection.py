@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
 from megastable.data.bitmap import PAGE, Bitmap
-from megastable.data.order import LAST_POSITION, Corpus, Order, Phase
+from megastable.data.order import LAST_POSITION, Order, OrderedCorpus, Phase
 from megastable.data.skip_ledger import (
     AnyEntry,
     Ledger,
@@ -65,7 +65,9 @@ def naive(order: Order, entries: Sequence[AnyEntry], more: Sequence[Range], end:
 @st.composite
 def orders(draw: st.DrawFn) -> Order:
     names = NAMES[: draw(st.integers(1, 3))]
-    corpora = [Corpus(n, draw(st.integers(40, 160)), draw(st.floats(0.2, 1.0)), print_of(n)) for n in names]
+    corpora = [
+        OrderedCorpus(n, draw(st.integers(40, 160)), draw(st.floats(0.2, 1.0)), print_of(n)) for n in names
+    ]
     phases = [Phase(0, {c.name: c.weight for c in corpora})]
     if draw(st.booleans()):
         later = draw(st.sets(st.sampled_from(names), min_size=1))
@@ -171,7 +173,7 @@ def test_many_numbers_are_set_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_bitmap_of_a_large_corpus_is_small() -> None:
     """10^12 tokens, of which a million samples are named: what is touched is a page of each, and few bytes in all."""
     tokens, length = 10**12, 4096
-    order = Order([Corpus("web", tokens, 1.0, "web")], length, seed=1)
+    order = Order([OrderedCorpus("web", tokens, 1.0, "web")], length, seed=1)
     chosen = np.random.default_rng(0).choice(order.sequences[0], 1_000_000, replace=False)
     bitmap = Bitmap(order.sequences[0], *Skips.of_numbers(chosen).edges.T)
     assert bitmap[chosen].all() and bitmap.nbytes < 40e6
@@ -187,7 +189,7 @@ def test_a_bitmap_of_a_large_corpus_is_small() -> None:
 
 def test_a_corpus_of_which_all_is_named_is_gone() -> None:
     """The search for a sample of it would not end; nor would that for one of 5,000."""
-    corpora = [Corpus(name, 16 * 5000 + 1, 1.0, print_of(name)) for name in NAMES[:2]]
+    corpora = [OrderedCorpus(name, 16 * 5000 + 1, 1.0, print_of(name)) for name in NAMES[:2]]
     order = Order(corpora, 16, seed=0, block=16)
     all_of = sample("books", (0, 16 * 5000))
     chosen = selection(order, [all_of])
@@ -216,7 +218,7 @@ def test_a_corpus_of_which_all_is_named_is_gone() -> None:
 
 def test_a_corpus_with_other_content_is_another_one() -> None:
     """Pruned into a new one, or of another run: the lines do not hold, and are no error."""
-    order = Order([Corpus("books", 500, 1.0, "new")], 16, seed=0)
+    order = Order([OrderedCorpus("books", 500, 1.0, "new")], 16, seed=0)
     chosen = selection(order, [sample("books", (0, 400), fingerprint="old"), sample("web", (0, 10))])
     assert not chosen.mask(np.arange(200)).any() and chosen.lines == 2 and chosen.text == ""
 
@@ -247,7 +249,7 @@ def test_a_live_run_goes_on_without_the_line_that_names_everything_and_with_all_
     tmp_path: Path, wrong: list[AnyEntry], refused: list[str], before: bool
 ) -> None:
     """What was convicted before it stays out, and so does what is convicted after it."""
-    order = Order([Corpus(name, 500, 1.0, print_of(name)) for name in ("books", "code")], 16, seed=0)
+    order = Order([OrderedCorpus(name, 500, 1.0, print_of(name)) for name in ("books", "code")], 16, seed=0)
     good = [sample("books", (0, 32)), sample("code", (64, 80)), SkipEntry(first=3, end=5, reason="x")]
     path = tmp_path / "skips.jsonl"
     entries = [*good, *wrong] if before else [*good[:1], *wrong, *good[1:]]
@@ -264,7 +266,7 @@ def test_a_live_run_goes_on_without_the_line_that_names_everything_and_with_all_
 
 
 def test_what_is_said_of_it() -> None:
-    order = Order([Corpus("books", 16 * 100 + 1, 1.0, print_of("books"))], 16, seed=0)
+    order = Order([OrderedCorpus("books", 16 * 100 + 1, 1.0, print_of("books"))], 16, seed=0)
     chosen = selection(
         order, [sample("books", (0, 17)), SkipEntry(first=0, end=5000, reason="x")], [(4000, 6000)]
     )

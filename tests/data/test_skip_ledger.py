@@ -15,7 +15,7 @@ from megastable.base import jsonl
 from megastable.base.errors import DataError
 from megastable.data import skip_ledger
 from megastable.data.documents import Document
-from megastable.data.order import LAST_POSITION, Corpus, Order
+from megastable.data.order import LAST_POSITION, Order, OrderedCorpus
 from megastable.data.skip_ledger import (
     RANGES,
     AnyEntry,
@@ -251,7 +251,9 @@ def test_a_wrong_line_costs_a_few_that_are_read_one_by_one(
 
 def test_the_lines_of_many_samples_stay_short(ledger: Path) -> None:
     """A line that a crash tears is found in the last megabyte of the file."""
-    order = Order([Corpus("web", 10**9, 1.0, "f" * 64), Corpus("code", 10**6, 1.0, "e" * 64)], 64, seed=0)
+    order = Order(
+        [OrderedCorpus("web", 10**9, 1.0, "f" * 64), OrderedCorpus("code", 10**6, 1.0, "e" * 64)], 64, seed=0
+    )
     positions = np.arange(3 * RANGES)
     documents = [Document(corpus="web", shard="a", document=n, first_token=0, tokens=1) for n in (3, 9)]
     entries = sample_entries(order, positions, "bad", documents, incident=4, step=7)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megastable.base.errors import DataError
-from megastable.data.order import LAST_POSITION, Corpus, Order
+from megastable.data.order import LAST_POSITION, Order, OrderedCorpus
 from megastable.data.skip_ledger import AnyEntry, Ledger, SkipEntry, append, read_ledger
 from megastable.data.skips import Range, Selection, Skips
 
@@ -223,7 +223,8 @@ def test_a_ledger_that_cannot_be_used(tmp_path: Path) -> None:
 
 CORPORA = ("books", "code", "web")
 ORDER = Order(
-    [Corpus(name, 500, weight) for name, weight in zip(CORPORA, (0.5, 0.2, 0.3), strict=True)], 16, seed=3, block=16
+    [OrderedCorpus(name, 500, weight) for name, weight in zip(CORPORA, (0.5, 0.2, 0.3), strict=True)],
+    16, seed=3, block=16,
 )  # fmt: skip
 OF = ORDER.locate(np.arange(400)).corpus.tolist()  # the corpus at every position that is looked at here
 
@@ -305,7 +306,9 @@ def test_all_corpora_out() -> None:
     with pytest.raises(DataError, match=r"swaps out every corpus, or .*: delete one of those lines"):
         selection_of(entries)
     with pytest.raises(DataError, match="swaps out every corpus"):
-        Selection(Order([Corpus("only", 500, 1.0)], 16, seed=3), Ledger.of([out("only", 7)]).exclusions)
+        Selection(
+            Order([OrderedCorpus("only", 500, 1.0)], 16, seed=3), Ledger.of([out("only", 7)]).exclusions
+        )
 
 
 def test_all_corpora_out_for_long_are_not_walked_through() -> None:

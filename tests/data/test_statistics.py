@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megastable.data import statistics
 from megastable.data.manifest import Stream
-from megastable.data.order import Corpus, Order
+from megastable.data.order import Order, OrderedCorpus
 from megastable.data.source import Source
 from megastable.data.statistics import sample_entropy, token_counts, unigram_entropy
 from tests.data.conftest import VOCABULARY, MakeCorpus
@@ -59,7 +59,8 @@ def test_a_sample_of_a_blend_is_counted_as_it_is_read(tmp_path: Path, make_corpu
         manifest = make_corpus(tmp_path / name, [tokens])
         streams.append(Stream(tmp_path / name, manifest, "train"))
     corpora = [
-        Corpus(str(n), stream.tokens, weight) for n, (stream, weight) in enumerate(zip(streams, (3, 1)))
+        OrderedCorpus(str(n), stream.tokens, weight)
+        for n, (stream, weight) in enumerate(zip(streams, (3, 1)))
     ]
     source = Source(Order(corpora, 8, seed=3, block=64), streams, 0)
     read = source.samples(np.arange(50))[:, :-1].ravel()

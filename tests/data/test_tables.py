@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
 from megastable.data import table_files
-from megastable.data.text_files import Corpus
+from megastable.data.text_files import TextFiles
 
 TEXTS = ["one\r\ntwo\n", "  spaces\tand tabs ", "日本語 🤷 é", '"quoted", \\ {}', "x" * 70_000]
 
@@ -35,16 +35,16 @@ def test_arrow(tmp_path: Path, kind: pa.DataType, stream: bool) -> None:
     table = pa.table({"n": range(len(texts)), "body": pa.array(texts, kind)})
     path = tmp_path / "a.arrow"
     path.write_bytes(arrow_bytes(table, stream, compression="zstd"))
-    corpus = Corpus([path], key="body")
+    corpus = TextFiles([path], key="body")
     assert list(corpus) == texts
     assert corpus.read_bytes == corpus.total_bytes
     (tmp_path / "b.arrow.gz").write_bytes(gzip.compress(path.read_bytes()))
-    assert list(Corpus([tmp_path / "b.arrow.gz"], key="body")) == texts
+    assert list(TextFiles([tmp_path / "b.arrow.gz"], key="body")) == texts
 
 
 def test_feather(tmp_path: Path) -> None:
     pyarrow.feather.write_feather(pa.table({"text": TEXTS}), str(tmp_path / "a.feather"))
-    assert list(Corpus([tmp_path])) == TEXTS
+    assert list(TextFiles([tmp_path])) == TEXTS
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -57,7 +57,7 @@ def test_arrow_that_is_cut_off_anywhere_is_refused(tmp_path: Path, stream: bool)
     for cut in range(0, end, 4):
         path.write_bytes(whole[:cut])
         with pytest.raises(DataError, match=r"a\.arrow (cannot be read as Arrow|ends too early)"):
-            list(Corpus([path], skip_bad=True))
+            list(TextFiles([path], skip_bad=True))
 
 
 def test_arrow_with_bad_cells_and_foreign_columns(tmp_path: Path) -> None:
@@ -68,13 +68,13 @@ def test_arrow_with_bad_cells_and_foreign_columns(tmp_path: Path) -> None:
     ):
         path.write_bytes(arrow_bytes(pa.table({"text": cells}), True))
         with pytest.raises(DataError, match=rf"a\.arrow: {message}"):
-            list(Corpus([path]))
-        assert list(Corpus([path], skip_bad=True)) == ["a", "b"]
+            list(TextFiles([path]))
+        assert list(TextFiles([path], skip_bad=True)) == ["a", "b"]
     path.write_bytes(arrow_bytes(pa.table({"content": ["a"], "n": [1]}), True))
     with pytest.raises(DataError, match=r"no column 'text' \(there is content, n\)"):
-        list(Corpus([path], skip_bad=True))
+        list(TextFiles([path], skip_bad=True))
     with pytest.raises(DataError, match=r"a\.arrow cannot be read as Arrow with text in 'n'"):
-        list(Corpus([path], key="n"))
+        list(TextFiles([path], key="n"))
 
 
 def csv_bytes(rows: list[list[str]], delimiter: str = ",") -> bytes:
@@ -97,8 +97,8 @@ def test_csv_gives_every_text_back(
     content = csv_bytes([["id", "body"], *([str(n), text] for n, text in enumerate(texts))], delimiter)
     for bom in (b"", b"\xef\xbb\xbf"):
         path.write_bytes(bom + content)
-        assert list(Corpus([path], key="body")) == texts
-    assert list(Corpus([path], key="id")) == [str(n) for n in range(len(texts))]
+        assert list(TextFiles([path], key="body")) == texts
+    assert list(TextFiles([path], key="id")) == [str(n) for n in range(len(texts))]
 
 
 BAD_ROWS = [
@@ -114,8 +114,8 @@ def test_bad_rows_are_refused_with_their_place_or_left_out(tmp_path: Path, row: 
     path = tmp_path / "a.csv"
     path.write_bytes(b'id,text\n1,"go\nod"\n' + row + b"\n2,good\n")
     with pytest.raises(DataError, match=rf"a\.csv: row 2: {message}.*--skip-bad"):
-        list(Corpus([path]))
-    corpus = Corpus([path], skip_bad=True)
+        list(TextFiles([path]))
+    corpus = TextFiles([path], skip_bad=True)
     assert list(corpus) == ["go\nod", "good"]
     assert corpus.left_out.counts == {"bad documents": 1}
 
@@ -124,7 +124,7 @@ def test_csv_that_ends_inside_quotes_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(b'id,text\n1,good\n2,"never\nclosed\n')
     with pytest.raises(DataError, match=r"a\.csv ends too early, inside quotes that open in line 3"):
-        list(Corpus([path], skip_bad=True))
+        list(TextFiles([path], skip_bad=True))
 
 
 def test_a_quote_that_is_never_closed_does_not_fill_the_memory(
@@ -134,7 +134,7 @@ def test_a_quote_that_is_never_closed_does_not_fill_the_memory(
     path = tmp_path / "a.csv"
     path.write_bytes(b'id,text\n1,"' + b"x" * 5000 + b"\n2,good\n")
     with pytest.raises(DataError, match=r"line 2: field larger than field limit \(1000\)"):
-        list(Corpus([path]))
+        list(TextFiles([path]))
 
 
 @pytest.mark.parametrize(
@@ -149,4 +149,4 @@ def test_a_quote_that_is_never_closed_does_not_fill_the_memory(
 def test_headers_without_the_column_are_refused(tmp_path: Path, header: bytes, message: str) -> None:
     (tmp_path / "a.csv").write_bytes(header)
     with pytest.raises(DataError, match=rf"a\.csv: {message}"):
-        list(Corpus([tmp_path], skip_bad=True))
+        list(TextFiles([tmp_path], skip_bad=True))

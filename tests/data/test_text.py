@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
 from megastable.data import text_files as readers
-from megastable.data.text_files import Corpus
+from megastable.data.text_files import TextFiles
 
 TEXTS = ["one\r\ntwo\n", "  spaces\tand tabs ", "日本語 🤷 é", '"quoted" \\ {}', "x" * 70_000]
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -37,7 +37,7 @@ def json_lines(texts: list[str], key: str = "text") -> bytes:
 
 
 def read(path: Path, **options: object) -> list[str]:
-    return list(Corpus([path], **options))  # type: ignore[arg-type]
+    return list(TextFiles([path], **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("compression", COMPRESS)
@@ -47,7 +47,7 @@ def test_json_lines(tmp_path: Path, name: str, compression: str) -> None:
     path.write_bytes(
         COMPRESS[compression](json_lines(TEXTS, "body") + b"\n  \n" + json_lines(["last"], "body")[:-1])
     )
-    corpus = Corpus([path], key="body")
+    corpus = TextFiles([path], key="body")
     assert list(corpus) == [*TEXTS, "last"]
     assert corpus.read_bytes == corpus.total_bytes == path.stat().st_size
 
@@ -72,7 +72,7 @@ def test_parquet(tmp_path: Path, kind: pa.DataType) -> None:
     pq.write_table(
         pa.table({"n": range(len(texts)), "body": pa.array(values, kind)}), path, row_group_size=700
     )
-    corpus = Corpus([path], key="body")
+    corpus = TextFiles([path], key="body")
     assert list(corpus) == texts
     assert corpus.read_bytes == corpus.total_bytes
 
@@ -107,7 +107,7 @@ def test_folders_are_read_in_order_without_hidden_and_binary_files(tmp_path: Pat
     (tmp_path / "utf16.txt").write_bytes("text".encode("utf-16"))
     (tmp_path / "empty.txt").write_bytes(b"")
     os.mkfifo(tmp_path / "pipe.txt")
-    corpus = Corpus([tmp_path / "b.txt", tmp_path])
+    corpus = TextFiles([tmp_path / "b.txt", tmp_path])
     for _ in range(2):
         assert list(corpus) == ["b.txt", "a/x/y.txt", "b/1.txt", "b/2.txt", "b.txt"]
         assert corpus.left_out.files == {
@@ -140,7 +140,7 @@ def test_bad_lines_are_refused_with_their_place_or_left_out(
     with pytest.raises(DataError, match=rf"a\.jsonl:3: {message}.*--skip-bad"):
         read(path)
     path.write_bytes(path.read_bytes() + 2 * line)
-    corpus = Corpus([path], skip_bad=True)
+    corpus = TextFiles([path], skip_bad=True)
     assert list(corpus) == ["good", "good"]
     assert corpus.left_out.counts == {"bad documents": 3}
     assert corpus.left_out.files == {"bad documents": [f"{path}:3 and 2 more"]}
@@ -151,7 +151,7 @@ def test_text_that_is_not_utf8_is_refused_or_left_out(tmp_path: Path) -> None:
     path.write_bytes("café".encode("latin-1"))
     with pytest.raises(DataError, match=r"latin\.txt: not UTF-8 \(byte 3 is 0xe9\)"):
         read(path)
-    corpus = Corpus([path], skip_bad=True)
+    corpus = TextFiles([path], skip_bad=True)
     assert list(corpus) == []
     assert corpus.left_out.files == {"bad documents": [str(path)]}
 
@@ -197,7 +197,7 @@ def test_files_that_are_not_what_they_seem_are_refused(tmp_path: Path, name: str
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere does not exist"):
-        Corpus([tmp_path / "nowhere"])
+        TextFiles([tmp_path / "nowhere"])
     (tmp_path / "link.txt").symlink_to(tmp_path / "gone")
     with pytest.raises(DataError, match=r"link\.txt cannot be read: No such file"):
         read(tmp_path)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.config.tree import RunConfig
-from megastable.engine.layer_stats import INDICATORS, Statistics, attention_chunks
+from megastable.engine.layer_stats import INDICATORS, LayerStatistics, attention_chunks
 from megastable.model.gpt import GPT, Block
 from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
@@ -106,7 +106,7 @@ def hooks_of(engine: Any) -> int:
 
 
 @cache
-def plain(tied: bool, apart: bool, olmo2: bool = False) -> tuple[Statistics, dict[str, int]]:
+def plain(tied: bool, apart: bool, olmo2: bool = False) -> tuple[LayerStatistics, dict[str, int]]:
     """The same steps by autograd and torch's AdamW on the whole model; also the sizes of its parameters."""
     c = recipe(tied=tied, model=OLMO2 if olmo2 else {})
     model = GPT(c.model, TensorParallel(), "none", c.run.seed)
@@ -164,7 +164,7 @@ def plain(tied: bool, apart: bool, olmo2: bool = False) -> tuple[Statistics, dic
         "attention_entropy": min(layers[b.name]["attention_entropy"] for b in blocks),
         "grad_norm": float(norm),
     }  # fmt: skip
-    return Statistics(overall, layers), {name: p.numel() for name, p in named.items()}
+    return LayerStatistics(overall, layers), {name: p.numel() for name, p in named.items()}
 
 
 def rms(x: torch.Tensor) -> float:
@@ -221,7 +221,7 @@ def check(got: dict[str, Any], name: str, parts: dict[str, Any]) -> None:
     assert got["statistics"].indicators == {key: overall[key] for key in INDICATORS if "fp8" not in key}
     # A step that was not watched has the cheap ones only.
     cheap = {k: v for k, v in overall.items() if not k.startswith("attention")}
-    assert got["again"] == Statistics(cheap, {})
+    assert got["again"] == LayerStatistics(cheap, {})
 
 
 def test_one_process_equals_a_plain_calculation() -> None:

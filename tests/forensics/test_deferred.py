@@ -18,7 +18,7 @@ from megastable.forensics.history import History
 from megastable.forensics.samples import incident_sheet, step_sheet
 from megastable.forensics.shard_set import open_shelf
 from megastable.forensics.whereabouts import document_sheet
-from megastable.report.postmortem.evidence import Case, Run
+from megastable.report.postmortem.evidence import Gatherer, Run
 from megastable.report.postmortem.passes import LAST
 from megastable.report.postmortem.sample_texts import SHOWN
 from tests.conftest import LENGTH, write_corpus
@@ -128,7 +128,7 @@ def test_the_sheet_and_the_post_mortem_of_the_incident_show_what_was_put_off(
     for position in put_off:
         first = next(r["first_byte"] for r in sheet.rows if r["position"] == position)
         assert tuple(raw[first // 2 :][:LENGTH].tolist()) == before[position]
-    case = Case(Run(root), 1).gather()
+    case = Gatherer(Run(root), 1).gather()
     texts = Run(root).library(0.0)
     put_off = put_off[:SHOWN]
     assert [s.position for s in case.samples] == put_off

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megastable.fp8.amax_history import SLOTS, Meters
 from megastable.fp8.emulated import Delayed
-from megastable.fp8.formats import E4M3, E5M2, Format
+from megastable.fp8.formats import E4M3, E5M2, FP8Format
 from tests.distributed import run_ranks
 from tests.fp8 import model
 
@@ -222,7 +222,7 @@ def quantizer(to: Meters, layer: int = 0) -> Delayed:
 
 
 @pytest.mark.parametrize(("slot", "of"), list(enumerate(FORMATS)))
-def test_a_tensor_takes_the_scale_of_steps_before(slot: int, of: Format) -> None:
+def test_a_tensor_takes_the_scale_of_steps_before(slot: int, of: FP8Format) -> None:
     mine = meters(length=2)
     x = torch.randn(50, 60, generator=torch.Generator().manual_seed(slot))
     # Unknown yet: its own.

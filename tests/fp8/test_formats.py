@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.fp8.formats import E4M3, E5M2, Format, cast, decode
+from megastable.fp8.formats import E4M3, E5M2, FP8Format, cast, decode
 from tests.fp8 import model
 from tests.fp8.model import Model
 
@@ -19,7 +19,7 @@ MODELS = {E4M3: model.E4M3, E5M2: model.E5M2}
 ONE = torch.ones(())
 
 
-def codes(x: np.ndarray | torch.Tensor, to: Format, scale: float = 1.0) -> np.ndarray:
+def codes(x: np.ndarray | torch.Tensor, to: FP8Format, scale: float = 1.0) -> np.ndarray:
     """What the emulation makes of x: uint8."""
     given = torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x
     return cast(given, torch.tensor(scale), to).view(torch.uint8).numpy()
@@ -79,14 +79,14 @@ def test_the_model_agrees_with_ieee_where_e5m2_is_a_shorter_fp16() -> None:
 
 
 @PAIRS
-def test_what_a_format_says_of_itself(mine: Format, theirs: Model) -> None:
+def test_what_a_format_says_of_itself(mine: FP8Format, theirs: Model) -> None:
     assert (mine.max, mine.mantissa, mine.bias) == (theirs.max, theirs.mantissa, theirs.bias)
     assert (mine.normal, mine.least) == (theirs.smallest_normal, theirs.numbers[1])
     assert torch.finfo(mine.dtype).max == mine.max
 
 
 @PAIRS
-def test_a_million_random_patterns_of_fp32(mine: Format, theirs: Model) -> None:
+def test_a_million_random_patterns_of_fp32(mine: FP8Format, theirs: Model) -> None:
     random = np.random.default_rng(1)
     x = random.integers(0, 2**32, 1_000_000, dtype=np.uint32).view(np.float32)
     assert np.isnan(x).any()
@@ -100,7 +100,7 @@ def test_a_million_random_patterns_of_fp32(mine: Format, theirs: Model) -> None:
 
 
 @PAIRS
-def test_numbers_midpoints_and_their_neighbours(mine: Format, theirs: Model) -> None:
+def test_numbers_midpoints_and_their_neighbours(mine: FP8Format, theirs: Model) -> None:
     bounds = [
         theirs.smallest_normal,
         theirs.numbers[1] / 2,
@@ -116,7 +116,7 @@ def test_numbers_midpoints_and_their_neighbours(mine: Format, theirs: Model) -> 
 
 
 @PAIRS
-def test_specials(mine: Format, theirs: Model) -> None:
+def test_specials(mine: FP8Format, theirs: Model) -> None:
     tiny = np.finfo(np.float32).smallest_subnormal
     x = np.array([0.0, -0.0, tiny, -tiny, np.inf, -np.inf, model.FP32_MAX, -model.FP32_MAX], np.float32)
     found = codes(x, mine)
@@ -127,7 +127,7 @@ def test_specials(mine: Format, theirs: Model) -> None:
 
 
 @PAIRS
-def test_all_codes_come_back(mine: Format, theirs: Model) -> None:
+def test_all_codes_come_back(mine: FP8Format, theirs: Model) -> None:
     numbers = ~(np.isnan(theirs.values) | np.isinf(theirs.values))
     every = np.arange(256, dtype=np.uint8)
     found = codes(theirs.values.astype(np.float32), mine)
@@ -137,7 +137,7 @@ def test_all_codes_come_back(mine: Format, theirs: Model) -> None:
 
 @PAIRS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_codes_stand_for_the_models_numbers(mine: Format, theirs: Model, dtype: torch.dtype) -> None:
+def test_codes_stand_for_the_models_numbers(mine: FP8Format, theirs: Model, dtype: torch.dtype) -> None:
     every = torch.arange(256, dtype=torch.uint8)
     found = decode(every.view(mine.dtype), mine, dtype).double().numpy()
     numbers = np.isfinite(theirs.values)
@@ -152,7 +152,7 @@ def test_codes_stand_for_the_models_numbers(mine: Format, theirs: Model, dtype: 
 
 
 @PAIRS
-def test_reading_codes_leaves_them_as_they_are(mine: Format, theirs: Model) -> None:
+def test_reading_codes_leaves_them_as_they_are(mine: FP8Format, theirs: Model) -> None:
     every = torch.arange(256, dtype=torch.uint8)
     for dtype in (torch.bfloat16, torch.float32):
         decode(every.view(mine.dtype), mine, dtype)
@@ -161,7 +161,7 @@ def test_reading_codes_leaves_them_as_they_are(mine: Format, theirs: Model) -> N
 
 @PAIRS
 @pytest.mark.parametrize("scale", [1.0, 2.0**-7, 3.3e-5, 1.7, 977.3, 2.0**127, float(model.FP32_MAX)])
-def test_all_numbers_of_bf16_and_scales(mine: Format, theirs: Model, scale: float) -> None:
+def test_all_numbers_of_bf16_and_scales(mine: FP8Format, theirs: Model, scale: float) -> None:
     bits = np.arange(2**16, dtype=np.uint32) << 16
     x = bits.view(np.float32)
     given = torch.from_numpy(np.arange(2**16, dtype=np.uint16).view(np.int16)).view(torch.bfloat16)
@@ -171,7 +171,7 @@ def test_all_numbers_of_bf16_and_scales(mine: Format, theirs: Model, scale: floa
 
 
 @PAIRS
-def test_a_scale_rounds_in_fp32_first(mine: Format, theirs: Model) -> None:
+def test_a_scale_rounds_in_fp32_first(mine: FP8Format, theirs: Model) -> None:
     random = np.random.default_rng(2)
     x = random.standard_normal((64, 1000)).astype(np.float32)
     scale = np.exp(random.uniform(-4, np.log(2 * mine.max), (64, 1))).astype(np.float32)
@@ -190,7 +190,7 @@ def test_a_scale_rounds_in_fp32_first(mine: Format, theirs: Model) -> None:
 
 
 @PAIRS
-def test_the_tensor_given_is_left_as_it_is(mine: Format, theirs: Model) -> None:
+def test_the_tensor_given_is_left_as_it_is(mine: FP8Format, theirs: Model) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.tensor([1e5, -1e5, 0.3, 1e-9], dtype=dtype)
         before = x.clone()
@@ -208,12 +208,12 @@ NUMBERS = st.one_of(
 )
 
 
-def rounded(x: np.ndarray, to: Format) -> np.ndarray:
+def rounded(x: np.ndarray, to: FP8Format) -> np.ndarray:
     return decode(cast(torch.from_numpy(x), ONE, to), to, torch.float32).numpy()
 
 
 @given(FORMATS, st.lists(NUMBERS, min_size=1, max_size=50))
-def test_rounding_is_monotone_idempotent_and_odd(to: Format, given_numbers: list[float]) -> None:
+def test_rounding_is_monotone_idempotent_and_odd(to: FP8Format, given_numbers: list[float]) -> None:
     x = np.sort(np.array(given_numbers, np.float32))
     found = rounded(x, to)
     assert (np.diff(found) >= 0).all()
@@ -224,7 +224,7 @@ def test_rounding_is_monotone_idempotent_and_odd(to: Format, given_numbers: list
 
 
 @given(FORMATS, st.lists(NUMBERS, min_size=1, max_size=50))
-def test_the_error_is_half_a_step(to: Format, given_numbers: list[float]) -> None:
+def test_the_error_is_half_a_step(to: FP8Format, given_numbers: list[float]) -> None:
     x = np.clip(np.array(given_numbers, np.float32), -to.max, to.max)
     error = np.abs(rounded(x, to).astype(np.float64) - x)
     normal = np.abs(x) >= to.normal
@@ -235,7 +235,7 @@ def test_the_error_is_half_a_step(to: Format, given_numbers: list[float]) -> Non
 
 @given(FORMATS, st.lists(NUMBERS, min_size=1, max_size=50), st.floats(2.0**-100, 2.0**100, width=32))
 def test_any_numbers_and_scale_as_the_model_says(
-    to: Format, given_numbers: list[float], scale: float
+    to: FP8Format, given_numbers: list[float], scale: float
 ) -> None:
     x = np.array(given_numbers, np.float32)
     agree(codes(x, to, scale), MODELS[to].cast(x, scale), MODELS[to])

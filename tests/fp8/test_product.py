@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from megastable.config.tree import Fp8Config
 from megastable.fp8.amax_history import Meters
 from megastable.fp8.emulated import Blocks, Current, Delayed, Product, Quantizer, formats
-from megastable.fp8.formats import E4M3, E5M2, Format
+from megastable.fp8.formats import E4M3, E5M2, FP8Format
 from megastable.fp8.scale_factors import Quantized
 from tests.fp8 import model
 
@@ -47,7 +47,7 @@ def drawn(
     return x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_(), g.to(dtype)
 
 
-def remembering(to: tuple[Format, Format, Format]) -> Meters:
+def remembering(to: tuple[FP8Format, FP8Format, FP8Format]) -> Meters:
     meters = Meters(["blocks.0.mlp.down"], to, 4, 0, torch.device("cpu"))
     for slot, amax in enumerate(REMEMBERED):
         meters.see(0, slot, torch.tensor(amax))
@@ -55,13 +55,13 @@ def remembering(to: tuple[Format, Format, Format]) -> Meters:
     return meters
 
 
-def quantizer(recipe: str, to: tuple[Format, Format, Format]) -> Quantizer:
+def quantizer(recipe: str, to: tuple[FP8Format, FP8Format, FP8Format]) -> Quantizer:
     if recipe == "delayed":
         return Delayed(to, remembering(to), 0)
     return Blocks(to) if recipe == "block" else Current(to)
 
 
-def product(recipe: str, to: tuple[Format, Format, Format] = HYBRID) -> Product:
+def product(recipe: str, to: tuple[FP8Format, FP8Format, FP8Format] = HYBRID) -> Product:
     return Product("blocks.0.mlp.down", quantizer(recipe, to), lambda: True)
 
 
@@ -70,7 +70,7 @@ def flat(x: Tensor) -> np.ndarray:
 
 
 def expected(
-    recipe: str, to: tuple[Format, Format, Format], x: Tensor, w: Tensor, g: Tensor
+    recipe: str, to: tuple[FP8Format, FP8Format, FP8Format], x: Tensor, w: Tensor, g: Tensor
 ) -> model.Products:
     forward, backward = MODELS[to[0]], MODELS[to[2]]
     given = flat(x), flat(w), flat(g)

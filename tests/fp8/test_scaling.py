@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megastable.fp8 import scale_factors
-from megastable.fp8.formats import E4M3, E5M2, Format
+from megastable.fp8.formats import E4M3, E5M2, FP8Format
 from megastable.fp8.scale_factors import by_tensor, magnitude, scale_of
 from tests.fp8 import model
 from tests.fp8.model import Model
@@ -59,7 +59,7 @@ def check(found: scale_factors.Quantized, expected: model.Quantized) -> None:
 
 @PAIRS
 @pytest.mark.parametrize("power_of_two", [False, True])
-def test_scales_of_all_kinds_of_magnitudes(mine: Format, theirs: Model, power_of_two: bool) -> None:
+def test_scales_of_all_kinds_of_magnitudes(mine: FP8Format, theirs: Model, power_of_two: bool) -> None:
     random = np.random.default_rng(3)
     amax = random.integers(0, 2**31, 300_000, dtype=np.uint32).view(np.float32)  # infinite and NaN, too
     usual = np.exp(random.uniform(-25, 12, 300_000)).astype(np.float32)
@@ -73,7 +73,7 @@ def test_scales_of_all_kinds_of_magnitudes(mine: Format, theirs: Model, power_of
 
 
 @PAIRS
-def test_scales_of_magnitudes_that_are_none(mine: Format, theirs: Model) -> None:
+def test_scales_of_magnitudes_that_are_none(mine: FP8Format, theirs: Model) -> None:
     for power_of_two in (False, True):
         found = scale_of(torch.tensor([0.0, torch.inf, torch.nan]), mine, power_of_two)
         assert found.tolist() == [1.0, 1.0, 1.0]
@@ -85,7 +85,7 @@ def test_scales_of_magnitudes_that_are_none(mine: Format, theirs: Model) -> None
 
 
 @given(st.sampled_from([E4M3, E5M2]), st.floats(2.0**-100, 2.0**127, width=32), st.booleans())
-def test_a_scale_takes_the_largest_to_the_largest(to: Format, amax: float, power_of_two: bool) -> None:
+def test_a_scale_takes_the_largest_to_the_largest(to: FP8Format, amax: float, power_of_two: bool) -> None:
     scale = scale_of(torch.tensor(amax), to, power_of_two)
     product = float(scale) * amax  # exact in float64
     if power_of_two:
@@ -116,7 +116,7 @@ def test_magnitudes(dtype: torch.dtype) -> None:
 
 # Quantized tensors.
 
-BLOCKS: dict[str, tuple[Callable[[Tensor, Format], scale_factors.Quantized], tuple[int, int]]] = {
+BLOCKS: dict[str, tuple[Callable[[Tensor, FP8Format], scale_factors.Quantized], tuple[int, int]]] = {
     "rows": (scale_factors.by_rows, model.ROW),
     "columns": (scale_factors.by_columns, model.COLUMN),
     "tiles": (scale_factors.by_tiles, model.TILE),
@@ -126,7 +126,7 @@ BLOCKS: dict[str, tuple[Callable[[Tensor, Format], scale_factors.Quantized], tup
 @PAIRS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_tensor(mine: Format, theirs: Model, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_a_tensor(mine: FP8Format, theirs: Model, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     given, x = tensor(numbers(shape, 4), dtype)
     check(by_tensor(given, scale_of(magnitude(given), mine), mine), model.quantize(x, theirs))
     check(by_tensor(given, torch.tensor(3.3), mine), model.with_scale(x, theirs, 3.3))
@@ -136,7 +136,9 @@ def test_a_tensor(mine: Format, theirs: Model, dtype: torch.dtype, shape: tuple[
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("blocks", list(BLOCKS))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_blocks(mine: Format, theirs: Model, dtype: torch.dtype, blocks: str, shape: tuple[int, int]) -> None:
+def test_blocks(
+    mine: FP8Format, theirs: Model, dtype: torch.dtype, blocks: str, shape: tuple[int, int]
+) -> None:
     by, block = BLOCKS[blocks]
     given, x = tensor(numbers(shape, 5), dtype)
     check(by(given, mine), model.quantize(x, theirs, block, power_of_two=True))
@@ -160,7 +162,7 @@ def test_columns_are_the_rows_of_the_transpose() -> None:
 
 @PAIRS
 @pytest.mark.parametrize("blocks", list(BLOCKS))
-def test_a_bad_number_spoils_only_its_block(mine: Format, theirs: Model, blocks: str) -> None:
+def test_a_bad_number_spoils_only_its_block(mine: FP8Format, theirs: Model, blocks: str) -> None:
     by, block = BLOCKS[blocks]
     x = numbers((260, 300), 8)
     x[0, :130] = 0
@@ -175,7 +177,7 @@ def test_a_bad_number_spoils_only_its_block(mine: Format, theirs: Model, blocks:
 
 
 @PAIRS
-def test_a_bad_number_in_a_tensor(mine: Format, theirs: Model) -> None:
+def test_a_bad_number_in_a_tensor(mine: FP8Format, theirs: Model) -> None:
     for bad in (np.nan, np.inf, -np.inf):
         x = numbers((20, 30), 9)
         x[3, 4] = bad

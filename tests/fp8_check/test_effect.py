@@ -21,7 +21,7 @@ from megastable.fp8_check.advice import (
     USUAL,
     LayerLoss,
     ModelLoss,
-    Outcome,
+    RecipeOutcome,
     TensorLoss,
     advise,
     best,
@@ -29,8 +29,8 @@ from megastable.fp8_check.advice import (
 )
 from megastable.fp8_check.effect import (
     PRODUCTS,
-    Checked,
-    MicroBatch,
+    EffectReport,
+    EvaluationBatch,
     _compare,
     _quantizers,
     _Sums,
@@ -56,13 +56,13 @@ def model(**parts: Any) -> PlainModel:
     return PlainModel(gpt, run, Path("none"), 1, "")
 
 
-def batches(count: int, seed: int = 0) -> list[MicroBatch]:
+def batches(count: int, seed: int = 0) -> list[EvaluationBatch]:
     random = torch.Generator().manual_seed(seed)
     tokens = [torch.randint(VOCABULARY, (2, LENGTH + 1), generator=random) for _ in range(count)]
-    return [MicroBatch(each) for each in tokens]
+    return [EvaluationBatch(each) for each in tokens]
 
 
-def checked(of: PlainModel, recipes: tuple[str, ...] = RECIPES) -> tuple[Checked, int, int]:
+def checked(of: PlainModel, recipes: tuple[str, ...] = RECIPES) -> tuple[EffectReport, int, int]:
     """And how many passes were announced, and were made."""
     configs = {recipe: Fp8Config(recipe=recipe) for recipe in recipes}  # type: ignore[arg-type]
     some = batches(5)
@@ -180,7 +180,7 @@ def test_the_products_that_are_measured_are_those_that_train(recipe: str) -> Non
 def test_delayed_scales_are_of_other_samples() -> None:
     """What the micro-batches before have not shown is cut; with a margin it is not."""
     of, some = model(), batches(2)
-    calm = MicroBatch(some[0].tokens[:, :5].contiguous())
+    calm = EvaluationBatch(some[0].tokens[:, :5].contiguous())
     cut = []
     for margin in (0, 3):
         configs = {"delayed": Fp8Config(recipe="delayed", margin=margin)}
@@ -283,10 +283,12 @@ def test_what_counts_as_stable() -> None:
 
 
 def test_the_best_recipe_keeps_few_and_is_near() -> None:
-    def outcome(recipe: str, keep: int = 0, error: float = 0.05, problems: tuple[str, ...] = ()) -> Outcome:
+    def outcome(
+        recipe: str, keep: int = 0, error: float = 0.05, problems: tuple[str, ...] = ()
+    ) -> RecipeOutcome:
         kept = of_model(error=error) if keep else None
         reasons = {str(number): ("why",) for number in range(keep)}
-        return Outcome(recipe, [], reasons, of_model(error=0.9 if keep else error), kept, problems)
+        return RecipeOutcome(recipe, [], reasons, of_model(error=0.9 if keep else error), kept, problems)
 
     assert best([outcome("a", 2, 0.01), outcome("b", 1, 0.2), outcome("c", 1, 0.1)]).recipe == "c"  # type: ignore[union-attr]
     assert best([outcome("a", problems=("no",)), outcome("b", 3)]).recipe == "b"  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ from rich.console import Console
 from megastable.base.errors import DataError
 from megastable.config.tree import DataConfig
 from megastable.data.tokenizer import load_tokenizer
-from megastable.generate.continuations import Piece
+from megastable.generate.continuations import TextPiece
 from megastable.generate.load import Speaker
 from megastable.generate.output import Printer
 from megastable.generate.sampling import Sampling
@@ -82,7 +82,8 @@ def test_the_same_seed_gives_the_same_text_and_none_a_new_one(speaker: Speaker) 
 
 def test_a_terminal_shows_the_prompt_and_no_control_characters() -> None:
     pieces = [
-        Piece(0, text, 1, 0.0, "eod" if text == "x" else None) for text in ("a\tb\n", "\x1b[2J\u202e\r", "x")
+        TextPiece(0, text, 1, 0.0, "eod" if text == "x" else None)
+        for text in ("a\tb\n", "\x1b[2J\u202e\r", "x")
     ]
     console, out = page(terminal=True)
     printer = Printer(console, 1)
@@ -99,11 +100,11 @@ def test_samples_come_one_after_the_other_the_first_one_live() -> None:
     console, out = page()
     seen = []
 
-    def pieces() -> Iterator[Piece]:
+    def pieces() -> Iterator[TextPiece]:
         for sample, text, end in (
             (0, "a", None), (1, "x", "eod"), (2, "p", None), (0, "b", "eod"), (2, "q", "length"),
         ):  # fmt: skip
-            yield Piece(sample, text, 1, 0.0, end)  # type: ignore[arg-type]
+            yield TextPiece(sample, text, 1, 0.0, end)  # type: ignore[arg-type]
             seen.append(out.getvalue())
 
     Printer(console, 3).print("prompt", pieces())

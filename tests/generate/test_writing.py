@@ -9,7 +9,7 @@ from megastable.base.errors import CheckpointError
 from megastable.checkpoint.plain import PlainModel
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
 from megastable.generate.continuations import write
-from megastable.generate.output import Sample
+from megastable.generate.output import Continuation
 from megastable.generate.sampling import Sampling
 from tests.data.texts import sentencepiece_file
 from tests.generate.models import model
@@ -29,9 +29,9 @@ def plain(tokenizer: Tokenizer) -> PlainModel:
 
 def samples(
     plain: PlainModel, tokenizer: Tokenizer, sampling: Sampling = WARM, **options: object
-) -> list[Sample]:
+) -> list[Continuation]:
     settings: dict[str, object] = {"number": 1, "most": 12, "seed": (1, 0), "ends": (), **options}
-    found = [Sample() for _ in range(int(str(settings["number"])))]
+    found = [Continuation() for _ in range(int(str(settings["number"])))]
     for piece in write(plain, tokenizer, tokenizer.encode("def f("), sampling, **settings):  # type: ignore[arg-type]
         assert not found[piece.sample].end  # nothing comes behind an end
         found[piece.sample].add(piece)

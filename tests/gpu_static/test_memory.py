@@ -90,6 +90,6 @@ def test_the_planner_knows_what_a_block_keeps(
             y = block(made(leaf, storages))
         kept = storages.living() - y.untyped_storage().nbytes()
     planned = activations.kept(
-        activations.block(config, activations.Kernels("sdpa", "chunked", compiled, gpu=True))
+        activations.block(config, activations.PlannedKernels("sdpa", "chunked", compiled, gpu=True))
     )
     assert planned == pytest.approx(kept, rel=0.01)

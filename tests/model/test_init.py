@@ -16,7 +16,7 @@ from torch import Tensor
 from megastable.config.tree import ModelConfig
 from megastable.model import init
 from megastable.model.gpt import GPT, layers
-from megastable.model.init import Part, fill, initialise, threads_to_draw, whole_weight
+from megastable.model.init import ParameterPart, fill, initialise, threads_to_draw, whole_weight
 from megastable.parallel.sharding import Placement, placement_of, shard, unshard
 from megastable.parallel.topology import TensorParallel
 from tests.patience import PATIENCE
@@ -141,7 +141,7 @@ def test_chunks_are_the_bytes_of_the_whole(rows: int, columns: int, size: int) -
 
 def parts_of(
     c: ModelConfig, tp: TensorParallel, data: int, dtype: torch.dtype
-) -> dict[tuple[str, int], tuple[Part, Tensor]]:
+) -> dict[tuple[str, int], tuple[ParameterPart, Tensor]]:
     """Of every parameter and data rank what ZeRO 3 gives it, and the numbers that belong there; by name and rank."""
     found = {}
     for layer in layers(c, tp, "none"):
@@ -154,7 +154,7 @@ def parts_of(
             padded = torch.cat((flat, torch.zeros(size * data - len(flat)))).to(dtype)
             for rank in range(data):
                 into = torch.full((size,), torch.nan, dtype=dtype)
-                part = Part(placement, tuple(p.shape), into, rank * size)
+                part = ParameterPart(placement, tuple(p.shape), into, rank * size)
                 found[placement.name, rank] = part, padded[rank * size : (rank + 1) * size]
     return found
 
@@ -181,12 +181,12 @@ def test_so_many_threads_draw_at_once(threads: int, monkeypatch: pytest.MonkeyPa
     """Each waits for the others; of torch's own threads they have one each, or there would be threads x threads."""
     together, own = threading.Barrier(threads, timeout=PATIENCE), []
 
-    def drawn(part: Part, **_: Any) -> None:
+    def drawn(part: ParameterPart, **_: Any) -> None:
         together.wait()
         own.append(torch.get_num_threads())
 
     monkeypatch.setattr(init, "_fill", drawn)
-    parts = [Part(Placement(str(i)), (2, 2), torch.empty(4)) for i in range(2 * threads)]
+    parts = [ParameterPart(Placement(str(i)), (2, 2), torch.empty(4)) for i in range(2 * threads)]
     fill(parts, config(), TensorParallel(), 1, threads)
     assert own == [1] * len(parts)
 
@@ -194,7 +194,7 @@ def test_so_many_threads_draw_at_once(threads: int, monkeypatch: pytest.MonkeyPa
 def test_an_error_in_a_thread_is_raised_and_later_threads_are_as_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def failing(part: Part, **_: Any) -> None:
+    def failing(part: ParameterPart, **_: Any) -> None:
         raise torch.OutOfMemoryError(part.placement.name)
 
     monkeypatch.setattr(init, "_fill", failing)
@@ -202,7 +202,9 @@ def test_an_error_in_a_thread_is_raised_and_later_threads_are_as_before(
     torch.set_num_threads(3)
     try:
         with pytest.raises(torch.OutOfMemoryError, match="x"):
-            fill([Part(Placement("x"), (2, 2), torch.empty(4))] * 3, config(), TensorParallel(), 1, 2)
+            fill(
+                [ParameterPart(Placement("x"), (2, 2), torch.empty(4))] * 3, config(), TensorParallel(), 1, 2
+            )
         with ThreadPoolExecutor(1) as pool:
             assert torch.get_num_threads() == pool.submit(torch.get_num_threads).result() == 3
     finally:

@@ -105,17 +105,17 @@ def test_the_nearest_lacks_least(gpus: int) -> None:
     assert found.nearest.tightest.total == min(totals) and found.nearest.left == -1
 
 
-def plans_of(name: str, gpus: int, *overrides: str) -> tuple[RunConfig, search.Found]:
+def plans_of(name: str, gpus: int, *overrides: str) -> tuple[RunConfig, search.SearchResult]:
     config = recipe.load(ROOT / f"launch/recipes/{name}.yaml", overrides)
     return config, search.search(config, gpus, H100)
 
 
 @pytest.fixture(scope="module")
-def seven() -> tuple[RunConfig, search.Found]:
+def seven() -> tuple[RunConfig, search.SearchResult]:
     return plans_of("7b", 16, "model.vocab_size=32000", "train.global_batch=32")
 
 
-def test_suggestions_are_legal_fit_and_are_ranked(seven: tuple[RunConfig, search.Found]) -> None:
+def test_suggestions_are_legal_fit_and_are_ranked(seven: tuple[RunConfig, search.SearchResult]) -> None:
     config, found = seven
     seconds = [plan.time.seconds for plan in found.plans]
     assert seconds == sorted(seconds) and len(seconds) > 20
@@ -127,7 +127,7 @@ def test_suggestions_are_legal_fit_and_are_ranked(seven: tuple[RunConfig, search
     assert any(not plan.fits for plan in search._judged(config, 16, H100, [None]))
 
 
-def test_overrides_make_the_plan_of_the_recipe(seven: tuple[RunConfig, search.Found]) -> None:
+def test_overrides_make_the_plan_of_the_recipe(seven: tuple[RunConfig, search.SearchResult]) -> None:
     config, found = seven
     given = ["model.vocab_size=32000", "train.global_batch=32"]
     for plan in found.plans[::7]:
@@ -139,7 +139,7 @@ def test_overrides_make_the_plan_of_the_recipe(seven: tuple[RunConfig, search.Fo
     assert search.overrides(config, eight) == ["precision.fp8=off"]
 
 
-def test_best_has_one_of_each_split(seven: tuple[RunConfig, search.Found]) -> None:
+def test_best_has_one_of_each_split(seven: tuple[RunConfig, search.SearchResult]) -> None:
     best, plans = seven[1].best(), seven[1].plans
     splits = [(p.layout.tensor, p.layout.pipeline) for p in best]
     assert best[0] is plans[0] and len(set(splits)) == len(splits)

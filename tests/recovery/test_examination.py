@@ -15,7 +15,7 @@ from megastable.config.stability import AttributionConfig
 from megastable.data.skips import Skips
 from megastable.recovery import sample_replay
 from megastable.recovery.examination import Examination, half
-from megastable.recovery.sample_replay import Known, Norms, Trained
+from megastable.recovery.sample_replay import GradientNorms, Known, Trained
 from megastable.stability import groups, likeness
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
@@ -187,7 +187,7 @@ class Sorted(Laboratory):
 
     def batch_norms(self, steps: list[Trained], *_: Any) -> Any:
         norms = np.array([self.gradient_norm(t.positions) for t in steps])
-        return Norms(1.0, 1.0, list(steps), norms, 8)
+        return GradientNorms(1.0, 1.0, list(steps), norms, 8)
 
     @property
     def time(self) -> float:
@@ -273,13 +273,13 @@ def test_what_all_samples_share_is_no_evidence_of_data() -> None:
 def test_what_the_bad_are_like_is_learnt_from_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the cube of that, on one rank while the others wait."""
     sizes = list[int]()
-    line = likeness.Line.__init__
+    line = likeness.SeparatingLine.__init__
 
     def counted(self: Any, accused: Any, harmless: Any) -> None:
         sizes.append(len(accused))
         line(self, accused, harmless)
 
-    monkeypatch.setattr(likeness.Line, "__init__", counted)
+    monkeypatch.setattr(likeness.SeparatingLine, "__init__", counted)
     monkeypatch.setattr("megastable.recovery.examination.LEARNT", 200)
     laboratory = Laboratory(FIRST + 4 + np.arange(2000))
     assert judged(laboratory, laboratory.concluded(steps=32)) == (0, 0)

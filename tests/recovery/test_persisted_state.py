@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megastable.recovery.persisted_state import Memory, interrupted, recall
+from megastable.recovery.persisted_state import PersistedState, interrupted, recall
 from megastable.stability.actions import Action
 from megastable.stability.detector_state import DetectorState
 from megastable.stability.guard import GuardState
@@ -34,13 +34,13 @@ def event(what: str, clock: int, about: Incident, kind: str = "incident") -> dic
 
 def saved(clock: int = 0, **parts: Any) -> dict[str, Any]:
     guard = GuardState(detector=DetectorState(seen=40), policy=policy(clock))
-    return Memory(guard=guard, **parts).model_dump(mode="json")
+    return PersistedState(guard=guard, **parts).model_dump(mode="json")
 
 
 def test_without_a_journal_the_checkpoint_is_all() -> None:
     memory, lost = recall(saved(40, incident=incident(2), incidents=2), [])
     assert memory.model_dump(mode="json") == saved(40, incident=incident(2), incidents=2) and lost == []
-    assert recall({}, []) == (Memory(), [])
+    assert recall({}, []) == (PersistedState(), [])
 
 
 def test_what_happened_after_the_checkpoint_is_known_from_the_journal() -> None:
@@ -54,7 +54,7 @@ def test_what_happened_after_the_checkpoint_is_known_from_the_journal() -> None:
         memory, lost = recall(before, told)
         assert memory.incident == attributed and memory.incidents == 1 and lost == []
         assert memory.guard.policy == policy(33)
-        assert memory.guard.detector == Memory.model_validate(before).guard.detector
+        assert memory.guard.detector == PersistedState.model_validate(before).guard.detector
     # A checkpoint of after it knows better.
     later = saved(50, incident=None, incidents=1)
     assert recall(later, told)[0].model_dump(mode="json") == later
@@ -75,7 +75,7 @@ def test_one_that_was_not_proven_to_be_over_goes_on() -> None:
 
 
 def test_a_dry_run_has_a_clock_of_its_own() -> None:
-    dry = Memory(guard=GuardState(simulated=True, policy=policy(5))).model_dump(mode="json")
+    dry = PersistedState(guard=GuardState(simulated=True, policy=policy(5))).model_dump(mode="json")
     told = [event("opened", 33, incident(4))]
     memory, _ = recall(dry, told, simulated=True)
     assert memory.guard.policy == policy(5) and memory.incident is None and memory.incidents == 4
@@ -113,7 +113,7 @@ def test_what_cannot_be_read_starts_anew_and_is_named(
 
 def test_nothing_at_all_that_can_be_read() -> None:
     memory, lost = recall({"guard": "good", "incident": 5, "x": None}, [])
-    assert memory == Memory() and len(lost) == 3
+    assert memory == PersistedState() and len(lost) == 3
 
 
 def test_events_of_another_version_are_passed_over() -> None:

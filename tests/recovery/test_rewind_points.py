@@ -7,14 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from megastable.checkpoint.vitals import Vitals
-from megastable.recovery.rewind_points import Kept, Points
+from megastable.recovery.rewind_points import Points, RewindState
 from megastable.stability.detector_state import DetectorState
 from megastable.stability.sample_history import WatchState
 from tests.checkpoint.states import state_of
 
 
 def test_what_only_checkpoints_need_is_not_copied() -> None:
-    kept = list[Kept]()
+    kept = list[RewindState]()
     ring = SimpleNamespace(steps=[], take=lambda step, extra, counters: kept.append(extra))
     points: Any = SimpleNamespace(ring=ring)
     state = state_of(recent_losses=[3.0], stability={"samples": [1.0]}, vitals=Vitals(losses=[2.5]))

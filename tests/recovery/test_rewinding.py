@@ -15,7 +15,7 @@ from megastable.checkpoint import markers, store
 from megastable.config.stability import PolicyConfig, StabilityConfig
 from megastable.recovery import origin
 from megastable.recovery.origin import Origin
-from megastable.recovery.rewind_points import Kept, Points
+from megastable.recovery.rewind_points import Points, RewindState
 from megastable.recovery.rewinding import Rewinding, Tripped
 from megastable.recovery.sample_replay import Trained
 from megastable.recovery.snapshot import Ring
@@ -166,7 +166,9 @@ def test_a_look_without_a_good_state_drops_no_point_and_convicts_no_checkpoint(
     points.laboratory.losses = lambda positions: np.full(positions.size, 9.0)
     points.trained.append(Trained(38, np.arange(300, 308), np.full(8, 4.0), True))
     for step in (20, 30):
-        points.ring.take(step, Kept(state_of(step=step, cursor=8 * step), {}, MagicMock(), MagicMock()))
+        points.ring.take(
+            step, RewindState(state_of(step=step, cursor=8 * step), {}, MagicMock(), MagicMock())
+        )
     made = shell(Policy(PolicyConfig()))
     made.points, present = points, MagicMock(step=40)
     made.selection.return_value.mask = lambda positions: np.zeros(positions.size, dtype=bool)

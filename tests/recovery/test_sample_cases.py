@@ -24,7 +24,7 @@ from megastable.stability import novelty
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
 from megastable.stability.policy import Policy
-from megastable.stability.sample_history import Alarm, Kind, Rest, Scored, Seen, Waiting, WatchState
+from megastable.stability.sample_history import Alarm, AlarmKind, Rest, Scored, Seen, Waiting, WatchState
 from megastable.stability.signals import Verdict
 from tests.stability.policies import seen
 
@@ -229,7 +229,7 @@ def test_whole_batches_are_looked_back_on_where_there_is_a_state_of_before_them(
 
 def test_another_level_is_not_examined_again_and_again() -> None:
     made = Made()
-    alarm = Alarm(Kind.BATCH, 7, "higher")
+    alarm = Alarm(AlarmKind.BATCH, 7, "higher")
     scored = Scored(np.zeros(16), 4.0)
     for test, told in ((made.watch._test, alarm), (made.watch._easy, None)):
         test.observe = lambda *_, told=told: (scored, told)  # type: ignore[method-assign]

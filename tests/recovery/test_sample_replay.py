@@ -14,14 +14,14 @@ from megastable.config.stability import AttributionConfig
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.loader import documents_of
-from megastable.data.order import Corpus, Order
+from megastable.data.order import Order, OrderedCorpus
 from megastable.data.skip_ledger import Ledger, sample_entries
 from megastable.data.skips import Selection
 from megastable.model.gpt import GPT
 from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
-from megastable.recovery.sample_replay import CONTROLS, Known, Laboratory, Norms, Trained, harmless
+from megastable.recovery.sample_replay import CONTROLS, GradientNorms, Known, Laboratory, Trained, harmless
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
 from tests import reference
@@ -358,7 +358,7 @@ def test_on_two_ranks(two: dict[str, list[dict[str, Any]]], corpus: Path) -> Non
 
 def test_what_was_convicted_since_is_no_measure_of_harmless_samples() -> None:
     """A sample that was trained on in this epoch, and convicted when it came again."""
-    order = Order([Corpus("web", 32 * 20 + 1, 1.0, "f")], 32, seed=0)
+    order = Order([OrderedCorpus("web", 32 * 20 + 1, 1.0, "f")], 32, seed=0)
     again = order.positions_of(0, [order.locate_one(3).sequence, order.locate_one(9).sequence], 20, 40)
     selection = Selection(order, Ledger.of(sample_entries(order, again, "bad")).exclusions)
     steps = [Trained(n, np.arange(8 * n, 8 * n + 8), np.arange(8 * n, 8 * n + 8) / 10, True) for n in (0, 1)]
@@ -397,5 +397,5 @@ def test_a_gradient_is_compared_with_those_of_its_own_corpus(
     harmless = Known(positions, np.full(positions.size, 3.0), laboratory.corpora(positions))
     batch = Trained(1, np.arange(1000, 1016), np.full(16, 3.0), False)
     norms = np.array([gradient_norm(batch.positions)])
-    found, _ = laboratory.by_gradient(Norms(0.25, 1.0, [batch], norms, budget), harmless)
+    found, _ = laboratory.by_gradient(GradientNorms(0.25, 1.0, [batch], norms, budget), harmless)
     assert found.tolist() == ([1003] if guilty else []) and len(asked) <= 1 + 12

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megastable.base import jsonl
 from megastable.base.errors import DataError
 from megastable.report.postmortem import evidence, incidents_of, pages, write_incidents
-from megastable.report.postmortem.evidence import Case, Run
+from megastable.report.postmortem.evidence import Gatherer, Run
 from megastable.report.postmortem.facts import Evidence
 from megastable.run.directory import RunDirectory, as_json
 from tests.report.runs import Make, breakdown, note, tell
@@ -130,13 +130,13 @@ def test_a_long_journal_and_its_folders_are_read_once(make: Make, monkeypatch: p
     (known,) = [e for e in incidents_of(root) if e.incident.number == 1]
     run = Run(root)
     for number in run.incidents:  # as if they had been written
-        case = Case(run, number)
+        case = Gatherer(run, number)
         copy = known.model_copy(update={"inputs": case.inputs, "incident": case.incident})
         folder = root / "incidents" / f"{number:04d}"
         folder.mkdir(parents=True)
         (folder / "evidence.json").write_text(as_json(copy.model_dump(mode="json")))
     calls: Counter[str] = Counter()
-    read, glob, parse, gather = jsonl.content, Path.glob, json.loads, Case.gather
+    read, glob, parse, gather = jsonl.content, Path.glob, json.loads, Gatherer.gather
 
     def counted(name: str, function: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -148,7 +148,7 @@ def test_a_long_journal_and_its_folders_are_read_once(make: Make, monkeypatch: p
     monkeypatch.setattr(jsonl, "content", counted("read", read))
     monkeypatch.setattr(Path, "glob", counted("glob", glob))
     monkeypatch.setattr(json, "loads", counted("parse", parse))
-    monkeypatch.setattr(evidence.Case, "gather", counted("gather", gather))
+    monkeypatch.setattr(evidence.Gatherer, "gather", counted("gather", gather))
     assert write_incidents(root) == []
     lines = len((root / "journal.jsonl").read_bytes().splitlines())
     assert calls["parse"] <= lines + 2 and calls["read"] == 2 and calls["glob"] == 2 and not calls["gather"]

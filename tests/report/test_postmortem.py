@@ -34,7 +34,7 @@ from megastable.report.postmortem import (
     write_incidents,
 )
 from megastable.report.postmortem.__main__ import app
-from megastable.report.postmortem.facts import Evidence, Row
+from megastable.report.postmortem.facts import Evidence, StepRow
 from megastable.report.postmortem.logs import Log
 from megastable.run.directory import RunDirectory
 from tests.conftest import LENGTH, tiny
@@ -323,7 +323,7 @@ def saying(evidence: Evidence, text: str) -> Evidence:
     )
     sample, tokens, layers = evidence.samples[0], evidence.tokens, evidence.layers
     assert tokens is not None and layers is not None
-    pieces = [sample_texts.Piece(text=text, ends=True, shard=text, document=3)]
+    pieces = [sample_texts.DocumentText(text=text, ends=True, shard=text, document=3)]
     return evidence.model_copy(update={
         "run": evidence.run.model_copy(update={"name": text, "currency": text}),
         "incident": incident, "problems": [text],
@@ -626,8 +626,8 @@ def test_it_runs_where_no_torch_is() -> None:
 
 
 def test_what_was_done_again_is_told_from_what_stood() -> None:
-    def row(step: int, time: float) -> Row:
-        return Row(step=step, time=time, loss=1.0, grad_norm=1.0, first_position=0, next_position=8)
+    def row(step: int, time: float) -> StepRow:
+        return StepRow(step=step, time=time, loss=1.0, grad_norm=1.0, first_position=0, next_position=8)
 
     steps = [row(s, t) for t, s in enumerate([1, 2, 3, 4, 3, 4, 5, 2, 3, 4, 5, 6])]
     parts = passes.passes(steps)

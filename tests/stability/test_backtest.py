@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megastable.base.errors import DataError
 from megastable.config.stability import StabilityConfig
 from megastable.stability.actions import Action
-from megastable.stability.backtest import Episode, Judged, Recorded, episodes, read_trace, simulate
+from megastable.stability.backtest import BacktestDecision, Episode, Recorded, episodes, read_trace, simulate
 from megastable.stability.signals import Verdict
 from tests.stability.traces import Run, healthy, spike
 
@@ -28,13 +28,13 @@ def recorded(run: Run) -> list[Recorded]:
     return [Recorded(s.step, s.loss, s.grad_norm) for s in run]
 
 
-def judged(rows: list[Recorded], **stability: Any) -> list[Judged]:
+def judged(rows: list[Recorded], **stability: Any) -> list[BacktestDecision]:
     found = list(simulate(rows, StabilityConfig.model_validate(stability)))
     assert [j.step for j in found] == [r.step for r in rows]
     return found
 
 
-def acted(found: list[Judged], *but: Action) -> list[Judged]:
+def acted(found: list[BacktestDecision], *but: Action) -> list[BacktestDecision]:
     return [j for j in found if j.action not in (Action.APPLY, *but)]
 
 
@@ -159,9 +159,11 @@ def test_episodes_partition_what_is_not_plain(kinds: list[tuple[tuple[Verdict, A
     """Every step that is worth a word is in one episode, in order; an episode is as long as it can be."""
     plain = (Verdict.HEALTHY, Action.APPLY)
     one_by_one = [kind for kind, count in kinds for _ in range(count)]
-    steps = [Judged(10 * i, verdict, action, f"{i}") for i, (verdict, action) in enumerate(one_by_one)]
+    steps = [
+        BacktestDecision(10 * i, verdict, action, f"{i}") for i, (verdict, action) in enumerate(one_by_one)
+    ]
     found = episodes(steps)
-    covered: list[Judged] = []
+    covered: list[BacktestDecision] = []
     for episode in found:
         part = [j for j in steps if episode.first.step <= j.step <= episode.last]
         assert part[0] == episode.first and len(part) == episode.steps
@@ -174,7 +176,7 @@ def test_episodes_partition_what_is_not_plain(kinds: list[tuple[tuple[Verdict, A
 
 
 def test_an_episode_is_told_by_its_first_step() -> None:
-    steps = [Judged(s, Verdict.SPIKE, Action.APPLY, f"reason {s}") for s in (5, 6, 7)]
+    steps = [BacktestDecision(s, Verdict.SPIKE, Action.APPLY, f"reason {s}") for s in (5, 6, 7)]
     assert episodes(steps) == [Episode(steps[0], 7, 3)]
 
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.stability.novelty import FEWEST, NEIGHBOURS, Found, Pool, _table
+from megastable.stability.novelty import FEWEST, NEIGHBOURS, NewKind, Pool, _table
 
 Int64s = npt.NDArray[np.int64]
 LENGTH, WORDS = 64, 400
 
 
-def scan(tokens: Int64s) -> Found:
+def scan(tokens: Int64s) -> NewKind:
     """Of samples all of which are new to the pool."""
     return Pool().scan(np.arange(len(tokens)), tokens)
 

@@ -7,30 +7,30 @@ import pytest
 
 from megastable.stability import scores
 from megastable.stability.groups import crowd, group_test
-from megastable.stability.scores import Samples, Scale, judge, judge_alike
+from megastable.stability.scores import Scale, ScoredSamples, judge, judge_alike
 
 LENGTH, VOCABULARY = 64, 500
 SIGNIFICANCE, INNOCENT = 0.001, 0.03
 
 
-def text(random: np.random.Generator, count: int, corpus: int = 0, hard: float = 1.0) -> Samples:
+def text(random: np.random.Generator, count: int, corpus: int = 0, hard: float = 1.0) -> ScoredSamples:
     """Words by Zipf's law, in another order for each corpus; a sample of rarer words is harder, and z says so."""
     rare = random.gamma(8.0, 1 / 8, count) * hard
     share = np.arange(1, VOCABULARY + 1)[None] ** (-1.2 / rare[:, None])
     share /= share.sum(axis=1, keepdims=True)
     tokens = np.stack([random.choice(VOCABULARY, LENGTH + 1, p=p) for p in share])
     z = 1.5 * (rare - 1) + random.standard_t(5, count) * 0.8
-    return Samples((tokens + 7 * corpus) % VOCABULARY, z, np.full(count, corpus))
+    return ScoredSamples((tokens + 7 * corpus) % VOCABULARY, z, np.full(count, corpus))
 
 
-def other(random: np.random.Generator, count: int, z: float, corpus: int = 0) -> Samples:
+def other(random: np.random.Generator, count: int, z: float, corpus: int = 0) -> ScoredSamples:
     """Text of quite other pairs, each sample moderately bad."""
     tokens = (np.arange(LENGTH + 1)[None] * 17 + random.integers(0, VOCABULARY, (count, 1))) % VOCABULARY
-    return Samples(tokens, random.normal(z, 0.3, count), np.full(count, corpus))
+    return ScoredSamples(tokens, random.normal(z, 0.3, count), np.full(count, corpus))
 
 
-def joined(*parts: Samples) -> Samples:
-    return Samples(*(np.concatenate(fields) for fields in zip(*parts, strict=True)))
+def joined(*parts: ScoredSamples) -> ScoredSamples:
+    return ScoredSamples(*(np.concatenate(fields) for fields in zip(*parts, strict=True)))
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def scale() -> Scale:
     return Scale(joined(text(random, 800), text(random, 400, 1)))
 
 
-def named(scale: Scale, suspects: Samples, error: float = 0.1) -> np.ndarray:
+def named(scale: Scale, suspects: ScoredSamples, error: float = 0.1) -> np.ndarray:
     alone = np.zeros(suspects.z.shape, dtype=bool)
     return judge(scale, suspects, alone, error, SIGNIFICANCE, INNOCENT).guilty
 
@@ -150,7 +150,7 @@ def test_who_is_like_the_few_that_are_convicted_joins_them(scale: Scale, z: floa
     for seed in range(4):
         random = np.random.default_rng(seed)
         tokens = random.integers(450, VOCABULARY, (20, LENGTH + 1))
-        bad = Samples(tokens, random.normal(z, 0.3, 20), np.full(20, of))
+        bad = ScoredSamples(tokens, random.normal(z, 0.3, 20), np.full(20, of))
         suspects = joined(bad, text(random, 300), text(random, 100, 1))
         convicted = np.arange(420) < 3
         guilty, _ = scores.joined(scale, suspects, convicted, INNOCENT)
@@ -179,7 +179,7 @@ def test_healthy_samples_of_a_rare_kind_do_not_join_spoilt_ones_of_it(scale: Sca
         random = np.random.default_rng(seed)
         tokens = random.integers(450, VOCABULARY, (spoilt + 5, LENGTH + 1))
         z = np.append(np.full(spoilt, 12.0), random.normal(0.3, 1.0, 5))
-        suspects = joined(Samples(tokens, z, np.zeros(spoilt + 5, int)), text(random, 400))
+        suspects = joined(ScoredSamples(tokens, z, np.zeros(spoilt + 5, int)), text(random, 400))
         convicted = np.arange(suspects.z.size) < spoilt
         guilty, _ = scores.joined(scale, suspects, convicted, INNOCENT)
         others = suspects.of(guilty & ~convicted)
@@ -189,7 +189,7 @@ def test_healthy_samples_of_a_rare_kind_do_not_join_spoilt_ones_of_it(scale: Sca
 def test_those_who_join_are_worse_as_a_group(scale: Scale) -> None:
     random = np.random.default_rng(3)
     tokens = random.integers(450, VOCABULARY, (20, LENGTH + 1))
-    bad = Samples(tokens, random.normal(2.0, 0.5, 20), np.zeros(20, int))
+    bad = ScoredSamples(tokens, random.normal(2.0, 0.5, 20), np.zeros(20, int))
     assert scores.worse(scale, bad, SIGNIFICANCE, 0.1) and not scores.worse(
         scale, text(random, 20), SIGNIFICANCE, 0.1
     )

@@ -9,7 +9,7 @@ import pytest
 
 from megastable.config.stability import DetectorConfig, StabilityConfig
 from megastable.stability.actions import Action
-from megastable.stability.backtest import Judged, Recorded, simulate
+from megastable.stability.backtest import BacktestDecision, Recorded, simulate
 from megastable.stability.detector import Detector
 from megastable.stability.signals import Verdict
 from tests.stability import traces
@@ -18,7 +18,7 @@ from tests.stability.traces import Run
 SEEDS = range(4)
 
 
-def judged(run: Run, data: dict[int, str] | None = None) -> list[Judged]:
+def judged(run: Run, data: dict[int, str] | None = None) -> list[BacktestDecision]:
     """data: from which step on which."""
     name, rows = None, []
     for s in run:
@@ -27,11 +27,11 @@ def judged(run: Run, data: dict[int, str] | None = None) -> list[Judged]:
     return list(simulate(rows, StabilityConfig()))
 
 
-def acted(found: list[Judged]) -> list[int]:
+def acted(found: list[BacktestDecision]) -> list[int]:
     return [j.step for j in found if j.action is not Action.APPLY]
 
 
-def resets(found: list[Judged]) -> list[int]:
+def resets(found: list[BacktestDecision]) -> list[int]:
     return [j.step for j in found if j.reset]
 
 

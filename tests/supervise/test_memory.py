@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.stability.incident import Breakdown, Incident
-from megastable.supervise.journal_memory import Memory
+from megastable.supervise.journal_memory import JournalMemory
 
 
-def told(*events: dict[str, Any]) -> Memory:
-    memory = Memory()
+def told(*events: dict[str, Any]) -> JournalMemory:
+    memory = JournalMemory()
     for event in events:
         memory.hear(event)
     return memory

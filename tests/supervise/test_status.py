@@ -25,7 +25,7 @@ from megastable.base.errors import DataError
 from megastable.config.tree import RunConfig
 from megastable.supervise.chronicle import KEPT, TAIL, Chronicle
 from megastable.supervise.state import State
-from megastable.supervise.status import Status, Watch, as_json, exit_code, read_status
+from megastable.supervise.status import RunWatch, Status, as_json, exit_code, read_status
 from tests.supervise.runs import held, incident, journal
 
 HERE = socket.gethostname()
@@ -62,7 +62,7 @@ def progress(run: Path, **values: Any) -> None:
 
 
 def look(run: Path) -> Status:
-    return Watch(run, lambda: NOW).status()
+    return RunWatch(run, lambda: NOW).status()
 
 
 @contextmanager
@@ -342,7 +342,7 @@ def test_recent_losses_come_from_the_records_and_from_what_was_seen(run: Path) -
     records(run, 1, [5.0, 4.0, 9.0], 1000)
     records(run, 3, [3.0], 2000)  # done again
     (run / "steps" / "00000009-00000009-3000.parquet").write_bytes(b"half a file")
-    watch = Watch(run, lambda: NOW)
+    watch = RunWatch(run, lambda: NOW)
     assert watch.status().recent == ((1, 5.0), (2, 4.0), (3, 3.0))
     assert watch.status().rate == 0.5 and watch.status().tokens_per_second == 64 * 2048 / 0.5
     with alive(run, "trainer"):
@@ -358,7 +358,7 @@ def test_recent_losses_come_from_the_records_and_from_what_was_seen(run: Path) -
 
 def test_a_watch_reads_only_what_is_new_and_a_mended_journal_again(run: Path) -> None:
     journal(run, TRAINING, {"event": "discarded", "step": 3})
-    watch = Watch(run)
+    watch = RunWatch(run)
     assert watch.status().refused == 1
     journal(run, {"event": "discarded", "step": 4})
     assert watch.status().refused == 2 and watch.status().refused == 2

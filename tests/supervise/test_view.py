@@ -16,7 +16,7 @@ from rich.console import Console
 from megastable.base.text import duration, size, visible
 from megastable.supervise.notifiers import news
 from megastable.supervise.state import State
-from megastable.supervise.status import Status, Watch, read_status
+from megastable.supervise.status import RunWatch, Status, read_status
 from megastable.supervise.view import BARS, live, panel, sparkline
 from tests.supervise.runs import incident, journal
 
@@ -160,11 +160,13 @@ def test_live_ends_with_the_run(tmp_path: Path) -> None:
     journal(tmp_path, {"event": "training", "step": 0}, {"event": "finished", "steps": 3})
     console = Console(width=80, force_terminal=True, color_system=None)
     with console.capture() as capture:
-        status = live(Watch(tmp_path), console, seconds=0.01)
+        status = live(RunWatch(tmp_path), console, seconds=0.01)
     assert status.state is State.FINISHED and "finished" in capture.get()
     looks: list[Status] = []
     with console.capture():
-        live(Watch(tmp_path), console, seconds=0.0, until=lambda s: bool(looks.append(s)) or len(looks) == 3)
+        live(
+            RunWatch(tmp_path), console, seconds=0.0, until=lambda s: bool(looks.append(s)) or len(looks) == 3
+        )
     assert len(looks) == 3
 
 

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.files import FileRecord
 from megastable.checkpoint.new_run import write_run
-from megastable.checkpoint.pieces import Statistics
+from megastable.checkpoint.pieces import PieceStatistics
 from megastable.checkpoint.whole import WholeState, parameters
 from megastable.convert.tool.showing import merged
 from tests.checkpoint.states import LAYOUTS, make_run, recipe_of, state_of
@@ -237,7 +237,7 @@ def test_show(call: Callable[..., tuple[str, str]], checkpoint: Path) -> None:
 def test_statistics_of_pieces_are_those_of_the_whole(last: float) -> None:
     whole = torch.cat([torch.randn(50), torch.tensor([last])])
     parts = [
-        Statistics(
+        PieceStatistics(
             nonfinite=int((~piece.isfinite()).sum()), norm=float(piece.double().norm()),
             absmax=float(piece.abs().max()), mean=float(piece.double().mean()),
         )

@@ -15,7 +15,7 @@ import pytest
 from megastable.config.tree import RunConfig
 from megastable.data.blends import BlendEntry, Share, named_skips, read_blends
 from megastable.data.corpora import open_corpora
-from megastable.data.order import BLOCK, Corpus, Order
+from megastable.data.order import BLOCK, Order, OrderedCorpus
 from megastable.data.skip_ledger import Ledger, SkipEntry, append_all, read_ledger
 from megastable.data.skips import Identity
 from megastable.run import records
@@ -275,7 +275,7 @@ def test_what_an_earlier_version_convicted_by_position_stays_out_of_every_epoch(
 
 
 def test_a_conviction_is_not_named_where_a_later_blend_put_other_samples(tmp_path: Path) -> None:
-    order = Order([Corpus("a", 10_000, 1.0, "f")], 16, seed=0)
+    order = Order([OrderedCorpus("a", 10_000, 1.0, "f")], 16, seed=0)
     now = datetime.now(UTC)
     line = SkipEntry(first=18, end=20, reason="data: bad", incident=1, time=now)
     share = Share(name="a", path="a", weight=1.0, tokens=10_000, fingerprint="f")

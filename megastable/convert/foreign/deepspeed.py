@@ -25,13 +25,13 @@ from megastable.config.tree import ModelConfig, RunConfig
 from megastable.convert.foreign import unpickle
 from megastable.convert.foreign.begin import state_of, with_vocabulary
 from megastable.convert.foreign.zero import ZeroState
-from megastable.convert.huggingface.names import Part, merge, table
+from megastable.convert.huggingface.names import TensorRows, merge, table
 from megastable.engine.flatstate import KINDS
 from megastable.model.gpt import GPT
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
 
-Parts = Mapping[str, tuple[Part, ...]]
+Parts = Mapping[str, tuple[TensorRows, ...]]
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _own(config: ModelConfig, held: Mapping[str, Described]) -> Parts:
     with torch.device("meta"):
         gpt = GPT(config, TensorParallel(), recompute="none", seed=0)
     names = {placement_of(parameter).name: key for key, parameter in gpt.named_parameters()}
-    return {name: (Part(names[name], 0, of.shape),) for name, of in held.items()}
+    return {name: (TensorRows(names[name], 0, of.shape),) for name, of in held.items()}
 
 
 def _check(parts: Parts, held: Mapping[str, Described], state: ZeroState, prefix: str, where: Path) -> None:

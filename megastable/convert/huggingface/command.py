@@ -18,7 +18,7 @@ from megastable.base.text import plural, size, visible
 from megastable.convert.huggingface.export import DTYPES, Dtype, to_hf
 from megastable.convert.huggingface.gguf import to_gguf
 from megastable.convert.huggingface.importing import from_hf
-from megastable.convert.huggingface.parity import Checked, compare, sheet
+from megastable.convert.huggingface.parity import ParityReport, compare, sheet
 from megastable.convert.huggingface.weight_files import read_size
 from megastable.convert.tool.verifying import good
 from megastable.report.sheet.output import Output
@@ -114,7 +114,7 @@ def _end(
     told: dict[str, Any],
     line: str,
     notes: Sequence[str],
-    found: Checked | None,
+    found: ParityReport | None,
     as_json: bool,
     asked: bool = False,
 ) -> None:
@@ -138,7 +138,7 @@ def _end(
         raise SystemExit(FAILED)
 
 
-def _plain(found: Checked) -> dict[str, Any]:
+def _plain(found: ParityReport) -> dict[str, Any]:
     held = json.loads(to_json(asdict(found)))
     return {**held, "same": not found.failed and not found.why, "verdict": found.verdict}
 

@@ -28,7 +28,7 @@ from megastable.convert.huggingface.card import card
 from megastable.convert.huggingface.folder import CONFIG
 from megastable.convert.huggingface.llama_cpp import KNOWN, converted, is_qwens, vocabulary
 from megastable.convert.huggingface.names import QWEN2, architecture_of, split, table
-from megastable.convert.huggingface.parity import Checked
+from megastable.convert.huggingface.parity import ParityReport
 from megastable.convert.huggingface.settings import settings_of
 from megastable.convert.huggingface.tokenizer_export import WITHOUT, Written, write_tokenizer
 from megastable.convert.huggingface.weight_files import INDEX, Entry, bytes_of, index, plan
@@ -61,7 +61,7 @@ class Export:
     tokenizer: str = ""
     begins: bool = False
     notes: list[str] = field(default_factory=list)
-    checked: Checked | None = None
+    checked: ParityReport | None = None
 
 
 def to_hf(
@@ -73,7 +73,7 @@ def to_hf(
     tokenizer: Path | None = None,
     without_tokenizer: bool = False,
     inexact_tokenizer: bool = False,
-    check: Callable[[Path, Path], Checked] | None = None,
+    check: Callable[[Path, Path], ParityReport] | None = None,
     watch: Callable[[int, int], None] = lambda done, total: None,
 ) -> Export:
     """Write `out`, which must not exist, from a checkpoint (or a run: its newest good one).
@@ -136,7 +136,7 @@ class NotTheSame(CheckpointError):
 
     code = 1
 
-    def __init__(self, checked: Checked) -> None:
+    def __init__(self, checked: ParityReport) -> None:
         super().__init__(f"{checked.verdict}. Nothing was left there (--no-check leaves it, to look at)")
         self.checked = checked
 

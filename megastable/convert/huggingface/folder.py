@@ -25,7 +25,7 @@ from megastable.checkpoint.plain import PlainModel
 from megastable.checkpoint.reader import Reader
 from megastable.config.recipe import find
 from megastable.config.tree import ModelConfig, RunConfig
-from megastable.convert.huggingface.names import Part, merge, table
+from megastable.convert.huggingface.names import TensorRows, merge, table
 from megastable.convert.huggingface.settings import model_of
 from megastable.convert.huggingface.weight_files import INDEX, SINGLE
 from megastable.model.gpt import GPT
@@ -37,7 +37,7 @@ EDGE = 1 << 16  # bytes at either end of a file that the fingerprint is of
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-class Folder:
+class HuggingFaceFolder:
     """settings: config.json; files: where each tensor is, by its name.
 
     accept: keys of config.json that a person said do not matter. Raises CheckpointError for a folder that is not one,
@@ -129,7 +129,7 @@ class Folder:
         return self._open[file]
 
     @cached_property
-    def parts(self) -> dict[str, tuple[Part, ...]]:
+    def parts(self) -> dict[str, tuple[TensorRows, ...]]:
         """Our tensors, and what they are here; compared with what is here. Raises CheckpointError."""
         if self.config.layers > len(self.files):  # no table of a billion names
             raise CheckpointError(
@@ -202,7 +202,7 @@ def load_folder(
     dtype None: that of the embedding in the file. Memory: the weights once, and one tensor in fp32. Raises
     CheckpointError.
     """
-    folder = Folder(path, accept)
+    folder = HuggingFaceFolder(path, accept)
     if dtype is None:
         dtype = folder.dtype(folder.parts["embedding.weight"][0].name)
     with torch.device("meta"):

@@ -21,7 +21,7 @@ from megastable.base.errors import CheckpointError, DataError
 from megastable.base.text import visible
 from megastable.checkpoint.target import refuse_existing
 from megastable.config.tree import ModelConfig
-from megastable.convert.huggingface.folder import Folder
+from megastable.convert.huggingface.folder import HuggingFaceFolder
 from megastable.convert.huggingface.llama_cpp import KNOWN, Vocabulary, vocabulary
 from megastable.convert.huggingface.names import LLAMA, OLMO2, architecture_of
 from megastable.convert.huggingface.tokenizer_export import CONFIG, CONTROL, FILE, NORMAL
@@ -52,7 +52,7 @@ def to_gguf(folder: Path, out: Path, watch: Callable[[int, int], None] = lambda 
     Raises CheckpointError for a tokenizer or model that llama.cpp has not.
     """
     refuse_existing(out, "file")
-    source = Folder(folder)
+    source = HuggingFaceFolder(folder)
     if importlib.util.find_spec("gguf") is None:
         raise CheckpointError(f"the package gguf is not installed, which writes such files: {INSTALL}")
     import gguf
@@ -121,7 +121,7 @@ def to_gguf(folder: Path, out: Path, watch: Callable[[int, int], None] = lambda 
     return Gguf(out, kind.name, precision, tensors, out.stat().st_size, words.notes)
 
 
-def _kind(source: Folder, name: str) -> tuple[torch.dtype, str]:
+def _kind(source: HuggingFaceFolder, name: str) -> tuple[torch.dtype, str]:
     held = source.dtype(name)
     if len(source.shape(name)) == 1 or held not in (torch.bfloat16, torch.float16):
         return torch.float32, "F32"
@@ -142,7 +142,7 @@ def _interleaved(tensor: Tensor, width: int) -> Tensor:
     return tensor.view(rows // width, 2, width // 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
-def _describe(writer: Any, source: Folder, kind: str) -> None:
+def _describe(writer: Any, source: HuggingFaceFolder, kind: str) -> None:
     import gguf
 
     c = source.config

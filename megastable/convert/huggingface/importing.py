@@ -22,7 +22,7 @@ from megastable.config import recipe
 from megastable.config.recipe import find
 from megastable.config.tree import RunConfig
 from megastable.convert.foreign.begin import state_of
-from megastable.convert.huggingface.folder import Folder
+from megastable.convert.huggingface.folder import HuggingFaceFolder
 from megastable.convert.huggingface.names import LLAMA, MISTRAL
 from megastable.convert.huggingface.tokenizer_export import CONFIG, FILE, difference
 from megastable.data.corpora import Corpora, open_corpora
@@ -64,7 +64,7 @@ def from_hf(
     Raises CheckpointError, ConfigError, DataError; nothing is left then.
     """
     refuse_existing(out)
-    folder = Folder(given, accept)
+    folder = HuggingFaceFolder(given, accept)
     run, notes = run_from(folder, base, overrides)
     rows = {name: described.shape[0] for name, described in parameters(run.model).items()}
     if strange := sorted(set(rows) ^ set(folder.parts)):
@@ -92,7 +92,9 @@ def from_hf(
     return Import(out, folder.path, checkpoint, run, folder.numel, notes)
 
 
-def run_from(folder: Folder, base: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
+def run_from(
+    folder: HuggingFaceFolder, base: Path, overrides: Sequence[str] = ()
+) -> tuple[RunConfig, list[str]]:
     """The recipe with the folder's model in it, and what of its own model that replaces. Raises ConfigError."""
     wanted = recipe.load(base, overrides)
     longest, length = folder.sizes["sequence_length"], wanted.model.sequence_length
@@ -119,7 +121,7 @@ def run_from(folder: Folder, base: Path, overrides: Sequence[str] = ()) -> tuple
     return recipe.validate(tree, f"{base}, with the model of {folder.path}"), notes
 
 
-def check_tokenizer(folder: Folder, run: RunConfig, corpora: Corpora, notes: list[str]) -> None:
+def check_tokenizer(folder: HuggingFaceFolder, run: RunConfig, corpora: Corpora, notes: list[str]) -> None:
     """Raises CheckpointError unless the corpora were made with the folder's tokenizer."""
     info = corpora.manifests[0].tokenizer
     assert run.model.vocab_size is not None
@@ -162,7 +164,7 @@ def check_tokenizer(folder: Folder, run: RunConfig, corpora: Corpora, notes: lis
         )
 
 
-def _put_before(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...] | None:
+def _put_before(folder: HuggingFaceFolder, tokenizer: Tokenizer) -> tuple[int, ...] | None:
     """The tokens that it puts before every text; None where that is not known.
 
     tokenizer.json says so itself. Of a SentencePiece model transformers put the bos, unless told not to.
@@ -177,7 +179,7 @@ def _put_before(folder: Folder, tokenizer: Tokenizer) -> tuple[int, ...] | None:
     return () if adds is False else tokenizer.added or None
 
 
-def _tokenizers(folder: Folder) -> list[Tokenizer]:
+def _tokenizers(folder: HuggingFaceFolder) -> list[Tokenizer]:
     """What the folder holds of them: tokenizer.json first, as transformers do. Raises CheckpointError."""
     files = [folder.path / FILE, *sorted(folder.path.glob("*.model"))]
     try:

@@ -14,7 +14,7 @@ from megastable.base.errors import CheckpointError, MegastableError
 from megastable.checkpoint import store
 from megastable.checkpoint.plain import PlainModel
 from megastable.config.tree import RunConfig
-from megastable.convert.huggingface.folder import Folder, parameters_in
+from megastable.convert.huggingface.folder import HuggingFaceFolder, parameters_in
 from megastable.model.gpt import GPT
 from megastable.parallel.sharding import place, placement_of
 from megastable.parallel.topology import TensorParallel
@@ -56,7 +56,7 @@ def _lazily(layer: nn.Module, fill: Callable[[nn.Module], None], keep: bool = Fa
         layer.register_forward_hook(empty)
 
 
-def theirs(folder: Folder, tokens: Tensor, at: Tensor, whole: bool) -> tuple[Tensor, str]:
+def theirs(folder: HuggingFaceFolder, tokens: Tensor, at: Tensor, whole: bool) -> tuple[Tensor, str]:
     """Logits [rows, positions, vocabulary] of transformers, and its version."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
@@ -75,7 +75,7 @@ def theirs(folder: Folder, tokens: Tensor, at: Tensor, whole: bool) -> tuple[Ten
     return logits, str(transformers.__version__)
 
 
-def _loaded(folder: Folder) -> nn.Module:
+def _loaded(folder: HuggingFaceFolder) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     load: Any = AutoModelForCausalLM.from_pretrained
@@ -95,7 +95,7 @@ def _loaded(folder: Folder) -> nn.Module:
     return loaded
 
 
-def _streamed(folder: Folder) -> nn.Module:
+def _streamed(folder: HuggingFaceFolder) -> nn.Module:
     """Their model with the weights of one layer at a time; for what does not fit into memory whole."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -45,7 +45,7 @@ AT_HOME = frozenset(
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorRows:
     """Rows [first, first + shape[0]) of one of our tensors are the tensor `name` of theirs."""
 
     name: str
@@ -73,7 +73,7 @@ def architecture_of(config: ModelConfig) -> Architecture:
     return found
 
 
-def table(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
+def table(config: ModelConfig) -> dict[str, tuple[TensorRows, ...]]:
     """Every parameter of ours, in the model's order, and what it is over there. `vocab_size` must be known.
 
     Raises ConfigError as `architecture_of`.
@@ -113,20 +113,20 @@ def table(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
     return found
 
 
-def _rows(*named: tuple[str, int], width: int | None = None) -> tuple[Part, ...]:
-    parts, first = list[Part](), 0
+def _rows(*named: tuple[str, int], width: int | None = None) -> tuple[TensorRows, ...]:
+    parts, first = list[TensorRows](), 0
     for name, count in named:
-        parts.append(Part(name, first, (count,) if width is None else (count, width)))
+        parts.append(TensorRows(name, first, (count,) if width is None else (count, width)))
         first += count
     return tuple(parts)
 
 
-def split(whole: Tensor, parts: tuple[Part, ...]) -> dict[str, Tensor]:
+def split(whole: Tensor, parts: tuple[TensorRows, ...]) -> dict[str, Tensor]:
     """Theirs, as views of one of ours; rows beyond them are padding."""
     return {part.name: whole[part.first : part.first + part.shape[0]] for part in parts}
 
 
-def merge(theirs: Mapping[str, Tensor], parts: tuple[Part, ...], rows: int) -> Tensor:
+def merge(theirs: Mapping[str, Tensor], parts: tuple[TensorRows, ...], rows: int) -> Tensor:
     """Ours, fp32 with `rows` rows, of theirs; rows beyond them are zero. The inverse of `split`."""
     whole = torch.empty((rows, *parts[0].shape[1:]))
     for part in parts:

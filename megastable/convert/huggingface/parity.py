@@ -23,7 +23,7 @@ from megastable.base.text import plural, size
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config.tree import RunConfig
 from megastable.convert.huggingface import logits
-from megastable.convert.huggingface.folder import Folder
+from megastable.convert.huggingface.folder import HuggingFaceFolder
 from megastable.convert.huggingface.names import merge, split, table
 from megastable.convert.huggingface.tokenizer_export import real_text
 from megastable.data.corpora import open_corpora
@@ -42,7 +42,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Row:
+class LogitRow:
     """tokens: positions compared; largest: absolute difference of two logits; kl: of theirs from ours, nats per token,
     the mean; agree: share of positions with the same likeliest token; scale: the largest logit."""
 
@@ -59,14 +59,14 @@ class Row:
 
 
 @dataclass
-class Checked:
+class ParityReport:
     """why: what kept logits from being compared, "" where nothing did. unequal: tensors of the folder whose bits are
     not those of the checkpoint; settings: what config.json says otherwise, which logits need not show; precision: what
     the folder holds; how: in which way transformers had the weights."""
 
     checkpoint: Path
     folder: Path
-    rows: list[Row] = field(default_factory=list)
+    rows: list[LogitRow] = field(default_factory=list)
     unequal: list[str] = field(default_factory=list)
     settings: list[str] = field(default_factory=list)
     tensors: int = 0
@@ -106,11 +106,12 @@ class Checked:
 
 def compare(
     checkpoint: Path, folder: Path, say: Say = lambda _: None, accept: Collection[str] = (), seed: int = 0
-) -> Checked:
-    """checkpoint: a folder step-N that was found and verified; accept: as for `Folder`. Raises CheckpointError,
-    ConfigError."""
-    theirs, run = Folder(folder, accept), run_of(checkpoint)
-    found = Checked(checkpoint, folder, tensors=sum(map(len, theirs.parts.values())))
+) -> ParityReport:
+    """checkpoint: a folder step-N that was found and verified; accept: as for `HuggingFaceFolder`.
+
+    Raises CheckpointError, ConfigError."""
+    theirs, run = HuggingFaceFolder(folder, accept), run_of(checkpoint)
+    found = ParityReport(checkpoint, folder, tensors=sum(map(len, theirs.parts.values())))
     _same_model(checkpoint, run, theirs)
     for key in ("rope_theta", "rope_scaling", "norm_eps"):
         mine, other = getattr(run.model, key), getattr(theirs.config, key)
@@ -147,7 +148,7 @@ def compare(
     return found
 
 
-def _same_model(checkpoint: Path, run: RunConfig, folder: Folder) -> None:
+def _same_model(checkpoint: Path, run: RunConfig, folder: HuggingFaceFolder) -> None:
     """Whether both speak of one model at all. Raises CheckpointError that names what differs."""
     ours, theirs = run.model, folder.config
     for key, a, b in (
@@ -164,7 +165,9 @@ def _same_model(checkpoint: Path, run: RunConfig, folder: Folder) -> None:
             )
 
 
-def _samples(run: RunConfig, folder: Folder, seed: int, notes: list[str]) -> list[tuple[str, Tensor]]:
+def _samples(
+    run: RunConfig, folder: HuggingFaceFolder, seed: int, notes: list[str]
+) -> list[tuple[str, Tensor]]:
     """What to compare on: (what it is, int64 [rows, length])."""
     vocabulary = folder.config.vocab_size
     assert vocabulary is not None
@@ -192,7 +195,7 @@ def _samples(run: RunConfig, folder: Folder, seed: int, notes: list[str]) -> lis
     )
 
 
-def _memory(folder: Folder, samples: Sequence[tuple[str, Tensor]]) -> tuple[int, int]:
+def _memory(folder: HuggingFaceFolder, samples: Sequence[tuple[str, Tensor]]) -> tuple[int, int]:
     """Bytes that transformers take with the whole model, and with a layer at a time."""
     c, tokens = folder.config, torch.cat([t for _, t in samples])
     rows, length = tokens.shape
@@ -204,7 +207,7 @@ def _memory(folder: Folder, samples: Sequence[tuple[str, Tensor]]) -> tuple[int,
     return int(1.1 * 4 * folder.numel) + activations, outside + 2 * layer + activations
 
 
-def _positions(tokens: Tensor, folder: Folder) -> Tensor:
+def _positions(tokens: Tensor, folder: HuggingFaceFolder) -> Tensor:
     """Which positions of a row are compared: all, or as many as there is room for, evenly, with the last."""
     rows, length = tokens.shape
     most = max(1, min(length, LOGITS // (4 * (folder.config.vocab_size or 1) * rows)))
@@ -214,7 +217,7 @@ def _positions(tokens: Tensor, folder: Folder) -> Tensor:
 class _Rounded:
     """The checkpoint's weights as the folder should hold them; says which ones it does not."""
 
-    def __init__(self, whole: WholeState, folder: Folder) -> None:
+    def __init__(self, whole: WholeState, folder: HuggingFaceFolder) -> None:
         self.whole, self.folder, self.unequal = whole, folder, set[str]()
         self.table = table(folder.config)
 
@@ -238,7 +241,7 @@ class _Rounded:
         return sorted(self.unequal)
 
 
-def _row(of: str, ours: Tensor, theirs: Tensor) -> Row:
+def _row(of: str, ours: Tensor, theirs: Tensor) -> LogitRow:
     """ours, theirs: fp32 [rows, positions, vocabulary]."""
     mine, other = ours.flatten(0, 1), theirs.flatten(0, 1)
     if mine.shape != other.shape:
@@ -259,10 +262,10 @@ def _row(of: str, ours: Tensor, theirs: Tensor) -> Row:
     agree = float((mine.argmax(-1) == other.argmax(-1)).double().mean())
     # max() of Python would make 0 of a nan.
     kl = math.nan if math.isnan(largest) else float(np.maximum(0.0, total / len(mine)))
-    return Row(of, len(mine), largest, kl, agree, scale)
+    return LogitRow(of, len(mine), largest, kl, agree, scale)
 
 
-def sheet(found: Checked) -> Sheet:
+def sheet(found: ParityReport) -> Sheet:
     """What a person, or a program, is shown."""
     facts = [
         ("checkpoint", str(found.checkpoint)),

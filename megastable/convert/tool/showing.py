@@ -14,7 +14,7 @@ from megastable.base.errors import CheckpointError
 from megastable.base.text import duration, number, plural, size
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.markers import Health
-from megastable.checkpoint.pieces import Statistics
+from megastable.checkpoint.pieces import PieceStatistics
 from megastable.checkpoint.store import RunState
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config.tree import ModelConfig
@@ -134,13 +134,13 @@ def _rows(whole: WholeState, name: str) -> Iterable[dict[str, Any]]:
         yield row
 
 
-def merged(parts: list[tuple[int, Statistics]]) -> Statistics | None:
+def merged(parts: list[tuple[int, PieceStatistics]]) -> PieceStatistics | None:
     """Of a tensor, from those of its pieces with their numbers of elements."""
     total = sum(count for count, _ in parts)
     if not total:
         return None
     absmax = [part.absmax for _, part in parts]
-    return Statistics(
+    return PieceStatistics(
         nonfinite=sum(part.nonfinite for _, part in parts),
         norm=math.sqrt(sum(part.norm**2 for _, part in parts)),
         absmax=math.nan if any(map(math.isnan, absmax)) else max(absmax),

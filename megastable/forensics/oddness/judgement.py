@@ -40,7 +40,7 @@ class Judgement:
 
 
 @dataclass(frozen=True)
-class Usual:
+class UsualFeatures:
     """What is usual, by class of length c and feature f.
 
     quantiles: float32 [c, f, 3], QUANTILES as they are; edge, scale: float32 [c, f], where the odd tail begins, and
@@ -52,12 +52,12 @@ class Usual:
     scale: npt.NDArray[np.float32]
 
     @classmethod
-    def nothing(cls) -> Usual:
+    def nothing(cls) -> UsualFeatures:
         """Of no pieces: nothing is odd by it."""
         return cls.of(np.zeros(0, dtype=np.int64), {name: np.zeros(0, dtype=np.float32) for name in NAMES})
 
     @classmethod
-    def of(cls, lengths: npt.NDArray[np.int64], features: Features) -> Usual:
+    def of(cls, lengths: npt.NDArray[np.int64], features: Features) -> UsualFeatures:
         """From ordinary pieces (1 or 2 % of junk do not matter): lengths [k] and features [k] of each.
 
         A class without pieces takes the numbers of the next longer one, or else of the next shorter one.
@@ -94,7 +94,7 @@ class Usual:
         return np.minimum(found, MOST + MANY)
 
 
-def judge(usual: Usual, lengths: npt.NDArray[np.int64], features: Features) -> Judgement:
+def judge(usual: UsualFeatures, lengths: npt.NDArray[np.int64], features: Features) -> Judgement:
     """How unusual each piece is, what says so and what it looks like."""
     scores = usual.scores(lengths, features)
     judged = scores[JUDGED]
@@ -112,4 +112,4 @@ def length_class(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
     return np.searchsorted(CLASSES, lengths, side="right")
 
 
-__all__ = ["CLASSES", "MOST", "NAMES", "Judgement", "Usual", "judge", "length_class"]
+__all__ = ["CLASSES", "MOST", "NAMES", "Judgement", "UsualFeatures", "judge", "length_class"]

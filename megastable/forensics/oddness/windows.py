@@ -27,7 +27,7 @@ SHORTEST = 64  # tokens of a piece that is looked at by halves: what is shorter 
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedPieces:
     """Of k pieces. features: name -> float32 [k], of the whole pieces; worst: the judgement of the worst part of each,
     which is tokens [first, first + tokens), int64 [k] both; value: float32 [k], what its feature is there."""
 
@@ -38,7 +38,7 @@ class Judged:
     tokens: Int64s
 
 
-def judge_pieces(yardstick: Yardstick, tokens: Raw, edges: Int64s, keys: Keys) -> Judged:
+def judge_pieces(yardstick: Yardstick, tokens: Raw, edges: Int64s, keys: Keys) -> JudgedPieces:
     """Measure and judge pieces, the odd ones by their halves, too; arguments as those of `Yardstick.measure`.
 
     Damage as long as a piece, wherever it begins, fills one of the halves that it touches. So neither its score nor
@@ -64,7 +64,7 @@ def judge_pieces(yardstick: Yardstick, tokens: Raw, edges: Int64s, keys: Keys) -
         score[at], feature[at], kind[at] = parts.score[worse], parts.feature[worse], parts.kind[worse]
         value[at] = _at(found, parts.feature)[worse]
         first[at], count[at] = halves[:, :2].ravel()[worse], sizes[worse]
-    return Judged(features, Judgement(score, feature, kind), value, first, count)
+    return JudgedPieces(features, Judgement(score, feature, kind), value, first, count)
 
 
 def spans_of(yardstick: Yardstick, tokens: Raw, key: int, least: float) -> list[Span]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from megastable.base.errors import DataError
 from megastable.data.local_copy import write_file
 from megastable.forensics.oddness.features import FEATURES, NAMES, Features, inside, measure
-from megastable.forensics.oddness.judgement import CLASSES, Judgement, Usual, judge, length_class
+from megastable.forensics.oddness.judgement import CLASSES, Judgement, UsualFeatures, judge, length_class
 from megastable.forensics.oddness.kinds import KINDS, ODD
 from megastable.forensics.oddness.lexicon import Lexicon
 from megastable.forensics.oddness.tables import Int64s, Keys, Tables
@@ -64,7 +64,7 @@ class Yardstick:
 
     lexicon: Lexicon
     tables: Tables
-    usual: Usual
+    usual: UsualFeatures
 
     @classmethod
     def of(cls, sample: Iterable[Sample], lexicon: Lexicon, eod: int | None = None) -> Yardstick:
@@ -95,10 +95,12 @@ class Yardstick:
 
     @classmethod
     def _fitted(cls, ids: Raw, pieces: Int64s, keys: Keys, lexicon: Lexicon) -> Yardstick:
-        yardstick = cls(lexicon, Tables.of(ids, pieces, keys, lexicon.vocab_size + 1), Usual.nothing())
+        yardstick = cls(
+            lexicon, Tables.of(ids, pieces, keys, lexicon.vocab_size + 1), UsualFeatures.nothing()
+        )
         some, edges, owner = _ordinary(ids, pieces)
         features = _measured(yardstick, some, edges, keys[owner])
-        return replace(yardstick, usual=Usual.of(np.diff(edges), features))
+        return replace(yardstick, usual=UsualFeatures.of(np.diff(edges), features))
 
     def measure(self, tokens: Raw, edges: Int64s, keys: Keys) -> Features:
         """The features of k pieces: name -> float32 [k], with "length" among them, in tokens.
@@ -158,7 +160,9 @@ class Yardstick:
             plain = {"vocab_size": int, "known": bool}
             for part in parts.values():
                 part |= {key: plain[key](value) for key, value in part.items() if key in plain}
-            return cls(Lexicon(**parts["lexicon"]), Tables(**parts["tables"]), Usual(**parts["usual"]))
+            return cls(
+                Lexicon(**parts["lexicon"]), Tables(**parts["tables"]), UsualFeatures(**parts["usual"])
+            )
         except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
             raise DataError(f"{path} cannot be read: {error}; remove it, it is made again") from error
 

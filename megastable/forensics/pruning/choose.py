@@ -13,7 +13,7 @@ from megastable.base.errors import DataError
 from megastable.base.text import plural, ranges
 from megastable.config.recipe import read_yaml
 from megastable.data.blends import BlendEntry
-from megastable.data.documents import Part, parts_by_position
+from megastable.data.documents import DocumentPart, parts_by_position
 from megastable.data.manifest import Manifest
 from megastable.data.shards import Shard
 from megastable.data.skips import Skips
@@ -162,7 +162,7 @@ def _guilty(incident: str, manifest: Manifest, spans: bool) -> Iterator[Why]:
         )
     positions = np.concatenate([np.empty(0, np.int64), *(np.arange(*span) for span in told)])
     positions = positions[source.order.locate(positions).corpus == mine[0]]
-    parts: dict[tuple[str, int], list[tuple[int, Part]]] = {}
+    parts: dict[tuple[str, int], list[tuple[int, DocumentPart]]] = {}
     for position, some in parts_by_position(source, positions).items():
         for part in some:
             parts.setdefault((part.document.shard, part.document.document), []).append((position, part))

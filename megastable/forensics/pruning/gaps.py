@@ -79,7 +79,7 @@ class Ranges:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RemainingPiece:
     """What is left of a document between two spans: its tokens [first, end). closed: an end-of-document token that is
     put there ends it; opened: a begin-of-document token that is put there begins it. lengths, modes: of its sequences,
     those tokens among them."""
@@ -116,7 +116,7 @@ class CutDocument:
     number: int
     first: int
     tokens: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RemainingPiece, ...]
     sequences: Span
     gone: int
 
@@ -186,7 +186,7 @@ def cut_document(
 
 def _piece(
     first: int, end: int, closed: bool, opened: bool, lengths: Sequence[int], modes: Sequence[int]
-) -> Piece:
+) -> RemainingPiece:
     """Tokens [first, end) of a document with sequences of `lengths`; an empty sequence belongs to the piece that it
     touches."""
     found, at = list[tuple[int, int]](), 0
@@ -201,7 +201,9 @@ def _piece(
     if opened:
         length, mode = found[0]
         found[:1] = [(length + 1, mode)] if length < LONGEST_SEQUENCE else [(1, mode), (length, mode)]
-    return Piece(first, end, closed, opened, tuple(n for n, _ in found), tuple(mode for _, mode in found))
+    return RemainingPiece(
+        first, end, closed, opened, tuple(n for n, _ in found), tuple(mode for _, mode in found)
+    )
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def _compare(
 ) -> Proof:  # fmt: skip
     listed = None if plan is None else gaps_of(original, old, read_plan(plan).named(original, old))
     news = {info.name: info for info in new.shards}
-    rows = _Rows(directory)
+    rows = _MapRows(directory)
     all_gaps, removed, cuts = dict[str, Gaps](), Removed(), list[Cut]()
     for info in old.shards:
         shard = Shard(original / info.name, info)
@@ -134,7 +134,7 @@ def _compare(
     return Proof(documents, tokens, pruned.documents, pruned.tokens, cut, added, original)
 
 
-class _Rows:
+class _MapRows:
     """The map, shard after shard."""
 
     def __init__(self, directory: Path) -> None:

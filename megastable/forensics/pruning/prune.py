@@ -27,7 +27,7 @@ from megastable.data.shard_format import HEADER, ShardInfo, chunks, little_endia
 from megastable.data.shard_writer import HashedFile, index_header, pointers_of
 from megastable.data.shards import Shard, hash_file
 from megastable.forensics.pruning.gaps import Gaps, blocks, without
-from megastable.forensics.pruning.prune_plan import NOTHING, Named, Plan, read_plan
+from megastable.forensics.pruning.prune_plan import NOTHING, Named, PrunePlan, read_plan
 from megastable.forensics.pruning.pruned import MAP, Cut, MapWriter, Pruned, Removed
 from megastable.forensics.pruning.token_loss import Loss
 
@@ -87,7 +87,7 @@ def gaps_of(directory: Path, manifest: Manifest, named: dict[str, Named]) -> dic
 
 
 def _write(
-    plan: Plan,
+    plan: PrunePlan,
     directory: Path,
     manifest: Manifest,
     all_gaps: dict[str, Gaps],
@@ -282,7 +282,7 @@ def corpus_bytes(plan: Path, corpus: Path | None = None) -> int:
     return sum(info.bin_bytes for info in Manifest.load(_corpus_of(read_plan(plan), corpus)).shards)
 
 
-def _corpus_of(plan: Plan, given: Path | None) -> Path:
+def _corpus_of(plan: PrunePlan, given: Path | None) -> Path:
     if given is None and plan.corpus is None:
         raise DataError(
             f"{plan.path} does not say of which corpus it is: make a plan of it that does, "
@@ -291,7 +291,7 @@ def _corpus_of(plan: Plan, given: Path | None) -> Path:
     return find(given or plan.corpus or "")
 
 
-def _nothing_left(plan: Plan, split: str, directory: Path, segment: Segment) -> NoReturn:
+def _nothing_left(plan: PrunePlan, split: str, directory: Path, segment: Segment) -> NoReturn:
     document = Shard(directory / segment.shard).document_of(segment.first_token)
     raise DataError(
         f"{plan.path} leaves nothing of the split {split!r}: delete its line {plan.line_of(segment.shard, document)}, "

@@ -55,7 +55,7 @@ class Removal:
     span: Span | None = None
 
 
-class Line(NamedTuple):
+class PlanLine(NamedTuple):
     """A line of a plan, its number in the file first. span: None for the whole document."""
 
     number: int
@@ -80,7 +80,7 @@ NOTHING = Named(np.empty(0, np.int64), {})
 
 
 @dataclass
-class Plan:
+class PrunePlan:
     """A plan as it was read. corpus, fingerprint: None where it does not say. lines: by shard, in the order of the
     file."""
 
@@ -88,7 +88,7 @@ class Plan:
     sha256: str
     corpus: Path | None = None
     fingerprint: str | None = None
-    lines: dict[str, list[Line]] = field(default_factory=dict)
+    lines: dict[str, list[PlanLine]] = field(default_factory=dict)
 
     def named(self, directory: Path, manifest: Manifest) -> dict[str, Named]:
         """What to leave out of a corpus, by shard.
@@ -133,7 +133,7 @@ class Plan:
             )
         return found
 
-    def _named(self, shard: str, lines: list[Line], count: int, twice: bool) -> Named:
+    def _named(self, shard: str, lines: list[PlanLine], count: int, twice: bool) -> Named:
         whole, spans = dict[int, int](), dict[int, list[Span]]()
         for number, document, span in lines:
             if document >= count:
@@ -163,7 +163,7 @@ class Plan:
         return next(line.number for line in self.lines[shard] if line.document == document)
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> PrunePlan:
     """A plan, or a list by hand. Raises DataError naming the line that is none."""
     try:
         content = path.read_bytes()
@@ -174,7 +174,7 @@ def read_plan(path: Path) -> Plan:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not text in UTF-8 ({error}): it is no plan") from error
-    plan = Plan(path, hashlib.sha256(content).hexdigest())
+    plan = PrunePlan(path, hashlib.sha256(content).hexdigest())
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     start = next((n for n, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), 0)
     try:
@@ -245,7 +245,7 @@ def _unquoted(path: Path, number: int, text: str) -> str:
         ) from None
 
 
-def _lines(plan: Plan, lines: list[str]) -> Iterator[tuple[str, Line]]:
+def _lines(plan: PrunePlan, lines: list[str]) -> Iterator[tuple[str, PlanLine]]:
     """The shard and what else is in plain lines and JSON ones; keys go into the plan."""
     for number, line in enumerate(lines, start=1):
         found = _LINE.fullmatch(line)
@@ -255,7 +255,7 @@ def _lines(plan: Plan, lines: list[str]) -> Iterator[tuple[str, Line]]:
             name = found[1]
             span = None if found[3] is None else (int(found[3]), int(found[4]))
             shard = _unquoted(plan.path, number, name) if name[0] == '"' else name
-            yield shard, Line(number, int(found[2]), span)
+            yield shard, PlanLine(number, int(found[2]), span)
             continue
         line = line.strip()
         if not line or line.startswith("#"):
@@ -268,7 +268,7 @@ def _lines(plan: Plan, lines: list[str]) -> Iterator[tuple[str, Line]]:
             _bad(plan.path, number, line)
 
 
-def _take(plan: Plan, number: int, key: str, value: str) -> None:
+def _take(plan: PrunePlan, number: int, key: str, value: str) -> None:
     if key == "format" and value != FORMAT:
         raise DataError(
             f"{plan.path} line {number}: format {visible(value, 20)}, this megastable reads format {FORMAT}"
@@ -279,7 +279,7 @@ def _take(plan: Plan, number: int, key: str, value: str) -> None:
         plan.fingerprint = value
 
 
-def _json(path: Path, number: int, line: str) -> tuple[str, Line]:
+def _json(path: Path, number: int, line: str) -> tuple[str, PlanLine]:
     try:
         entry = json.loads(line)
         shard, numbers = entry["shard"], [entry["document"], *_both(entry.get("first"), entry.get("end"))]
@@ -287,10 +287,10 @@ def _json(path: Path, number: int, line: str) -> tuple[str, Line]:
         _bad(path, number, line)
     if not isinstance(shard, str) or not all(type(n) is int and 0 <= n < 10**18 for n in numbers):
         _bad(path, number, line)
-    return shard, Line(number, numbers[0], (numbers[1], numbers[2]) if numbers[1:] else None)
+    return shard, PlanLine(number, numbers[0], (numbers[1], numbers[2]) if numbers[1:] else None)
 
 
-def _table(path: Path, lines: list[str], start: int) -> Iterator[tuple[str, Line]]:
+def _table(path: Path, lines: list[str], start: int) -> Iterator[tuple[str, PlanLine]]:
     rows = csv.DictReader(lines[start:])
     try:
         for row in rows:
@@ -303,7 +303,7 @@ def _table(path: Path, lines: list[str], start: int) -> Iterator[tuple[str, Line
             if shard is None or not all(re.fullmatch("[0-9]{1,18}", cell) for cell in cells):
                 _bad(path, number, lines[number - 1])
             span = (int(cells[1]), int(cells[2])) if cells[1:] else None
-            yield shard.strip(), Line(number, int(cells[0]), span)
+            yield shard.strip(), PlanLine(number, int(cells[0]), span)
     except csv.Error as error:
         raise DataError(
             f"{path} line {start + rows.line_num + 1}: {error}: mend or delete the line"

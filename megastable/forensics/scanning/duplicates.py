@@ -37,7 +37,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Found:
+class Duplicates:
     """Copies after the first of each group: how many documents and tokens they are, of how many groups."""
 
     documents: int = 0
@@ -98,12 +98,12 @@ class Copies:
         return self._held[1]
 
 
-def exact(hashed: Iterable[Records], documents: int, folder: Path, copies: Copies) -> Found:
+def exact(hashed: Iterable[Records], documents: int, folder: Path, copies: Copies) -> Duplicates:
     """Find documents of which an earlier one has the same hash, and add them to `copies`.
 
     hashed: `HASHED` records of `documents` documents in all; those without tokens are nobody's copy.
     """
-    total = Found()
+    total = Duplicates()
     count = partitions_for(documents * HASHED.itemsize)
     with Spool(folder, count, HASHED) as spool:
         for records in hashed:
@@ -112,7 +112,7 @@ def exact(hashed: Iterable[Records], documents: int, folder: Path, copies: Copie
         for part in spool:
             found = _copies(part)
             copies.add(found)
-            total = Found(
+            total = Duplicates(
                 total.documents + len(found),
                 total.tokens + int(found["tokens"].sum()),
                 total.groups + len(np.unique(found["of"])),

@@ -19,7 +19,7 @@ from megastable.base.errors import DataError
 from megastable.data.local_copy import write_file
 from megastable.data.shards import Shard
 from megastable.forensics.scanning import workplace
-from megastable.forensics.scanning.duplicates import COPY, Copies, Found
+from megastable.forensics.scanning.duplicates import COPY, Copies, Duplicates
 from megastable.forensics.scanning.minhash import (
     BINS,
     GRAM,
@@ -75,7 +75,7 @@ def _parts(shard: Shard, edges: Int64s) -> Iterator[tuple[Raw, Int64s, Int64s]]:
 
 def find_near(
     shards: Sequence[Shard], units: Sequence[Unit], folder: Path, copies: Copies, threshold: float
-) -> Found:
+) -> Duplicates:
     """Find documents that are at least `threshold` like an earlier one, and add them to `copies`.
 
     Exact copies, which `copies` holds, are left out: their first one stands for them. Documents of fewer than 5 tokens
@@ -94,7 +94,7 @@ def find_near(
     records["document"], records["of"], records["near"] = found[:, 0], found[:, 1], True
     records["tokens"] = [look.tokens_of(document) for document in found[:, 0].tolist()]
     copies.add(records)
-    return Found(len(records), int(records["tokens"].sum()), len(np.unique(records["of"])))
+    return Duplicates(len(records), int(records["tokens"].sum()), len(np.unique(records["of"])))
 
 
 @dataclass

@@ -15,9 +15,9 @@ import zstandard
 
 from megastable.data.shards import Shard
 from megastable.forensics.oddness.kinds import KINDS
-from megastable.forensics.oddness.windows import Judged, judge_pieces
+from megastable.forensics.oddness.windows import JudgedPieces, judge_pieces
 from megastable.forensics.oddness.yardstick import NAMES, Yardstick, cut
-from megastable.forensics.scanning.units import BLOCK, Block, Int64s, Raw, blocks
+from megastable.forensics.scanning.units import BLOCK, Int64s, PieceBlock, Raw, blocks
 
 EMPTY = "empty"  # the kind of a document without tokens, which no yardstick measures
 ALL_KINDS = (*KINDS, EMPTY)
@@ -147,7 +147,7 @@ def _digests(tokens: Raw, edges: Int64s) -> npt.NDArray[np.uint64]:
     return np.frombuffer(joined, ">u8").reshape(-1, 2)
 
 
-def _compress(block: Block, compression: npt.NDArray[np.float32]) -> None:
+def _compress(block: PieceBlock, compression: npt.NDArray[np.float32]) -> None:
     """Put the compression ratio of every document that begins in `block` where it belongs in `compression` [d]."""
     view, itemsize = block.tokens.data.cast("B"), block.tokens.dtype.itemsize
     begins = np.flatnonzero(np.append(True, np.diff(block.owner) != 0))
@@ -175,7 +175,9 @@ class _Worst:
         self.first = edges[:-1].copy()
         self.tokens = np.zeros(documents, np.int32)
 
-    def look(self, owner: Int64s, begins: npt.NDArray[np.intp], judged: Judged, first_token: int) -> None:
+    def look(
+        self, owner: Int64s, begins: npt.NDArray[np.intp], judged: JudgedPieces, first_token: int
+    ) -> None:
         """Pieces of documents `owner` [k], whose first ones are at `begins`; first_token: where they lie in the
         shard."""
         score = judged.worst.score

@@ -30,7 +30,7 @@ from megastable.data.progress import Meter
 from megastable.data.shards import Shard
 from megastable.forensics.oddness.yardstick import NAMES, Lexicon, Yardstick
 from megastable.forensics.scanning import workplace
-from megastable.forensics.scanning.duplicates import HASHED, Copies, Found, exact
+from megastable.forensics.scanning.duplicates import HASHED, Copies, Duplicates, exact
 from megastable.forensics.scanning.near import find_near, sign
 from megastable.forensics.scanning.partition_files import Records
 from megastable.forensics.scanning.rows import (
@@ -41,16 +41,16 @@ from megastable.forensics.scanning.rows import (
     long_key,
     measure_rows,
 )
-from megastable.forensics.scanning.scan_summary import STEP, THRESHOLDS, Tally, tally
+from megastable.forensics.scanning.scan_summary import STEP, THRESHOLDS, ScanSummary, tally
 from megastable.forensics.scanning.scanned import (
     SHARES,
     USUAL,
     Bars,
-    Copied,
+    CopyFacts,
     Scan,
     ShardFacts,
     Threshold,
-    Worst,
+    WorstDocument,
     told,
 )
 from megastable.forensics.scanning.score_threshold import advised, excess, ordinary
@@ -119,7 +119,7 @@ def scan_shards(
         "files": _files(shelf, against),
     }  # fmt: skip
     with workplace.occupied(folder, asked, again):
-        job = _Job(shelf, folder, against, workers, near, threshold, top, progress, warnings)
+        job = _ScanJob(shelf, folder, against, workers, near, threshold, top, progress, warnings)
         return job.finished() or job.run()
 
 
@@ -161,7 +161,7 @@ def _described(shelf: Shelf) -> str:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _ScanWork:
     """What a worker must know beside the unit."""
 
     folder: Path
@@ -177,10 +177,10 @@ class _Done:
     tokens: int
     documents: int
     measured: int
-    tally: Tally
+    tally: ScanSummary
 
 
-def _measure(unit: Unit, work: _Work) -> _Done:
+def _measure(unit: Unit, work: _ScanWork) -> _Done:
     """Measure a unit, unless its part is there; runs in the worker processes."""
     path, measured = workplace.part(work.folder, unit.number), 0
     rows = workplace.read_rows(path)
@@ -195,7 +195,7 @@ def _measure(unit: Unit, work: _Work) -> _Done:
 
 
 @dataclass
-class _Job:
+class _ScanJob:
     shelf: Shelf
     folder: Path
     against: Shelf | None
@@ -237,7 +237,7 @@ class _Job:
         scan.save(self.folder)
         return scan
 
-    def _yardstick(self) -> tuple[Yardstick, Tally]:
+    def _yardstick(self) -> tuple[Yardstick, ScanSummary]:
         """What is usual, and how the sample does by it; from the folder when they are there."""
         path, told_path = self.folder / workplace.YARDSTICK, self.folder / workplace.REFERENCE
         if path.exists() and told_path.exists():
@@ -246,7 +246,7 @@ class _Job:
             except DataError:
                 pass  # damaged: made again
         reference = self.against or self.shelf
-        usual, done, count = Tally(1), 0, 0
+        usual, done, count = ScanSummary(1), 0, 0
         total = 2 * min(reference.tokens, SAMPLE)  # it is read, and later measured by what was learnt of it
         with Meter(total, not self.progress, "learning what is usual", "learnt", "tokens") as meter:
 
@@ -268,10 +268,10 @@ class _Job:
         write_file(told_path, json.dumps(content).encode())
         return yardstick, usual
 
-    def _measure(self) -> tuple[Tally, int]:
-        found, measured, read, documents = Tally(self.top), 0, 0, 0
+    def _measure(self) -> tuple[ScanSummary, int]:
+        found, measured, read, documents = ScanSummary(self.top), 0, 0, 0
         changed = (self.folder / workplace.YARDSTICK).stat().st_mtime_ns
-        work = _Work(self.folder, changed, self.shelf.documents, self.top)
+        work = _ScanWork(self.folder, changed, self.shelf.documents, self.top)
         with self._meter("scanning", "scanned") as meter:
             results = ordered_map(partial(_measure, work=work), self.units, self.workers)
             with closing(results):
@@ -285,7 +285,7 @@ class _Job:
     def _meter(self, doing: str, done: str) -> Meter:
         return Meter(self.shelf.tokens, not self.progress, doing, done, "tokens")
 
-    def _duplicates(self) -> tuple[Found, Found | None]:
+    def _duplicates(self) -> tuple[Duplicates, Duplicates | None]:
         """Find copies and write them."""
         spool, near = self.folder / workplace.SPOOL, None
         if self.near:
@@ -317,7 +317,12 @@ class _Job:
             yield records
 
     def _result(
-        self, yardstick: Yardstick, usual: Tally, found: Tally, copies: Found, near: Found | None
+        self,
+        yardstick: Yardstick,
+        usual: ScanSummary,
+        found: ScanSummary,
+        copies: Duplicates,
+        near: Duplicates | None,
     ) -> Scan:
         shelf, before = self.shelf, 0
         shards = []
@@ -341,14 +346,14 @@ class _Job:
             scores=found.scores().tolist(), advised=advised(found, times), thresholds=_thresholds(found, usual, times),
             top=self.top,
             worst=[_worst(row, yardstick) for row in found.worst],
-            copies=Copied(**vars(copies)), near=Copied(**vars(near)) if near else None,
+            copies=CopyFacts(**vars(copies)), near=CopyFacts(**vars(near)) if near else None,
             near_threshold=self.threshold if near else None, workers=self.workers, seconds=0.0,
             measured_tokens=0, yardstick_seconds=0.0, duplicates_seconds=0.0,
             warnings=[*self.warnings, *_doubts(shelf, self.against or shelf, yardstick, usual)],
         )  # fmt: skip
 
 
-def _thresholds(found: Tally, usual: Tally, times: float) -> list[Threshold]:
+def _thresholds(found: ScanSummary, usual: ScanSummary, times: float) -> list[Threshold]:
     """How many documents lie above each score. Beyond the worst of all there is nothing to tell."""
     full, sampled = found.above(0.0)[0], usual.above(0.0)[0]
     table = []
@@ -367,9 +372,9 @@ def _thresholds(found: Tally, usual: Tally, times: float) -> list[Threshold]:
     return table
 
 
-def _worst(row: dict[str, Any], yardstick: Yardstick) -> Worst:
-    return Worst(
-        **{name: row[name] for name in Worst.model_fields if name in row},
+def _worst(row: dict[str, Any], yardstick: Yardstick) -> WorstDocument:
+    return WorstDocument(
+        **{name: row[name] for name in WorstDocument.model_fields if name in row},
         why=told(yardstick, row), features={name: row[name] for name in NAMES},
     )  # fmt: skip
 
@@ -408,7 +413,7 @@ def _vocabulary(shelf: Shelf) -> int:
     return min(1 << max(largest.bit_length(), 1), LARGEST_VOCABULARY)
 
 
-def _doubts(shelf: Shelf, reference: Shelf, yardstick: Yardstick, usual: Tally) -> list[str]:
+def _doubts(shelf: Shelf, reference: Shelf, yardstick: Yardstick, usual: ScanSummary) -> list[str]:
     """What the numbers of this scan are not good for."""
     tokens, found = int(usual.tokens.sum()), []
     if tokens < ENOUGH:
@@ -423,9 +428,9 @@ def _doubts(shelf: Shelf, reference: Shelf, yardstick: Yardstick, usual: Tally) 
     return found
 
 
-def _read_usual(path: Path) -> Tally:
+def _read_usual(path: Path) -> ScanSummary:
     """The counters of the sample."""
-    counted = Tally(1)
+    counted = ScanSummary(1)
     try:
         found = json.loads(path.read_bytes())
         for name in COUNTED:

@@ -15,7 +15,7 @@ from megastable.forensics.oddness.judgement import MOST
 from megastable.forensics.oddness.kinds import ODD
 from megastable.forensics.oddness.yardstick import FEATURES, PIECE
 from megastable.forensics.scanning.rows import EMPTY
-from megastable.forensics.scanning.scanned import USUAL, Scan, Threshold, Worst
+from megastable.forensics.scanning.scanned import USUAL, Scan, Threshold, WorstDocument
 from megastable.forensics.scanning.score_threshold import CHECKED, RATE
 from megastable.forensics.shard_set import Shelf
 from megastable.forensics.spans import spans
@@ -62,7 +62,7 @@ def sheet_of(scan: Scan, shelf: Shelf, top: int = 50, kept: Path | None = None) 
     )  # fmt: skip
 
 
-def passage(row: Worst, shelf: Shelf) -> Passage:
+def passage(row: WorstDocument, shelf: Shelf) -> Passage:
     """The text around the worst piece of a document; ids where there is no tokenizer, or outside of its vocabulary."""
     shard, end = shelf.shard(row.shard), row.piece + row.piece_tokens
     shown = min(end, row.piece + SHOWN)

@@ -33,7 +33,7 @@ def _by_kind() -> Int64s:
 
 
 @dataclass
-class Tally:
+class ScanSummary:
     """Of documents and of tokens [kinds, bins of the score]; lengths: documents by powers of two, those of 0 tokens
     first; sampled: float32 [n, TOLD] of some documents; worst: rows, worst first, at most `top`."""
 
@@ -44,7 +44,7 @@ class Tally:
     sampled: list[npt.NDArray[np.float32]] = field(default_factory=list)
     worst: list[Row] = field(default_factory=list)
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: ScanSummary) -> None:
         """Take in what another one counted."""
         self.documents += other.documents
         self.tokens += other.tokens
@@ -93,7 +93,7 @@ def order(row: Row) -> tuple[float, int, int]:
     return -row["score"], row["place"], row["document"]
 
 
-def tally(rows: pa.Table, place: int, before: int, total: int, top: int) -> Tally:
+def tally(rows: pa.Table, place: int, before: int, total: int, top: int) -> ScanSummary:
     """Of the rows of one unit, whose shard is number `place`; `before` of `total` documents are in shards before it."""
     score, tokens = rows["score"].to_numpy(), rows["tokens"].to_numpy()
     kind = codes(rows["kind"], ALL_KINDS)
@@ -112,7 +112,7 @@ def tally(rows: pa.Table, place: int, before: int, total: int, top: int) -> Tall
     least = min(top, len(score))
     worst = np.argsort(-score, kind="stable")[:least]
     worst = worst[score[worst] > 0]
-    return Tally(
+    return ScanSummary(
         top, documents, weights.reshape(-1, BINS), np.bincount(power, minlength=LENGTHS), [sampled],
         [row | {"place": place} for row in rows.take(worst).to_pylist()],
     )  # fmt: skip

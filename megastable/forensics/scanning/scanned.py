@@ -38,11 +38,11 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-class _Part(BaseModel):
+class _ScanPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ShardFacts(_Part):
+class ShardFacts(_ScanPart):
     """A shard that was scanned, its documents, and the number of its first one, counted over all shards."""
 
     name: str
@@ -51,7 +51,7 @@ class ShardFacts(_Part):
     before: int
 
 
-class Threshold(_Part):
+class Threshold(_ScanPart):
     """Documents whose score is `score` or more: how many, their tokens, their share of the corpus; ordinary: how many
     of as many ordinary documents would lie as high, which is how many may be named wrongly (`advice.py`); usual: the
     share of the sample of the reference that does; kinds: how many of each."""
@@ -65,14 +65,14 @@ class Threshold(_Part):
     kinds: dict[str, int]
 
 
-class Bars(_Part):
+class Bars(_ScanPart):
     """A histogram; counts: one less than edges."""
 
     edges: list[float]
     counts: list[int]
 
 
-class Copied(_Part):
+class CopyFacts(_ScanPart):
     """Copies after the first one of each group."""
 
     documents: int
@@ -80,7 +80,7 @@ class Copied(_Part):
     groups: int
 
 
-class Worst(_Part):
+class WorstDocument(_ScanPart):
     """One of the worst documents. piece, piece_tokens: where in the shard it is worst; why: in words; compression: how
     many times smaller zstd makes the bytes of its first tokens, up to 64 KiB of them."""
 
@@ -99,7 +99,7 @@ class Worst(_Part):
     features: dict[str, float]
 
 
-class Scan(_Part):
+class Scan(_ScanPart):
     """shards are `name` (fingerprint, tokenizer: xxh3 or ""); against: the name of the reference, itself if it is "".
 
     lengths: documents by powers of two: of 0 tokens, of 1, of 2 and 3, ... scores: documents by score, in steps of
@@ -133,9 +133,9 @@ class Scan(_Part):
     advised: float | None
     thresholds: list[Threshold]
     top: int
-    worst: list[Worst]
-    copies: Copied
-    near: Copied | None
+    worst: list[WorstDocument]
+    copies: CopyFacts
+    near: CopyFacts | None
     near_threshold: float | None
     workers: int
     seconds: float
@@ -184,7 +184,7 @@ class Scan(_Part):
 
 
 @dataclass(frozen=True)
-class Suspect:
+class SuspectDocument:
     """A document that may be pruned: tokens [first_token, first_token + tokens) of its shard; piece: where in the shard
     its worst piece begins; why: in words; copy: it is there for being one or having no tokens, not for its score."""
 
@@ -204,7 +204,7 @@ def suspects(
     least: float | None = None,
     kinds: Collection[str] | None = None,
     duplicates: bool = False,
-) -> Iterator[Suspect]:
+) -> Iterator[SuspectDocument]:
     """The documents of a scan that are odd, in the order of the shards; memory does not grow with their number.
 
     least: their score is that or more; kinds: only these (`ALL_KINDS`); with neither, none for its score. "empty" among
@@ -245,14 +245,14 @@ def suspects(
                 text, sort = _copy(scan, of[index])
                 why.append(text)
                 called = called if high[index] else sort
-            yield Suspect(
+            yield SuspectDocument(
                 shard, row["document"], row["first_token"], row["tokens"], row["score"], called, "; ".join(why),
                 row["piece"] if high[index] else row["first_token"],
                 copy=index in of or row["kind"] == EMPTY,
             )  # fmt: skip
 
 
-def odd_spans(folder: Path, shelf: Shelf, suspect: Suspect, least: float | None = None) -> list[Span]:
+def odd_spans(folder: Path, shelf: Shelf, suspect: SuspectDocument, least: float | None = None) -> list[Span]:
     """The tokens [first, end) of a document of a scan that are odd: as odd as `least`, or else as its kind asks for."""
     shard = shelf.shard(suspect.shard)
     path = folder / workplace.YARDSTICK

@@ -14,7 +14,7 @@ import numpy as np
 
 from megastable.forensics.oddness.judgement import MOST
 from megastable.forensics.oddness.yardstick import PIECE
-from megastable.forensics.scanning.scan_summary import STEP, Int64s, Tally
+from megastable.forensics.scanning.scan_summary import STEP, Int64s, ScanSummary
 
 # Chosen on the standard library's source, measured on C headers, prose and a mix of both: docs/data.md.
 RATE = 0.1  # of the documents that the advice names may be expected to be ordinary
@@ -29,12 +29,12 @@ def ordinary(lengths: Int64s, score: float) -> float:
     return float(-np.expm1(pieces * np.log1p(-(10.0**-score))) @ lengths[1:])
 
 
-def excess(usual: Tally) -> float:
+def excess(usual: ScanSummary) -> float:
     """How many times more documents of `usual` lie at CHECKED or above than should, at least 1."""
     return max(1.0, usual.above(CHECKED)[0] / max(ordinary(usual.lengths, CHECKED), 1.0))
 
 
-def advised(found: Tally, times: float) -> float | None:
+def advised(found: ScanSummary, times: float) -> float | None:
     """The lowest score, in steps of STEP, at which `times` as many as ordinary ones are at most RATE of all; None where
     there is none."""
     for score in np.arange(CHECKED, MOST + STEP, STEP).tolist():

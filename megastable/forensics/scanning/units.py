@@ -51,7 +51,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Block:
+class PieceBlock:
     """Pieces of a unit, one after another: tokens as they are stored [n]; edges int64 [k + 1], first_token is where
     edges[0] lies in the shard; owner int64 [k]: the document of each, counted from the first of the unit."""
 
@@ -144,7 +144,7 @@ def edges_of(shard: Shard, unit: Unit) -> Int64s:
     return edges
 
 
-def blocks(shard: Shard, edges: Int64s, cut: Cut) -> Iterator[Block]:
+def blocks(shard: Shard, edges: Int64s, cut: Cut) -> Iterator[PieceBlock]:
     """The pieces of documents with these `edges` (int64 [d + 1], tokens of the shard), in blocks of about `BLOCK`
     tokens. Documents without tokens have no pieces; one longer than a block is in several, and alone in each.
 
@@ -164,7 +164,7 @@ def blocks(shard: Shard, edges: Int64s, cut: Cut) -> Iterator[Block]:
             # The last document goes on beyond the block: the next one begins with it.
             end = int(np.searchsorted(owner, owner[end]))
         first, count = int(edges[filled[0]] + pieces[begin]), int(pieces[end] - pieces[begin])
-        yield Block(
+        yield PieceBlock(
             shard.raw(first, count), pieces[begin : end + 1] - pieces[begin], filled[owner[begin:end]], first
         )
         begin = end

@@ -99,7 +99,7 @@ def score_shelf(
         "checkpoint": model.fingerprint, "precision": precision, "gradients": gradients, "documents": digest(documents),
     }  # fmt: skip
     with workplace.occupied(folder, asked, again):
-        work = _Work(scorer, shelf, folder, documents, progress)
+        work = _ScoreWork(scorer, shelf, folder, documents, progress)
         work.measure()
         scores = work.result(precision)
         scores.save(folder)
@@ -223,7 +223,7 @@ class Scorer:
 
 
 @dataclass
-class _Work:
+class _ScoreWork:
     scorer: Scorer
     shelf: Shelf
     folder: Path

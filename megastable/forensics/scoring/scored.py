@@ -50,11 +50,11 @@ Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.floating]
 
 
-class _Part(BaseModel):
+class _ScorePart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
-class Like(_Part):
+class Like(_ScorePart):
     """Texts of fewer tokens than `below`, and not than the entry before: median and robust deviation of a loss."""
 
     below: int
@@ -63,7 +63,7 @@ class Like(_Part):
     scale: float
 
 
-class Scores(_Part):
+class Scores(_ScorePart):
     """checkpoint: of which `step`, by its fingerprint; precision: of the arithmetic; window: tokens read at once.
 
     loss: mean over all tokens that were told, nats; bits_per_byte: over all documents, None where the tokenizer is not

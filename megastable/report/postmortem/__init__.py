@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from megastable.base.durable import write_file
 from megastable.base.errors import DataError
 from megastable.report.postmortem import logs, pages, pictures
-from megastable.report.postmortem.evidence import Case, Run
+from megastable.report.postmortem.evidence import Gatherer, Run
 from megastable.report.postmortem.facts import Cost, Evidence
 from megastable.run.directory import RunDirectory, as_json
 
@@ -40,7 +40,7 @@ def write_incidents(run: Path, again: int | None = None) -> list[Path]:
     for number in given.incidents:
         folder = run / "incidents" / f"{number:04d}"
         try:
-            case = Case(given, number)
+            case = Gatherer(given, number)
             known = None if number == again else _known(folder, case.inputs)
             evidence = known or case.gather()
             content = {} if known else _render(evidence, run)
@@ -64,13 +64,13 @@ def write_incidents(run: Path, again: int | None = None) -> list[Path]:
 def incidents_of(run: Path) -> Iterator[Evidence]:
     """The facts of every incident, in order. Raises DataError for a journal that cannot be read."""
     given = _open(run)
-    return (Case(given, number).gather() for number in given.incidents)
+    return (Gatherer(given, number).gather() for number in given.incidents)
 
 
 def costs_of(run: Path) -> dict[int, Cost]:
     """What every incident took, by number. Raises DataError for a journal that cannot be read."""
     given = _open(run)
-    return {number: Case(given, number).cost() for number in given.incidents}
+    return {number: Gatherer(given, number).cost() for number in given.incidents}
 
 
 def _open(run: Path) -> Run:

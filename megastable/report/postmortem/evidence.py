@@ -33,14 +33,14 @@ from megastable.report.postmortem.facts import (
     IncidentFacts,
     Layers,
     LayerValue,
-    Region,
-    Row,
+    RegionFacts,
     RunFacts,
-    Suspect,
+    StepRow,
+    SuspectFacts,
 )
 from megastable.report.postmortem.journal import Journal, named_when, summary_of
 from megastable.report.postmortem.logs import logs
-from megastable.report.postmortem.sample_texts import SHOWN, Library, Sample, Tokens
+from megastable.report.postmortem.sample_texts import SHOWN, Library, SampleText, Tokens
 from megastable.report.postmortem.timeline import timeline
 from megastable.run.directory import RunDirectory
 from megastable.run.records import LAYER_SCHEMA, SCHEMA
@@ -76,8 +76,8 @@ class Run:
             self.problems.append(f"the skip ledger: {error}")
         self._libraries = dict[int, Library]()
         slack = self.config.logging.flush_steps if self.config else 0
-        self.steps = passes.Folder(self.directory.steps, SCHEMA, slack)
-        self.layers = passes.Folder(self.directory.layers, LAYER_SCHEMA, slack=0)
+        self.steps = passes.RecordFolder(self.directory.steps, SCHEMA, slack)
+        self.layers = passes.RecordFolder(self.directory.layers, LAYER_SCHEMA, slack=0)
 
     @property
     def incidents(self) -> list[int]:
@@ -104,7 +104,7 @@ class Run:
         return self.ledger.usable(self.directory.skips, order, more)[0]
 
 
-class Case:
+class Gatherer:
     """Gathers one incident."""
 
     def __init__(self, run: Run, number: int) -> None:
@@ -138,10 +138,10 @@ class Case:
     def gather(self) -> Evidence:
         """All of it. Raises nothing but what a broken program would."""
         i, run = self.incident, self.run
-        rows = self._try("the step records", self._rows, list[Row]())
+        rows = self._try("the step records", self._rows, list[StepRow]())
         suspects = self._suspects()
         losses = {s.position: s.loss for s in suspects if s.loss is not None}
-        samples: list[Sample] = []
+        samples: list[SampleText] = []
         tokens: Tokens | None = None
         if i.shown:
             samples = self._try("the texts", lambda: self._samples(losses), [])
@@ -163,8 +163,8 @@ class Case:
 
     # From the corpora, in the order of the time that each position is of
 
-    def _samples(self, losses: dict[int, float]) -> list[Sample]:
-        found = list[Sample]()
+    def _samples(self, losses: dict[int, float]) -> list[SampleText]:
+        found = list[SampleText]()
         others = Skips.of(self.incident.shown).gaps()
         for time, skipped, deferred in named_when(self.own):
             ranges = Skips.of(skipped if self.incident.positions else deferred).minus(others).ranges
@@ -178,20 +178,20 @@ class Case:
 
     def cost(self) -> Cost:
         """What it took, without the rest."""
-        return self._cost(self._facts(), self._try("the step records", self._rows, list[Row]()))
+        return self._cost(self._facts(), self._try("the step records", self._rows, list[StepRow]()))
 
     # From the journal
 
-    def _suspects(self) -> list[Suspect]:
+    def _suspects(self) -> list[SuspectFacts]:
         told = [event["suspects"] for event in self.own if isinstance(event.get("suspects"), list)]
         given = [s for some in told for s in some if isinstance(s, dict) and type(s.get("position")) is int]
-        found = [self._lenient(Suspect, s, "a suspect") for s in given]
+        found = [self._lenient(SuspectFacts, s, "a suspect") for s in given]
         return list({s.position: s for s in found}.values())
 
-    def _regions(self) -> list[Region]:
+    def _regions(self) -> list[RegionFacts]:
         told = [event for event in self.own if isinstance(event.get("region"), dict)]
         found = [
-            self._lenient(Region, event["region"] | {"inferred": event.get("inferred", 0)}, "a region")
+            self._lenient(RegionFacts, event["region"] | {"inferred": event.get("inferred", 0)}, "a region")
             for event in told
             if all(type(event["region"].get(edge)) is int for edge in ("first", "end"))
         ]
@@ -244,7 +244,7 @@ class Case:
         every = self.config.logging.layers_interval if self.config else 0
         return self.incident.onset - every, max(self.incident.step, self._closed_at() or 0) + every
 
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[StepRow]:
         first, last = self._window()
         rows, problems = self.run.steps.rows(first, last, COLUMNS)
         self.problems += problems
@@ -252,13 +252,13 @@ class Case:
         for step in range(first, last + 1):
             refused = self.journal.refused.get(step, ())
             rows += [e | {"applied": False} for e in refused if (step, e.get("first_position")) not in known]
-        found: list[Row] = []
+        found: list[StepRow] = []
         for row in rows:
             with suppress(ValidationError):  # an event of another version
-                found.append(Row.model_validate(row))
+                found.append(StepRow.model_validate(row))
         return sorted(found, key=lambda row: row.time)
 
-    def _layers(self, rows: Sequence[Row]) -> Layers | None:
+    def _layers(self, rows: Sequence[StepRow]) -> Layers | None:
         columns = [field.name for field in LAYER_SCHEMA]
         found, problems = self.run.layers.rows(*self._looks(), columns)
         self.problems += problems
@@ -315,7 +315,7 @@ class Case:
             told.append(f"{corpus.path} was made bad on purpose: it has {planted}{found}")
         return told
 
-    def _cost(self, run: RunFacts, rows: Sequence[Row]) -> Cost:
+    def _cost(self, run: RunFacts, rows: Sequence[StepRow]) -> Cost:
         i = self.incident
         known = [row.seconds for row in rows if row.seconds]
         usual = statistics.median(known) if known else None

@@ -15,8 +15,8 @@ from megastable.data.documents import Document
 from megastable.data.order import LAST_POSITION
 from megastable.data.skip_ledger import AnyEntry
 from megastable.report.postmortem.logs import Log
-from megastable.report.postmortem.sample_texts import Facts, Sample, Tokens
-from megastable.report.postmortem.timeline import Entry
+from megastable.report.postmortem.sample_texts import Facts, SampleText, Tokens
+from megastable.report.postmortem.timeline import TimelineEntry
 
 VERSION = 6  # of what is made of the facts: another one writes all incidents again
 
@@ -96,7 +96,7 @@ class IncidentFacts(BaseModel):
         return self.positions or self.deferred
 
 
-class Suspect(BaseModel):
+class SuspectFacts(BaseModel):
     """A sample on the good state, as attribution measured it."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -107,7 +107,7 @@ class Suspect(BaseModel):
     gradient_norm: float | None = None
 
 
-class Region(BaseModel):
+class RegionFacts(BaseModel):
     """How far bad data goes, as attribution found it: positions [first, end); how both ends were found, in a sentence.
 
     measured: samples that were measured for it; steps: what that took, in steps of time; inferred: guilty samples that
@@ -151,7 +151,7 @@ class Stretch:
     bad: int
 
 
-class Row(BaseModel):
+class StepRow(BaseModel):
     """A recorded step; where its file is not on the disk yet, what the journal says of a refused one."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -229,13 +229,13 @@ class Evidence(Facts):
     cost: Cost
     back_to: list[int]
     healed_at: int | None
-    timeline: list[Entry]
-    suspects: list[Suspect]
-    regions: list[Region]
+    timeline: list[TimelineEntry]
+    suspects: list[SuspectFacts]
+    regions: list[RegionFacts]
     skipped: list[AnyEntry]
-    passes: list[list[Row]]
+    passes: list[list[StepRow]]
     layers: Layers | None
-    samples: list[Sample]
+    samples: list[SampleText]
     tokens: Tokens | None
     logs: list[Log]
     problems: list[str]

@@ -19,7 +19,7 @@ from markupsafe import Markup, escape
 from megastable.base.text import duration, plural, ranges, visible
 from megastable.report.postmortem import safe, sentences
 from megastable.report.postmortem.facts import Evidence, Layers, LayerValue
-from megastable.report.postmortem.sample_texts import Piece, Sample, count
+from megastable.report.postmortem.sample_texts import DocumentText, SampleText, count
 
 ON_PAGE = 5  # samples that the page shows
 DOCUMENTS = 50  # documents that the page shows
@@ -89,7 +89,7 @@ def samples(e: Evidence) -> str:
     return "\n".join([first, *(line for sample in e.samples for line in _sample(sample))]) + "\n"
 
 
-def _sample(sample: Sample) -> Iterable[str]:
+def _sample(sample: SampleText) -> Iterable[str]:
     loss = "" if sample.loss is None else f", loss {sentences.number(sample.loss)} on the good state"
     yield from ("", f"== position {sample.position}, corpus {visible(sample.corpus)}{loss}")
     for piece in sample.pieces:
@@ -168,7 +168,7 @@ def _mood(outcome: str) -> str:
     return {"healed": "good", "stopped": "bad"}.get(outcome, "warn")
 
 
-def _place(piece: Piece) -> str:
+def _place(piece: DocumentText) -> str:
     return "a document" if piece.document is None else f"document {piece.document} of {piece.shard}"
 
 

@@ -15,13 +15,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megastable.report.postmortem.facts import Row
+from megastable.report.postmortem.facts import StepRow
 
 LAST = 1 << 62
 NAMES = re.compile(r"(\d+)-(\d+)-(\d+)\.parquet")  # of a file: its first and last step, and the time
 
 
-class Folder:
+class RecordFolder:
     """The record files of a folder, listed once. slack: steps by which a file, named after its first and its last row,
     may hold others, where the run went back in between: no more than one holds."""
 
@@ -51,9 +51,9 @@ class Folder:
         return sorted(found, key=lambda row: row["time"]), problems
 
 
-def passes(steps: Sequence[Row]) -> list[list[Row]]:
+def passes(steps: Sequence[StepRow]) -> list[list[StepRow]]:
     """`steps`, in the order of their times, cut where the run went back: never empty parts."""
-    parts: list[list[Row]] = []
+    parts: list[list[StepRow]] = []
     for row in steps:
         if not parts or row.step <= parts[-1][-1].step:
             parts.append([])

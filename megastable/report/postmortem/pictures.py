@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megastable.base.text import escaped, visible
-from megastable.report.postmortem.facts import Evidence, Region, Row
+from megastable.report.postmortem.facts import Evidence, RegionFacts, StepRow
 from megastable.report.postmortem.sample_texts import Tokens
 from megastable.report.scale import drawable
 
@@ -98,12 +98,12 @@ def _panel(axis: Axes, e: Evidence, name: str) -> None:
     axis.margins(x=0.01, y=0.12)
 
 
-def standing(passes: Sequence[Sequence[Row]]) -> tuple[list[Row], list[list[Row]]]:
+def standing(passes: Sequence[Sequence[StepRow]]) -> tuple[list[StepRow], list[list[StepRow]]]:
     """The steps that stood, in order, and those that were done again, a list for each time the run went back.
 
     Each of the latter begins with the step before it, where there is one, so that a line joins them.
     """
-    stood, undone = list[Row](), list[list[Row]]()
+    stood, undone = list[StepRow](), list[list[StepRow]]()
     for part in passes:
         kept = [row for row in stood if row.step < part[0].step]
         if len(kept) < len(stood):
@@ -112,7 +112,7 @@ def standing(passes: Sequence[Sequence[Row]]) -> tuple[list[Row], list[list[Row]
     return stood, undone
 
 
-def _line(axis: Axes, rows: Sequence[Row], name: str, log: bool, style: dict[str, Any]) -> None:
+def _line(axis: Axes, rows: Sequence[StepRow], name: str, log: bool, style: dict[str, Any]) -> None:
     marker = "o" if len(rows) == 1 else None
     axis.plot(
         [r.step for r in rows],
@@ -162,7 +162,7 @@ def _marks(axis: Axes, e: Evidence, named: bool) -> None:
         )  # fmt: skip
 
 
-def region_picture(region: Region, batch: int) -> bytes:
+def region_picture(region: RegionFacts, batch: int) -> bytes:
     """Where attribution looked for the ends of a region, and what share of each batch was bad, as PNG. batch: samples
     of a step."""
     from matplotlib import rc_context
@@ -171,7 +171,7 @@ def region_picture(region: Region, batch: int) -> bytes:
         return _png(_region(region, batch))
 
 
-def _region(region: Region, batch: int) -> Figure:
+def _region(region: RegionFacts, batch: int) -> Figure:
     from matplotlib.ticker import FuncFormatter
 
     figure = _figure(10, 2.4)

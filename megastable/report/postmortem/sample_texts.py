@@ -37,7 +37,7 @@ class Facts(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Piece(Facts):
+class DocumentText(Facts):
     """The part of a sample that is of one document. ends: the document ends here. shard, document: None where the index
     and the text disagree."""
 
@@ -47,13 +47,13 @@ class Piece(Facts):
     document: int | None
 
 
-class Sample(Facts):
+class SampleText(Facts):
     """A sample's own tokens, decoded. loss: nats per token on the good state, where attribution measured it."""
 
     position: int
     corpus: str
     loss: float | None
-    pieces: list[Piece]
+    pieces: list[DocumentText]
 
 
 class TokenShare(Facts):
@@ -125,13 +125,13 @@ class Library:
             return self.tokenizer.decode(ids)
         return " ".join(map(str, ids))
 
-    def samples(self, ranges: Sequence[Range], losses: dict[int, float]) -> list[Sample]:
+    def samples(self, ranges: Sequence[Range], losses: dict[int, float]) -> list[SampleText]:
         """The first SHOWN samples of `ranges`. Raises DataError for a damaged corpus."""
         positions = take(ranges, SHOWN)
         documents = documents_by_position(self.source, np.array(positions, dtype=np.int64))
         return [self._sample(p, documents[p], losses.get(p)) for p in positions]
 
-    def _sample(self, position: int, documents: list[Document], loss: float | None) -> Sample:
+    def _sample(self, position: int, documents: list[Document], loss: float | None) -> SampleText:
         tokens = self.source.sample(position)[:-1]
         place = self.source.order.locate_one(position)
         ends = np.flatnonzero(tokens == self.source.eod) + 1
@@ -143,14 +143,14 @@ class Library:
             text = self.text(part[:-1].tolist() if closed else part.tolist())
             of = documents[number] if agree else None
             pieces.append(
-                Piece(
+                DocumentText(
                     text=text,
                     ends=closed,
                     shard=of.shard if of else None,
                     document=of.document if of else None,
                 )
             )
-        return Sample(
+        return SampleText(
             position=position, corpus=self.source.order.corpora[place.corpus].name, loss=loss, pieces=pieces
         )
 

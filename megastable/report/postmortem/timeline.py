@@ -11,7 +11,7 @@ from megastable.report.postmortem.sample_texts import Facts
 MOST = 80  # lines
 
 
-class Entry(Facts):
+class TimelineEntry(Facts):
     """An event. time: Unix seconds; step: None where it belongs to none; own: of the incident itself."""
 
     time: float
@@ -24,20 +24,20 @@ class Entry(Facts):
         return datetime.fromtimestamp(self.time, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def timeline(events: Sequence[Event], number: int) -> list[Entry]:
+def timeline(events: Sequence[Event], number: int) -> list[TimelineEntry]:
     """Those of incident `number` and around it."""
     entries = [_entry(event, number) for event in events]
     if len(entries) <= MOST:
         return entries
     half = MOST // 2
     more = plural(len(entries) - 2 * half, "more event")
-    between = Entry(time=entries[half].time, step=None, text=more, own=False)
+    between = TimelineEntry(time=entries[half].time, step=None, text=more, own=False)
     return [*entries[:half], between, *entries[-half:]]
 
 
-def _entry(event: Event, number: int) -> Entry:
+def _entry(event: Event, number: int) -> TimelineEntry:
     step = event.get("step")
-    return Entry(
+    return TimelineEntry(
         time=event["time"], step=step if type(step) is int else None,
         text=sentence(event) or event["event"].replace("_", " "),
         own=event["event"] == "incident" and event.get("number") == number,

@@ -18,7 +18,7 @@ from megastable.base import free_memory
 from megastable.base.errors import CheckpointError
 from megastable.convert.huggingface import parity
 from megastable.convert.huggingface.export import to_hf
-from megastable.convert.huggingface.parity import Checked, Row, compare, sheet
+from megastable.convert.huggingface.parity import LogitRow, ParityReport, compare, sheet
 from megastable.report.sheet import as_json
 from tests.convert.huggingface.conftest import MODELS, Make, configured, write_random
 
@@ -199,9 +199,9 @@ def test_another_model_is_named(make: Make, tmp_path: Path) -> None:
     ("largest", "kl"), [(2e-4, 0.0), (0.0, 2e-10), (float("nan"), 0.0), (0.0, float("nan"))]
 )
 def test_the_limits_and_what_is_no_number(largest: float, kl: float) -> None:
-    fine = Row("text", 5, 9e-5, 9e-11, 1.0, 3.0)
-    assert not Checked(Path("a"), Path("b"), rows=[fine]).failed
-    found = Checked(Path("a"), Path("b"), rows=[fine, Row("text", 5, largest, kl, 1.0, 3.0)])
+    fine = LogitRow("text", 5, 9e-5, 9e-11, 1.0, 3.0)
+    assert not ParityReport(Path("a"), Path("b"), rows=[fine]).failed
+    found = ParityReport(Path("a"), Path("b"), rows=[fine, LogitRow("text", 5, largest, kl, 1.0, 3.0)])
     assert found.failed and "on text logits differ" in found.verdict
     assert "NOT THE SAME" in json.loads(as_json(sheet(found)))["title"]
 

@@ -18,7 +18,7 @@ from megastable.checkpoint.plain import load_plain
 from megastable.config import recipe
 from megastable.convert.huggingface import export
 from megastable.convert.huggingface.export import NotTheSame, to_hf
-from megastable.convert.huggingface.folder import Folder, load_folder
+from megastable.convert.huggingface.folder import HuggingFaceFolder, load_folder
 from megastable.convert.huggingface.parity import compare
 from megastable.convert.huggingface.tokenizer_export import fast
 from megastable.data.manifest import Manifest
@@ -98,9 +98,15 @@ def test_where_documents_are_kept_apart_nothing_begins_one(make: Make, tmp_path:
         checkpoint = make(MODELS["llama"], data={"corpora": corpora, "keep_documents_apart": apart})
         out = to_hf(checkpoint, tmp_path / str(apart)).out
         assert (
-            Folder(out).settings["bos_token_id"] == AutoTokenizer.from_pretrained(out).bos_token_id == begins
+            HuggingFaceFolder(out).settings["bos_token_id"]
+            == AutoTokenizer.from_pretrained(out).bos_token_id
+            == begins
         )
-        assert Folder(out).settings["eos_token_id"] == AutoTokenizer.from_pretrained(out).eos_token_id == 2
+        assert (
+            HuggingFaceFolder(out).settings["eos_token_id"]
+            == AutoTokenizer.from_pretrained(out).eos_token_id
+            == 2
+        )
         assert ("it is `bos`, too" in (out / "README.md").read_text()) is not apart
 
 
@@ -200,7 +206,7 @@ def test_a_missing_or_wrong_tokenizer_is_told(make: Make, text_corpus: Path, tmp
     assert not (tmp_path / "without/tokenizer.json").exists()
     assert made.notes == ["no tokenizer was written, as you asked"]
     assert made.checked is not None and not made.checked.failed
-    assert Folder(tmp_path / "without").settings["eos_token_id"] is None
+    assert HuggingFaceFolder(tmp_path / "without").settings["eos_token_id"] is None
     shutil.rmtree(corpus)
     with pytest.raises(CheckpointError, match=r"the tokenizer was not found: .*manifest.json is not there"):
         to_hf(checkpoint, tmp_path / "more")
@@ -225,7 +231,7 @@ def test_no_ordinary_token_becomes_the_end_of_a_text(make: Make, text_corpus: Pa
     info = manifest.tokenizer.model_copy(update={"eod": 1})
     manifest.model_copy(update={"tokenizer": info}).save(corpus)
     made = to_hf(checkpoint, tmp_path / "named", tokenizer=form)
-    assert Folder(made.out).settings["eos_token_id"] == 1
+    assert HuggingFaceFolder(made.out).settings["eos_token_id"] == 1
     # The corpus's own file can say so only as long as it is that file.
     with (corpus / "tokenizer.model").open("ab") as file:
         file.write((corpus / "tokenizer.model").read_bytes()[-9:])
@@ -250,10 +256,13 @@ def test_the_token_that_begins_documents_is_the_corpuss(
     content = fast(load_tokenizer(text_corpus))
     form.write_text(json.dumps(content))
     made = to_hf(checkpoint, tmp_path / "usual", tokenizer=form)
-    assert Folder(made.out).settings["bos_token_id"] == 1
+    assert HuggingFaceFolder(made.out).settings["bos_token_id"] == 1
     assert not [note for note in made.notes if "guessed" in note]
     begin_with(300)
-    assert Folder(to_hf(checkpoint, tmp_path / "named", tokenizer=form).out).settings["bos_token_id"] == 300
+    assert (
+        HuggingFaceFolder(to_hf(checkpoint, tmp_path / "named", tokenizer=form).out).settings["bos_token_id"]
+        == 300
+    )
     vocab = content["model"]["vocab"]
     word, other = (next(piece for piece, id in vocab.items() if id == wanted) for wanted in (300, 301))
     vocab[word], vocab[other] = 301, 300

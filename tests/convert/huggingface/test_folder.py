@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megastable.base.errors import CheckpointError
 from megastable.convert.huggingface.export import to_hf
-from megastable.convert.huggingface.folder import Folder, is_folder, load_folder
+from megastable.convert.huggingface.folder import HuggingFaceFolder, is_folder, load_folder
 from tests.convert.huggingface.conftest import MODELS, Make
 
 SINGLE = "model.safetensors"
@@ -53,7 +53,7 @@ def settings_of(folder: Path, **changed: Any) -> None:
 
 
 def opened(folder: Path) -> Any:
-    return Folder(folder).parts
+    return HuggingFaceFolder(folder).parts
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_tied_head_may_be_there_when_it_is_the_embedding(make: Make, tmp_path:
 def test_other_floats_are_read_as_they_are(folder: Path, dtype: torch.dtype) -> None:
     tensors_of(folder, lambda t: t.update({name: w.to(dtype) for name, w in t.items()}))
     held = load_file(folder / SINGLE)
-    found = Folder(folder)
+    found = HuggingFaceFolder(folder)
     assert torch.equal(found.ours("head.weight"), held["lm_head.weight"].float())
     model = load_folder(folder, dtype=None)
     assert {p.dtype for p in model.parameters()} == {dtype}
@@ -118,13 +118,13 @@ def test_a_truncated_file_is_damaged(folder: Path) -> None:
     for size in (0, 7, 100, len(content) - 1):
         (folder / SINGLE).write_bytes(content[:size])
         with pytest.raises(CheckpointError, match=r"model.safetensors: damaged, or not complete"):
-            Folder(folder)
+            HuggingFaceFolder(folder)
 
 
 def test_a_header_that_claims_the_world_is_damaged(folder: Path) -> None:
     (folder / SINGLE).write_bytes((2**62).to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match=r"damaged, or not complete"):
-        Folder(folder)
+        HuggingFaceFolder(folder)
 
 
 def test_a_pickle_is_not_touched(folder: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_pickle_is_not_touched(folder: Path) -> None:
     (folder / SINGLE).unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin, a pickle, .*safe_serialization=True"):
-        Folder(folder)
+        HuggingFaceFolder(folder)
     assert not (folder / "pwned").exists()
 
 
@@ -147,7 +147,7 @@ def test_a_tensor_in_two_shards_is_not_taken_from_either(sharded: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"holds 'model.embed_tokens.weight', which .* does not list there"
     ):
-        Folder(sharded)
+        HuggingFaceFolder(sharded)
 
 
 def test_a_config_of_a_billion_layers_takes_no_time(folder: Path) -> None:
@@ -167,47 +167,47 @@ def test_shards_and_their_index_must_agree(sharded: Path) -> None:
 
     written(**{"model.norm.weight": "../../etc/passwd.safetensors"})
     with pytest.raises(CheckpointError, match=r"is no name of a .safetensors file beside it"):
-        Folder(sharded)
+        HuggingFaceFolder(sharded)
     written(**{"model.norm.weight": files[0]})
     with pytest.raises(CheckpointError, match=r"does not hold 'model.norm.weight'"):
-        Folder(sharded)
+        HuggingFaceFolder(sharded)
     written()
     (sharded / INDEX).write_text(
         json.dumps({"weight_map": {k: v for k, v in where.items() if "norm" not in k}})
     )
     with pytest.raises(CheckpointError, match=r"which model.safetensors.index.json does not list"):
-        Folder(sharded)
+        HuggingFaceFolder(sharded)
     written()
     (sharded / files[1]).unlink()
     with pytest.raises(CheckpointError, match=f"{files[1]} is not there, which {INDEX} names"):
-        Folder(sharded)
+        HuggingFaceFolder(sharded)
     for content in ("[]", "{", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', '{"weight_map": []}'):
         (sharded / INDEX).write_text(content)
         with pytest.raises(CheckpointError, match=r"index.json"):
-            Folder(sharded)
+            HuggingFaceFolder(sharded)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "\xff", '{"architectures": 3}', "[" * 5000])
 def test_a_config_that_is_none(folder: Path, content: str) -> None:
     (folder / "config.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"config.json"):
-        Folder(folder)
+        HuggingFaceFolder(folder)
 
 
 def test_what_is_not_there(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"none is not there, or no folder"):
-        Folder(tmp_path / "none")
+        HuggingFaceFolder(tmp_path / "none")
     with pytest.raises(CheckpointError, match=r"config.json is not there"):
-        Folder(tmp_path)
+        HuggingFaceFolder(tmp_path)
     (folder / SINGLE).unlink()
     with pytest.raises(CheckpointError, match=f"holds neither {SINGLE} nor {INDEX}"):
-        Folder(folder)
+        HuggingFaceFolder(folder)
 
 
 def test_an_adapter_is_not_taken_for_a_model(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"weights of an adapter are not read here"):
-        Folder(folder)
+        HuggingFaceFolder(folder)
 
 
 def test_sizes_that_cannot_be(folder: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from megastable.base.errors import CheckpointError
 from megastable.convert.huggingface.export import to_hf
-from megastable.convert.huggingface.folder import Folder
+from megastable.convert.huggingface.folder import HuggingFaceFolder
 from megastable.convert.huggingface.gguf import to_gguf
 from megastable.convert.huggingface.tokenizer_export import texts
 from megastable.data.tokenizer import SPACE, Tokenizer
@@ -56,7 +56,7 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "olmo2", "llama-tied", "qwen2", "llama3"])
 def test_weights_are_the_same_bits(make: Make, tmp_path: Path, kind: str, dtype: Any) -> None:
-    folder = Folder(to_hf(make(MODELS[kind]), tmp_path / "out", dtype=dtype).out)
+    folder = HuggingFaceFolder(to_hf(make(MODELS[kind]), tmp_path / "out", dtype=dtype).out)
     made = to_gguf(folder.path, tmp_path / "new/folder/out.gguf")
     fields, tensors = read(made.out)
     assert len(tensors) == made.tensors == len(folder.files) + (kind == "llama3")

@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.forensics.oddness.features import FEATURES, NAMES, Features
-from megastable.forensics.oddness.judgement import CLASSES, JUDGED, MANY, MOST, Usual, judge, length_class
+from megastable.forensics.oddness.judgement import (
+    CLASSES,
+    JUDGED,
+    MANY,
+    MOST,
+    UsualFeatures,
+    judge,
+    length_class,
+)
 from megastable.forensics.oddness.kinds import KINDS
 
 LENGTH = np.int64(200)
@@ -39,7 +47,7 @@ def _piece(**values: float) -> Features:
     return {name: np.array([values.get(name, value)], dtype=np.float32) for name, value in usual.items()}
 
 
-USUAL = Usual.of(_lengths(_ordinary()), _ordinary())
+USUAL = UsualFeatures.of(_lengths(_ordinary()), _ordinary())
 
 
 def test_a_score_is_the_power_of_ten_of_how_few_are_as_odd() -> None:
@@ -80,7 +88,7 @@ def test_two_percent_of_junk_hardly_move_what_is_usual() -> None:
     clean, spoiled = _ordinary(), _ordinary()
     for feature in FEATURES:
         spoiled[feature.name][::50] = -50 if feature.side == "low" else 50
-    with_junk = Usual.of(_lengths(spoiled), spoiled)
+    with_junk = UsualFeatures.of(_lengths(spoiled), spoiled)
     piece = _piece(unlikely=3.0)
     before = judge(USUAL, _lengths(clean)[:1], piece).score[0]
     after = judge(with_junk, _lengths(clean)[:1], piece).score[0]
@@ -91,7 +99,7 @@ def test_two_percent_of_junk_hardly_move_what_is_usual() -> None:
 @given(st.lists(st.integers(1, 256), min_size=1, max_size=30))
 def test_every_length_has_numbers_even_if_only_one_was_seen(lengths: list[int]) -> None:
     found = _ordinary(500)
-    one = Usual.of(np.full(len(found["length"]), 100), found)
+    one = UsualFeatures.of(np.full(len(found["length"]), 100), found)
     taken = one.edge[length_class(np.array(lengths))]
     assert np.isfinite(taken).all()
 
@@ -103,7 +111,7 @@ def test_a_class_begins_at_its_length() -> None:
 
 def test_of_nothing_nothing_is_odd() -> None:
     found = _piece(unlikely=50.0, outside=1.0)
-    judged = judge(Usual.nothing(), _lengths(found), found)
+    judged = judge(UsualFeatures.nothing(), _lengths(found), found)
     assert judged.score[0] == 0 and KINDS[judged.kind[0]] == "usual"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megastable.forensics.oddness.judgement import Judgement
 from megastable.forensics.oddness.kinds import KINDS, ODD
-from megastable.forensics.oddness.windows import WINDOW, Judged, judge_pieces, spans_of
+from megastable.forensics.oddness.windows import WINDOW, JudgedPieces, judge_pieces, spans_of
 from megastable.forensics.oddness.yardstick import NAMES, PIECE, Lexicon, Yardstick, cut, document_keys
 
 VOCABULARY, NOISE = 600, 256
@@ -85,7 +85,7 @@ def foreign(random: Random, length: int, share: float = 1.0) -> np.ndarray:
 
 def by_halves(
     yardstick: Yardstick, first: np.ndarray, second: np.ndarray
-) -> tuple[Judgement, Judgement, Judged]:
+) -> tuple[Judgement, Judgement, JudgedPieces]:
     """A piece of two halves: as a whole, each half alone, and what is made of both."""
     ids, key = np.concatenate([first, second]), np.full(2, 7, np.uint64)
     whole, halves = np.array([0, PIECE]), np.array([0, HALF, PIECE])

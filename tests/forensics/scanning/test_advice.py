@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from megastable.forensics.oddness.yardstick import PIECE
-from megastable.forensics.scanning.scan_summary import BINS, LENGTHS, STEP, Tally
+from megastable.forensics.scanning.scan_summary import BINS, LENGTHS, STEP, ScanSummary
 from megastable.forensics.scanning.score_threshold import CHECKED, RATE, advised, excess, ordinary
 
 
-def tally(scores: np.ndarray, lengths: np.ndarray) -> Tally:
-    made = Tally(1)
+def tally(scores: np.ndarray, lengths: np.ndarray) -> ScanSummary:
+    made = ScanSummary(1)
     made.documents[1] += np.bincount(np.minimum(scores / STEP, BINS - 1).astype(int), minlength=BINS)
     made.lengths += np.bincount(np.frexp(lengths.astype(float))[1], minlength=LENGTHS)
     return made
@@ -70,5 +70,5 @@ def test_a_corpus_of_heavier_tails_raises_no_storm() -> None:
 
 
 def test_no_documents_no_advice() -> None:
-    assert advised(Tally(1), 1.0) is None
-    assert excess(Tally(1)) == 1.0
+    assert advised(ScanSummary(1), 1.0) is None
+    assert excess(ScanSummary(1)) == 1.0

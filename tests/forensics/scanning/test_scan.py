@@ -25,7 +25,7 @@ from megastable.forensics.scanning import units as units_module
 from megastable.forensics.scanning import workplace
 from megastable.forensics.scanning.rows import COMPRESSED, EMPTY, LARGEST, document_keys, measure_rows
 from megastable.forensics.scanning.scan import scan_shards
-from megastable.forensics.scanning.scanned import Scan, Suspect, suspects
+from megastable.forensics.scanning.scanned import Scan, SuspectDocument, suspects
 from megastable.forensics.scanning.units import BLOCK
 from megastable.forensics.shard_set import Shelf, open_shelf
 from tests.conftest import VOCABULARY, write_corpus
@@ -80,7 +80,7 @@ def done(shards: Path, reference: Path, tmp_path_factory: pytest.TempPathFactory
     return scan, folder
 
 
-def named(found: list[Suspect]) -> dict[int, Suspect]:
+def named(found: list[SuspectDocument]) -> dict[int, SuspectDocument]:
     return {one.document: one for one in found if one.shard == "a"}
 
 

@@ -16,7 +16,7 @@ from megastable.data.shards import Shard
 from megastable.data.tokenizer import load_tokenizer
 from megastable.forensics.scanning.scan import scan_shards
 from megastable.forensics.scanning.scan_sheet import passage, sheet_of
-from megastable.forensics.scanning.scanned import Scan, Worst
+from megastable.forensics.scanning.scanned import Scan, WorstDocument
 from megastable.forensics.shard_set import Shelf, open_shelf
 from megastable.report.sheet import as_csv, as_html, as_json, console
 from tests.data.texts import documents, sentencepiece_file
@@ -122,7 +122,7 @@ def test_the_text_is_cut_at_the_document_and_around_the_piece(tmp_path: Path) ->
     given = {"shard": "one", "document": 1, "first_token": 100, "tokens": 3800, "score": 6.0, "kind": "odd"}
     given |= {"feature": "run", "value": 1.0, "why": "odd", "compression": 1.0, "features": {}}
     for piece, size, begin, end in ((100, 600, 100, 660), (120, 50, 100, 218), (3800, 100, 3752, 3900)):
-        shown = passage(Worst(**given, piece=piece, piece_tokens=size), shelf)
+        shown = passage(WorstDocument(**given, piece=piece, piece_tokens=size), shelf)
         ids = [int(token) - 1 for token in shown.text.split()]
         assert (ids[0], ids[-1] + 1) == (begin, end) and len(ids) == end - begin
         hot = next(span for span in shown.spans if span.heat is not None)
