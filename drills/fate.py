@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from megastable.data.plant import Planted
 from megastable.forensics.history import History
 from megastable.report.postmortem.sample_texts import Library
-from megastable.training.summary import latest
+from megastable.run.events import latest
 
 
 class Fate(BaseModel):

@@ -15,7 +15,7 @@ from megastable.data.skips import Range, Skips
 from megastable.forensics.history import SPANS, Done, History, blends_text
 from megastable.report.postmortem.passes import LAST
 from megastable.report.sheet import Column, Sheet
-from megastable.training.summary import latest
+from megastable.run.events import latest
 
 FEW = 1 << 24  # positions: of a longer range nobody asks whether any of it was read before
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from megastable.config.recipe import find
@@ -10,6 +9,7 @@ from megastable.config.tree import RunConfig
 from megastable.data.plant import read_planted
 from megastable.model.flops import parameters
 from megastable.run.directory import RunDirectory
+from megastable.run.events import latest
 from megastable.stability.policy_state import PolicyState
 
 if TYPE_CHECKING:  # it needs torch
@@ -25,16 +25,6 @@ def incidents(run: RunDirectory, config: RunConfig) -> list[dict[str, Any]]:
     planted = [read_planted(find(corpus.path)) for corpus in config.data.corpora]
     documents = [d.model_dump() for p in planted if p is not None for d in p.documents]
     return [_shown(summary, documents) for summary in latest(run.events("incident")).values()]
-
-
-def latest(events: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """By number, what the last of `events` says of each incident: every one carries all that was known by then."""
-    found: dict[int, dict[str, Any]] = {}
-    for event in events:
-        summary = event.get("summary") if event.get("event") == "incident" else None
-        if isinstance(summary, dict) and isinstance(summary.get("number"), int):
-            found[summary["number"]] = summary
-    return found
 
 
 def _shown(summary: dict[str, Any], planted: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,153 @@
+"""The rooms of the package and the arrows between them, read from every import; docs/architecture.md draws them."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# From below: what a room may import, beside itself. The loop, train.py, stands on all of them.
+TRAINING = {
+    "base": "",
+    "config": "base",
+    "parallel": "base",
+    "run": "base config",
+    "optim": "base config parallel",
+    "model": "base config parallel",
+    "data": "base config run",
+    "stability": "base config",
+    "fp8": "base config parallel model",
+    "engine": "base config run parallel optim model data stability fp8",
+    "checkpoint": "base config run parallel optim model data stability fp8 engine",
+    "recovery": "base config run parallel optim model data stability fp8 engine checkpoint",
+    "training": "base config run parallel optim model data stability fp8 engine checkpoint recovery",
+}
+SUPERVISOR = {"supervise": "base config run data stability"}
+# They read run directories and checkpoints; nothing that trains imports one.
+WINGS = {"convert", "forensics", "fp8_check", "generate", "plan", "report"}
+LOOSE = {"__init__.py", "train.py", "cli.py"}
+MOST = 5  # names that stand for several files, or for several classes
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Every module of the package, by its name without "megastable."."""
+    package = ROOT / "megastable"
+    names = {
+        path: ".".join(path.relative_to(package).with_suffix("").parts) for path in package.rglob("*.py")
+    }
+    return {
+        name.removesuffix(".__init__"): ast.parse(path.read_text(encoding="utf-8"))
+        for path, name in names.items()
+    }
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """What every module imports of the package, in functions too."""
+    return {name: set(imported(tree)) for name, tree in trees().items()}
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and f"{node.module}.".startswith("megastable."):
+            below = node.module.removeprefix("megastable").removeprefix(".")
+            yield from (f"{below}.{alias.name}".removeprefix(".") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (
+                alias.name.removeprefix("megastable.")
+                for alias in node.names
+                if alias.name.startswith("megastable.")
+            )
+
+
+@cache
+def arrows() -> dict[str, set[str]]:
+    """Which rooms every room imports. A command (`__main__`) stands above the rooms, as cli.py does."""
+    rooms = {name.partition(".")[0] for name in trees() if "." in name}
+    found = defaultdict[str, set[str]](set)
+    for name, targets in imports().items():
+        room = name.partition(".")[0]
+        if room in rooms and not name.endswith("__main__"):
+            others = {target.partition(".")[0] for target in targets}
+            assert not others & {"train", "cli"}, f"{name} imports what stands above the rooms"
+            found[room] |= (others & rooms) - {room}
+    return dict(found)
+
+
+def drawn() -> str:
+    """The arrows as a picture (Mermaid): those that follow from others are left out."""
+    found, reached = arrows(), dict[str, set[str]]()
+    lines = ["graph BT"]
+    for room in TopologicalSorter(
+        {room: sorted(below) for room, below in sorted(found.items())}
+    ).static_order():
+        below = found.get(room, set())
+        beyond = set[str]().union(*(reached[other] for other in below))
+        reached[room] = below | beyond
+        lines += [f"    {other} --> {room}" for other in sorted(below - beyond)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("room", sorted(TRAINING | SUPERVISOR))
+def test_arrows_point_down(room: str) -> None:
+    allowed = set((TRAINING | SUPERVISOR)[room].split())
+    wrong = {
+        f"{name} -> {target}" for name, targets in imports().items() for target in targets
+        if name.partition(".")[0] == room and not name.endswith("__main__") and "." in target
+        and target.partition(".")[0] not in allowed | {room}
+    }  # fmt: skip
+    assert not wrong
+
+
+def test_every_room_is_known_and_there_is_no_cycle() -> None:
+    found = arrows()
+    assert set(found) <= set(TRAINING) | set(SUPERVISOR) | WINGS
+    assert len(list(TopologicalSorter(found).static_order())) >= len(found)  # raises CycleError
+
+
+def test_nothing_that_trains_imports_a_wing() -> None:
+    names = [name for name in imports() if name == "train" or name.partition(".")[0] in TRAINING]
+    wrong = {
+        f"{name} -> {target}" for name in names if not name.endswith("__main__")
+        for target in imports()[name] if target.partition(".")[0] in WINGS | set(SUPERVISOR)
+    }  # fmt: skip
+    assert not wrong
+
+
+def test_only_the_engine_imports_deepspeed() -> None:
+    for name, tree in trees().items():
+        found = {
+            alias.name if isinstance(node, ast.Import) else str(node.module)
+            for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
+        }  # fmt: skip
+        if any(f"{module}.".startswith("deepspeed.") for module in found):
+            assert name.startswith("engine."), f"{name} imports deepspeed"
+
+
+def test_what_lies_loose() -> None:
+    assert {path.name for path in (ROOT / "megastable").glob("*.py")} <= LOOSE
+
+
+def test_names_stand_for_one_thing() -> None:
+    files = Counter(
+        name.rpartition(".")[2] for name in trees() if "." in name and not name.endswith("__main__")
+    )
+    rooms = {name for name in files if name in arrows()}
+    classes = Counter(
+        node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    )
+    for what, found in (("files", {n: k for n, k in files.items() if n not in rooms}), ("classes", classes)):
+        several = sorted(name for name, count in found.items() if count > 1)
+        assert len(several) <= MOST, f"{what} of one name: {several}"
+
+
+def test_the_picture_is_current() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    assert f"```mermaid\n{drawn()}\n```" in page, f"docs/architecture.md should draw:\n{drawn()}"
