@@ -4,7 +4,7 @@
 
 Every layout trains a small model on processes of this machine (gloo): what is there between two steps, by kind, and the
 most that a step allocates beside it (`bench/train.py`: torch.profiler on a CPU, without scratch space of oneDNN), also
-one that the probe looks at, and a diagnosis (diagnose.py); and the most while the engine is built. On a GPU (one
+one that the probe looks at, and a diagnosis (nan_locator.py); and the most while the engine is built. On a GPU (one
 process) all are those of torch's allocator.
 """
 

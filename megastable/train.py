@@ -672,7 +672,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("recipe", help="a YAML file, e.g. launch/recipes/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", help="dotted overrides, e.g. train.steps=20 run.dir=runs/x")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher adds it
-    parser.add_argument("--supervised", help=argparse.SUPPRESS)  # the supervisor's mark (messages.py)
+    parser.add_argument("--supervised", help=argparse.SUPPRESS)  # the supervisor's mark (rank_ipc.py)
     args = parser.parse_intermixed_args(arguments)
     try:
         os.environ.update(membership(os.environ))

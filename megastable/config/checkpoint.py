@@ -1,5 +1,4 @@
-"""The thresholds by which a checkpoint's content is trusted, each with the reason of its default. Part of config.py's
-tree."""
+"""The thresholds by which a checkpoint's content is trusted, each with the reason of its default."""
 
 from __future__ import annotations
 

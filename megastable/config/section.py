@@ -1,4 +1,4 @@
-"""What every part of the configuration tree is: see config.py."""
+"""What every part of the configuration tree is: see config/tree.py."""
 
 from __future__ import annotations
 

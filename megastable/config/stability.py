@@ -1,4 +1,4 @@
-"""The thresholds of the stability system, each with the reason of its default. Part of the tree of config.py."""
+"""The thresholds of the stability system, each with the reason of its default. Part of the tree of config/tree.py."""
 
 from __future__ import annotations
 

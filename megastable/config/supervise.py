@@ -1,4 +1,4 @@
-"""What the process above the training is told: when it loses patience, whom it tells. Part of the tree of config.py."""
+"""What the process above the training is told: when a run hangs, whom to tell. Part of the tree of config/tree.py."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python -m megastable.config launch/recipes/quickstart.yaml model.layers=12 parallel.tensor=2
 
 prints the resolved tree and the DeepSpeed JSON that follows from it. Reading recipes and overrides is in
-`recipe.py`; the DeepSpeed side is in `deepspeed_config.py`. An unknown key, an impossible combination or a
+`recipe.py`; the DeepSpeed side is in `deepspeed_json.py`. An unknown key, an impossible combination or a
 combination that DeepSpeed is known to get wrong is a `ConfigError` that names the key.
 """
 

@@ -29,7 +29,7 @@ from megastable.data.shards import Shard
 from megastable.data.skip_ledger import AnyEntry, Ledger, SampleEntry, SkipEntry, sample_entries
 from megastable.data.skips import Skips
 
-CONVICTED = "data: "  # begins the reason of what an incident convicted (casebook.py)
+CONVICTED = "data: "  # begins the reason of what an incident convicted (incident_log.py)
 Slot = Annotated[StrictInt, Field(ge=0, le=LAST_POSITION)]
 MOST = 1 << 24  # positions: a longer range of the ledger is no choice of samples
 

@@ -25,7 +25,7 @@ from megastable.plan.volume import element
 
 FP32 = 4
 ROWS, KEPT = 256, 16  # of model/blocked.py, which needs torch
-SCORES = 1 << 24  # of probe.py, which needs it, too
+SCORES = 1 << 24  # of layer_stats.py, which needs it, too
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 Kind = Literal["weights", "gradients", "master", "moments", "activations", "logits", "buffers"]
-# Of a step: before the last block of a micro-batch, where the probe looks at its attention (probe.py); the loss; in the
+# Of a step: before the last block of a micro-batch, where layer_stats.py looks at its attention; the loss; in the
 # backward pass loss and head, the last blocks, the first block and embedding; the update. Between two steps. And before
 # the first one: layers are built, then the optimizer's state.
 Phase = Literal["watch", "loss", "head", "backward", "end", "update", "between", "layers", "optimizer"]

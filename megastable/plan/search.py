@@ -5,8 +5,8 @@
         print(plan.time.seconds, overrides(plan.config, config))
 
 Looked at is every split of the GPUs into tensor x pipeline x data, with every part of data for context, every ZeRO
-stage, recomputation and micro-batch: all that config.py and the DeepSpeed files let through. Left out is what cannot be
-better: a larger micro-batch or less recomputation than does not fit already, and more recomputation than is needed; and
+stage, recomputation and micro-batch: all that config/tree.py and the DeepSpeed files let through. Left out is what cannot
+be better: a larger micro-batch or less recomputation than does not fit already, and more recomputation than is needed; and
 tensor parallelism without sequence parallelism, where that is possible: it sends the same bytes and takes more memory
 (in tiny models its fewer messages are faster).
 """
@@ -235,7 +235,7 @@ Axes = tuple[int, int, int, bool, int]  # tensor, pipeline, context, sequence, z
 
 
 def families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[int, ...]]]:
-    """Axes that config.py lets through, and the micro-batches that divide the global batch over them, ascending.
+    """Axes that config/tree.py lets through, and the micro-batches that divide the global batch over them, ascending.
 
     Raises ConfigError for a DeepSpeed file that no ZeRO stage can use.
     """
@@ -258,7 +258,7 @@ def families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[int, ..
 
 
 def configured(config: RunConfig, choice: Choice) -> RunConfig | None:
-    """`config` with `choice`, checked by config.py's own rules; None when they refuse it."""
+    """`config` with `choice`, checked by config/tree.py's own rules; None when they refuse it."""
     p, t, precision = config.parallel, config.train, config.precision
     parallel = p.model_copy(update=dict(zip(Choice._fields[:6], choice[:6])))
     changed = {

@@ -2,7 +2,7 @@
 
 Opened when something is acted on, added to with every action against it, closed when an action is proven or the run
 ends. What the journal says of an incident carries all of it and the policy's memory along: both outlive the process
-(recall.py). What a restart depends on must reach the disk: SpaceError where it does not, on all ranks.
+(persisted_state.py). What a restart depends on must reach the disk: SpaceError where it does not, on all ranks.
 """
 
 from __future__ import annotations

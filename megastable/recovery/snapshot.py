@@ -83,7 +83,7 @@ class Ring:
 
     def aside(self, step: int) -> Snapshot:
         """The present state, after `step` steps, beside the points: what is looked at from an older one changes
-        nothing. It needs the memory of one point more for as long as it is kept (room.py plans for it)."""
+        nothing. It needs the memory of one point more for as long as it is kept (snapshot_budget.py plans for it)."""
         copied = self._host.copy(self._engine.optimizer_state(), {})
         return Snapshot(step, copied.tensors, self._engine.counters(), None)
 

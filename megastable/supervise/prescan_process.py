@@ -1,4 +1,4 @@
-"""The process that looks ahead of a run (forensics/scout.py), kept alive by the supervisor; no run waits for it."""
+"""The process that looks ahead of a run (forensics/prescan.py), kept alive by the supervisor; no run waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of an attempt say, and are told, wherever they run: by files of the run directory (messages.py)."""
+"""What the ranks of an attempt say, and are told, wherever they run: by files of the run directory (rank_ipc.py)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from collections import deque
 
 from megastable.supervise.chronicle import KEPT, TAIL
 
-BEGIN = b'{"time": '  # of a line, as rundir.py writes it
+BEGIN = b'{"time": '  # of a line, as run/directory.py writes it
 REFUSED = b'"event": "discarded", "step": '
 PASSING = rb'(?:discarded|checkpoint_healthy|discard_examined|samples_examined|samples_dropped)", "step": \d'
 # All that does not pass; evaluations, checkpoints and incidents by name, as older ones of them do.

@@ -41,7 +41,7 @@ def with_memory(bytes_: float) -> ClusterConfig:
 
 
 def everything(base: RunConfig, gpus: int) -> Iterator[tuple[RunConfig, Layout]]:
-    """Every value of every setting that config.py and the DeepSpeed files accept, without a thought."""
+    """Every value of every setting that config/tree.py and the DeepSpeed files accept, without a thought."""
     sizes = range(1, gpus + 1)
     settings_ = itertools.product(
         sizes, sizes, sizes, (False, True), range(4), search.RECOMPUTE,

@@ -3,7 +3,7 @@
 Where a span is cut out of a document, tokens that end and begin documents stand in its place: `gaps.py`. Sequences,
 modes and documents without tokens stay as they are; shards keep their names. Files are read a block at a time, hashed
 before and after, and written on: memory does not grow with the corpus, and damage of the original is not sealed by new
-hashes. How it is proven: `check.py`.
+hashes. How it is proven: `proof.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Untrusted text made harmless: what a person opens shows it, and nothing that reads it obeys it.
 
 Text of guilty samples, names, messages and logs may hold control characters, ANSI escapes, bidirectional overrides,
-HTML and Markdown. `visible` (told.py) comes first, whatever the file is; then the file's own escaping.
+HTML and Markdown. `visible` (base/text.py) comes first, whatever the file is; then the file's own escaping.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from megastable.data.skip_ledger import SampleEntry
 from megastable.report.postmortem.facts import Evidence, IncidentFacts
 from megastable.report.postmortem.sample_texts import Facts, count
 
-NAMED = 1000  # as many documents as an incident names at most (casebook.py)
+NAMED = 1000  # as many documents as an incident names at most (incident_log.py)
 TYPES = {
     "recoverable": ("type 1, recoverable", "a jump that one way back undoes"),
     "lingering": ("type 2, lingering", "it settled higher, swung, or came back"),
