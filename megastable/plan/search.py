@@ -5,10 +5,10 @@
         print(plan.time.seconds, overrides(plan.config, config))
 
 Looked at is every split of the GPUs into tensor x pipeline x data, with every part of data for context, every ZeRO
-stage, recomputation and micro-batch: all that config/tree.py and the DeepSpeed files let through. Left out is what cannot
-be better: a larger micro-batch or less recomputation than does not fit already, and more recomputation than is needed; and
-tensor parallelism without sequence parallelism, where that is possible: it sends the same bytes and takes more memory
-(in tiny models its fewer messages are faster).
+stage, recomputation and micro-batch: all that config/tree.py and the DeepSpeed files let through. Left out is what
+cannot be better: a larger micro-batch or less recomputation than does not fit already, and more recomputation than is
+needed; and tensor parallelism without sequence parallelism, where that is possible: it sends the same bytes and takes
+more memory (in tiny models its fewer messages are faster).
 """
 
 from __future__ import annotations
