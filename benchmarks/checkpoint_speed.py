@@ -34,7 +34,7 @@ from megastable.checkpoint.store import LayoutState, RunState
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
-from megastable.engine import engine
+from megastable.engine import distributed, patches
 from megastable.engine.engine import Engine, Measured
 from megastable.model.flops import parameters
 from megastable.parallel.layout import Layout
@@ -77,8 +77,8 @@ def measure_all(
     """One config after the other, in a process group that is started here. disk: a folder on the disk to measure,
     which is left as it was; None = that of temporary files. Raises ConfigError, CheckpointError."""
     found: dict[str, Measurement] = {}
-    engine.start_distributed(max(c.run.timeout for c in configs.values()))
-    about = machine(engine.device())
+    distributed.start_distributed(max(c.run.timeout for c in configs.values()))
+    about = machine(distributed.device())
     try:
         for name, config in configs.items():
             with tempfile.TemporaryDirectory(prefix="megastable-bench-", dir=disk) as folder:
@@ -90,7 +90,7 @@ def measure_all(
             f"{error.filename or disk or tempfile.gettempdir()}: {error.strerror or error}"
         ) from None
     finally:
-        engine.stop_distributed()
+        distributed.stop_distributed()
     return Found(about, found)
 
 
@@ -330,7 +330,7 @@ def _stopwatches(watch: Stopwatch, calls: Calls) -> Iterator[None]:
         for name, owner, attribute in calls:
             watch.seconds[name] = 0.0  # in this order
             timed = watch.timed(name, getattr(owner, attribute))
-            stack.enter_context(engine._instead(owner, attribute, timed))
+            stack.enter_context(patches.instead(owner, attribute, timed))
         yield
 
 

@@ -268,7 +268,8 @@ def measure_joined(case: Case) -> Measured:
 
     from benchmarks.train_speed import living_bytes, peak_of
     from megastable.engine import nan_locator
-    from megastable.engine.engine import Engine, device
+    from megastable.engine.distributed import device
+    from megastable.engine.engine import Engine
     from megastable.model import sizes
     from megastable.parallel.topology import Topology
 
@@ -352,15 +353,14 @@ def _batches(case: Case, sample_rank: int) -> list[Any]:
 
 def _kinds(engine: Any) -> dict[str, int]:
     """Bytes of what an engine holds between two steps, by kind; every storage once."""
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from megastable.engine.zero import Bf16, Zero3
 
     o = engine.optimizer
-    stage3 = isinstance(o, DeepSpeedZeroOptimizer_Stage3)
+    stage3 = isinstance(engine.zero, Zero3)
     parameters = list(engine.ds.module.parameters())
     weights = [p.ds_tensor for p in parameters] if stage3 else parameters
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if isinstance(o, BF16_Optimizer):
+    if isinstance(engine.zero, Bf16):
         gradients += o.fp32_groups_gradients_flat
     elif stage3:
         gradients.append(o.grad_partitions_flat_buffer)

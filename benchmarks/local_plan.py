@@ -207,14 +207,14 @@ def main() -> None:
     cases = [CASES[i] for i in args.only or range(len(CASES)) if i < len(CASES)]
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from megastable.engine import engine
+    from megastable.engine import distributed
 
     with user_errors():
-        engine.start_distributed(1800)
+        distributed.start_distributed(1800)
         try:
             print(compared(cases, args.rounds))
         finally:
-            engine.stop_distributed()
+            distributed.stop_distributed()
 
 
 if __name__ == "__main__":

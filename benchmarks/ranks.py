@@ -76,11 +76,11 @@ def _rank(
     gc.freeze()
     torch.set_num_threads(1)
     try:
-        from megastable.engine import engine
+        from megastable.engine import distributed
 
-        engine.start_distributed(timeout=120)
+        distributed.start_distributed(timeout=120)
         found = function(argument)
-        engine.stop_distributed()
+        distributed.stop_distributed()
         results.put((rank, False, found))
     except BaseException as error:
         results.put((rank, True, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))

@@ -38,7 +38,7 @@ from megastable.config.tree import CorpusConfig, RunConfig
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.loader import Loader, Step
 from megastable.data.skips import Skips
-from megastable.engine import engine
+from megastable.engine import distributed, patches
 from megastable.engine.engine import Engine, Measured
 from megastable.engine.layer_stats import LayerStatistics
 from megastable.model.flops import parameters
@@ -107,7 +107,7 @@ def measure(
 def _loader(config: RunConfig, corpora: Corpora) -> Loader:
     return Loader(
         corpora.train, Skips.of([]), 0, config.train.global_batch, config.train.micro_batch, 0, 1,
-        config.data.keep_documents_apart, config.data.prefetch, pin_memory=engine.device().type == "cuda",
+        config.data.keep_documents_apart, config.data.prefetch, pin_memory=distributed.device().type == "cuda",
     )  # fmt: skip
 
 
@@ -236,7 +236,7 @@ class Bench:
             self.engine.measured = nothing
 
         nothing = Measured(torch.empty(0), torch.empty(0), 0.0, (), 1.0)
-        with engine._instead(self.engine.ds, "_take_model_step", update):
+        with patches.instead(self.engine.ds, "_take_model_step", update):
             self.engine.train_step(batch.micro_batches, RATE, _finite)
 
     def _gate(self, batch: Step) -> None:
@@ -342,7 +342,7 @@ class Bench:
         for name in ("scaled_global_norm", "_get_norm_groups"):  # ZeRO 1 and 2; ZeRO 3
             if hasattr(self.engine.optimizer, name):
                 return self.engine.optimizer, name
-        return self.engine, "_squares"  # BF16_Optimizer: ours, in place of its own
+        return self.engine.zero, "squared_norm"  # BF16_Optimizer: ours, in place of its own
 
 
 @contextmanager
@@ -351,7 +351,7 @@ def _stopwatches(watch: Stopwatch, calls: list[tuple[str, Any, str]]) -> Iterato
     with ExitStack() as stack:
         for name, owner, attribute in calls:
             timed = watch.timed(name, getattr(owner, attribute))
-            stack.enter_context(engine._instead(owner, attribute, timed))
+            stack.enter_context(patches.instead(owner, attribute, timed))
         yield
 
 

@@ -38,7 +38,7 @@ from megastable.base.hardware import measured_tflops, nominal_tflops
 from megastable.config import deepspeed_json
 from megastable.config.tree import ModelConfig, RunConfig
 from megastable.data.loader import MicroBatch
-from megastable.engine import engine
+from megastable.engine import distributed
 from megastable.model.flops import flops_per_token, parameters
 
 SMALL, LARGE = 4_096, 32_000  # vocabularies, where the recipe leaves it to the tokenizer
@@ -140,7 +140,7 @@ def measure(
     """
     end = None if seconds is None else time.monotonic() + seconds
     config, notes = resolve(config)
-    task = Task(config, engine.device(), random_batches(config, engine.device()))
+    task = Task(config, distributed.device(), random_batches(config, distributed.device()))
     if apart is None:
         needed = memory_needed(config.model, config.train.micro_batch, names, task.dtype.itemsize)
         apart = len(names) > 1 and needed > ROOM * _memory(task.device)

@@ -45,7 +45,8 @@ from megastable.data.skip_ledger import Ledger, append, append_all
 from megastable.data.skips import Selection, Skips
 from megastable.data.source import Source
 from megastable.data.statistics import token_counts, unigram_entropy
-from megastable.engine.engine import Engine, Judge, Measured, start_distributed, stop_distributed
+from megastable.engine.distributed import start_distributed, stop_distributed
+from megastable.engine.engine import Engine, Judge, Measured
 from megastable.model.flops import parameters
 from megastable.model.kernels import DTYPES
 from megastable.model.sizes import in_fp8

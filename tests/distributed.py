@@ -44,14 +44,14 @@ def _rank(
     gc.freeze()
     import torch
 
-    from megastable.engine import engine
+    from megastable.engine import distributed
 
     torch.set_num_threads(1)
     try:
-        engine.start_distributed(timeout=PATIENCE)
+        distributed.start_distributed(timeout=PATIENCE)
         # As bytes: a tensor sent through the queue itself would live in memory that ends with this process.
         results.put((rank, "ok", pickle.dumps(fn(*args))))
-        engine.stop_distributed()
+        distributed.stop_distributed()
     except BaseException as error:
         results.put((rank, "failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
         results.close()

@@ -45,25 +45,25 @@ assert "megastable.engine.engine" in sys.modules and "benchmarks.counting" in sy
 print(started or "none")
 """
 RANK = """
-from megastable import engine
+from megastable.engine import distributed
 from deepspeed.accelerator import get_accelerator
 before = get_accelerator().device_name()
 os.environ.update(
     DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
 )
-engine.start_distributed(60)
-print(before, engine.device(), torch.distributed.get_backend())
-engine.stop_distributed()
+distributed.start_distributed(60)
+print(before, distributed.device(), torch.distributed.get_backend())
+distributed.stop_distributed()
 """
 UNUSABLE = """
-from megastable import engine
+from megastable.engine import distributed
 from megastable.base.errors import MegastableError
 def old(_):
     raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\\nPlease update")
 torch._C._cuda_setDevice = old
 os.environ["RANK"] = os.environ["LOCAL_RANK"] = "3"
 try:
-    engine.start_distributed(60)
+    distributed.start_distributed(60)
 except MegastableError as error:
     print(type(error).__name__, error.code, error)
 """

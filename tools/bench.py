@@ -87,14 +87,14 @@ def stability(
     # Not above: --help and mistakes in a recipe need no DeepSpeed, which takes seconds to import.
     from benchmarks.costs import table
     from benchmarks.stability_cost import measure, steps_needed
-    from megastable.engine import engine
+    from megastable.engine import distributed
 
     columns = TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    engine.start_distributed(config.run.timeout, config.run.deterministic)
+    distributed.start_distributed(config.run.timeout, config.run.deterministic)
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=steps_needed(rounds))
         found = measure(config, rounds, lambda: progress.advance(task), progress.console.print)
-    engine.stop_distributed()
+    distributed.stop_distributed()
     console = Console()
     console.print(table(found.costs))
     console.print(", ".join(f"{key} {value}" for key, value in (found.run | found.machine).items()))
@@ -233,11 +233,11 @@ def attribution(
     _alone()
     # Not above, as in `stability`.
     from benchmarks.attribution_errors import PLANTS, STATES, Found, measure, pooled
-    from megastable.engine import engine
+    from megastable.engine import distributed
 
     found = list[Found]()
     columns = TextColumn("examining"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    engine.start_distributed(timeout=600, deterministic=False)
+    distributed.start_distributed(timeout=600, deterministic=False)
     with Progress(*columns, console=Console(stderr=True)) as progress:
         each = len(STATES) * (windows + planted * len(PLANTS))
         task = progress.add_task("", total=len(given) * seeds * each)
@@ -249,7 +249,7 @@ def attribution(
                     )
                 if json is not None:
                     durable.write_output(json, as_json([asdict(f) for f in found], indent=1) + "\n")
-    engine.stop_distributed()
+    distributed.stop_distributed()
     table = Table(
         "text",
         "kind",
@@ -322,7 +322,7 @@ def train(
     # Not above, as in `stability`.
     from benchmarks import profiling, speed
     from benchmarks.train_speed import measure, steps_needed
-    from megastable.engine import engine
+    from megastable.engine import distributed
 
     console = Console()
     tables = []
@@ -337,7 +337,7 @@ def train(
             durable.write_output(json, as_json(asdict(now), indent=1) + "\n")
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    engine.start_distributed(config.run.timeout, config.run.deterministic)
+    distributed.start_distributed(config.run.timeout, config.run.deterministic)
     try:
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task("", total=steps_needed(wanted, rounds))
@@ -347,7 +347,7 @@ def train(
                 seconds and seconds - (time.monotonic() - begun), write,
             )  # fmt: skip
     finally:
-        engine.stop_distributed()
+        distributed.stop_distributed()
     for shown in (speed.table(found), *tables):
         console.print(shown)
     for line in speed.lines(found):

@@ -87,7 +87,7 @@ def under_deepspeed(task: Task) -> Contestant:
     """The model, compiled, under ZeRO-1 with the configuration that its users write: bf16, clipping, the rest by
     DeepSpeed's defaults (gradients add up in bf16, masters and moments are fp32).
 
-    engine.py is the only file of the package that trains with DeepSpeed; a peer is to owe nothing to it.
+    engine/ is the only folder of the package that trains with DeepSpeed; a peer is to owe nothing to it.
     """
     import deepspeed
 

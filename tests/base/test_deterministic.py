@@ -73,7 +73,7 @@ def test_where_a_repeated_step_is_the_same() -> None:
 
 def test_a_run_asks_for_it_before_it_starts_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     from megastable import train as training
-    from megastable.engine import engine
+    from megastable.engine import distributed
 
     told: list[tuple[float, bool]] = []
 
@@ -86,10 +86,10 @@ def test_a_run_asks_for_it_before_it_starts_cuda(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(SystemExit):
             training.main(["launch/recipes/quickstart.yaml", f"run.deterministic={wanted}", "run.timeout=7"])
     assert told == [(7, True), (7, False)]
-    monkeypatch.setattr(engine.deepspeed, "init_distributed", lambda **_: None)
-    monkeypatch.setattr(engine, "device", lambda: pytest.fail("the device was asked for first"))
+    monkeypatch.setattr(distributed.deepspeed, "init_distributed", lambda **_: None)
+    monkeypatch.setattr(distributed, "device", lambda: pytest.fail("the device was asked for first"))
     with pytest.raises(pytest.fail.Exception):
-        engine.start_distributed(7, True)
+        distributed.start_distributed(7, True)
     assert torch.are_deterministic_algorithms_enabled()
 
 

@@ -58,13 +58,13 @@ def world(pytestconfig: pytest.Config) -> Iterator[None]:
         MASTER_PORT="0",
     )
     from megastable.base import deterministic
-    from megastable.engine import engine
+    from megastable.engine import distributed
 
     if _only_exact(pytestconfig):
         os.environ.update(deterministic.ENVIRONMENT)  # torch's part is switched by `exact`
-    engine.start_distributed(timeout=120)
+    distributed.start_distributed(timeout=120)
     yield
-    engine.stop_distributed()
+    distributed.stop_distributed()
 
 
 @pytest.fixture

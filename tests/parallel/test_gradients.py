@@ -62,7 +62,7 @@ def steps_of_rank(c: RunConfig, world: int, apart: bool) -> dict[str, Any]:
         flat, summed = engine.flat_state(), {}
 
         def judge(measured: Any, flat: FlatState = flat, summed: Pieces = summed) -> bool:
-            gradients = engine._gradients(flat.fragments)
+            gradients = engine.zero.gradients(flat.fragments)
             for f in flat.fragments:
                 summed[f.name, f.start] = gradients[f.group, f.offset].view(-1)[: f.numel].clone()
             return bool(measured.finite)

@@ -81,7 +81,7 @@ def both_ways(c: RunConfig, world: int) -> list[dict[str, Any]]:
             seen: dict[str, Any] = {}
 
             def judge(_: Any, seen: dict[str, Any] = seen) -> bool:
-                pieces = engine._gradients(engine.flat_state().fragments)
+                pieces = engine.zero.gradients(engine.flat_state().fragments)
                 seen["gradients"] = {str(key): piece.clone() for key, piece in pieces.items()}
                 return True
 

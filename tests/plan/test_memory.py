@@ -246,7 +246,7 @@ def test_batches_that_cannot_be_shared_out_are_refused() -> None:
 
 def test_what_is_restated_is_as_there() -> None:
     from megastable.base import host_memory
-    from megastable.engine import engine, flatstate, layer_stats
+    from megastable.engine import flatstate, layer_stats, patches
     from megastable.fp8 import scale_factors
     from megastable.model import blocked, chunked
     from megastable.optim import adamw
@@ -256,7 +256,7 @@ def test_what_is_restated_is_as_there() -> None:
     assert (memory.LOSS_BLOCK, memory.SCORES) == (chunked.BLOCK, blocked.ELEMENTS)
     assert (memory.CHUNK, memory.FP8_CHUNK) == (flatstate.CHUNK, scale_factors.AT_ONCE)
     assert activations.SCORES == layer_stats.SCORES
-    assert (memory.SUM_CHUNK, memory.UPDATE_CHUNK) == (engine.CHUNK, adamw.CHUNKS)
+    assert (memory.SUM_CHUNK, memory.UPDATE_CHUNK) == (patches.CHUNK, adamw.CHUNKS)
     assert all(
         taken(n, pinned) == host_memory.taken(n, pinned) for n in range(40) for pinned in (True, False)
     )

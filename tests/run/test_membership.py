@@ -167,7 +167,7 @@ def joined(number: int, port: int, results: Any) -> None:
     """A task of srun."""
     import torch.distributed as dist
 
-    from megastable.engine import engine
+    from megastable.engine import distributed
 
     for name in ALONE:
         os.environ.pop(name, None)
@@ -175,9 +175,9 @@ def joined(number: int, port: int, results: Any) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is there already
     os.environ |= membership(os.environ)
-    engine.start_distributed(60)
+    distributed.start_distributed(60)
     results.put((dist.get_rank(), dist.get_world_size()))
-    engine.stop_distributed()
+    distributed.stop_distributed()
 
 
 @pytest.mark.timeout(4 * PATIENCE + 60)

@@ -1,0 +1,157 @@
+"""A model, or this rank's stage of it, as DeepSpeed's engines take it: built where it computes, cut and partitioned."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.config import DeepSpeedConfigError
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import nn
+
+from megastable.base.errors import ConfigError
+from megastable.base.products import linear_of_parameter
+from megastable.config.tree import RunConfig
+from megastable.engine.patches import Partitioned
+from megastable.model import gpt
+from megastable.model.init import initialise
+from megastable.model.kernels import DTYPES, Kernels
+from megastable.model.loss import LossFunction
+from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megastable.parallel.pipeline import partition
+from megastable.parallel.topology import ContextParallel, Topology
+
+
+def build(
+    config: RunConfig, ds_config: dict[str, Any], topology: Topology, kernels: Kernels, loss: LossFunction,
+    cp: ContextParallel, device: torch.device,
+) -> nn.Module:  # fmt: skip
+    """The model, or this rank's stage, with initial weights; under ZeRO 3 this rank's part of them."""
+    make = partial(_make, config, ds_config, topology, device)
+    module: nn.Module
+    if topology.layout.pipeline == 1:
+        module = gpt.GPT(config.model, loss.tp, config.parallel.recompute, None, loss, kernels, cp, make)
+    else:
+        module = _Pipeline(config, kernels, topology, loss, cp, make)
+    initialise(module, config.model, loss.tp, config.run.seed, topology.data_rank)
+    return module
+
+
+def _make(
+    config: RunConfig, ds_config: dict[str, Any], topology: Topology, device: torch.device,
+    layer: Callable[[], nn.Module],
+) -> nn.Module:  # fmt: skip
+    """A layer, not yet filled, where and in what dtype it computes: `deepspeed.initialize` would hold it twice to
+    convert it, and whole to partition it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[config.precision.kind])
+    try:
+        with device:
+            module = layer()
+    finally:
+        torch.set_default_dtype(before)
+    if config.parallel.zero == 3:
+        for part in module.modules():
+            if isinstance(part, ColumnParallelLinear | RowParallelLinear):
+                part.product = linear_of_parameter
+        # Otherwise DeepSpeed monkeypatches F.linear globally.
+        zero = ds_config["zero_optimization"] | {"memory_efficient_linear": False}
+        given = ds_config | {"zero_optimization": zero}
+        with refusals(config.deepspeed):
+            Partitioned(module, topology.data_group, config_dict_or_path=given, mpu=Mpu(topology))
+    return module
+
+
+@contextlib.contextmanager
+def refusals(file: str) -> Iterator[None]:
+    """What DeepSpeed refuses, as a ConfigError. file: the DeepSpeed JSON that the recipe names."""
+    try:
+        yield
+    except (AssertionError, ValueError, KeyError, DeepSpeedConfigError) as error:
+        raise ConfigError(
+            f"deepspeed={file}: DeepSpeed refuses this configuration: {error}. Compare the file with those in "
+            "ds_configs/, and look at `python -m megastable.config RECIPE`"
+        ) from error
+
+
+class Mpu:
+    """What DeepSpeed asks of a model-parallel unit where there is one pipeline stage."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.t = topology
+
+    def get_model_parallel_group(self) -> Any:
+        return self.t.tensor_group
+
+    def get_model_parallel_rank(self) -> int:
+        return self.t.tensor_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.t.layout.tensor
+
+    get_tensor_model_parallel_group = get_slice_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_slice_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size = get_model_parallel_world_size
+
+    def get_data_parallel_group(self) -> Any:
+        return self.t.data_group
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.t.layout.data
+
+
+class _Spec(LayerSpec):
+    def __init__(self, layer: gpt.Layer, make: gpt.Make) -> None:
+        super().__init__(nn.Module)
+        self.layer, self.make = layer, make
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self.make(self.layer.build)
+
+
+class _TiedSpec(TiedLayerSpec):
+    build = _Spec.build
+
+    def __init__(self, layer: gpt.Layer, make: gpt.Make, forward: Callable[..., Any] | None) -> None:
+        super().__init__("embedding", nn.Module, forward_fn=forward)
+        self.layer, self.make = layer, make
+
+
+class _Pipeline(PipelineModule):
+    """A PipelineModule that is cut where `parallel.pipeline.partition` says."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        kernels: Kernels,
+        topology: Topology,
+        loss: LossFunction,
+        cp: ContextParallel,
+        make: gpt.Make,
+    ) -> None:
+        chunked, recompute = kernels.loss == "chunked", config.parallel.recompute
+        head = gpt.LateHead if chunked else gpt.Head
+        self._layers = layers = gpt.layers(config.model, loss.tp, recompute, kernels, head, cp)
+        specs: list[LayerSpec] = []
+        for index, layer in enumerate(layers):
+            if layer.tied:
+                forward = (gpt.features if chunked else gpt.tied_head) if index else None
+                specs.append(_TiedSpec(layer, make, forward))
+            else:
+                specs.append(_Spec(layer, make))
+        layout = topology.layout
+        grid = PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data)
+        super().__init__(specs, topology=grid, loss_fn=loss)
+
+    def _partition_layers(self, method: str = "") -> None:
+        self.parts = partition(
+            [layer.cost for layer in self._layers],
+            self.num_stages,
+            [layer.is_block for layer in self._layers],
+        )
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(self.parts[stage], self.parts[stage + 1])

@@ -1,0 +1,92 @@
+"""Joining and leaving the process group, and this rank's device."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import io
+import os
+import socket
+from collections.abc import Iterator
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from megastable.base.deterministic import prepare
+from megastable.base.errors import MegastableError, RendezvousError
+from megastable.base.hardware import ranks_of_host
+from megastable.engine import patches
+
+
+def start_distributed(timeout: float, deterministic: bool = False) -> None:
+    """Join the process group that the launcher describes in the environment.
+
+    timeout: seconds before a collective counts as hung. deterministic: `run.deterministic`, for this process from here
+    on.
+    """
+    if deterministic:
+        prepare()
+    # DeepSpeed collects garbage again and again while it builds an engine: what was imported is none.
+    gc.freeze()
+    patches.at_start()
+    if device().type == "cuda":
+        _take_gpu()
+        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+            # Evaluation and recomputation ask for other sizes than training: without it they leave holes.
+            # The second name warns in newer torch, and older ones have no other.
+            settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+            (settings or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+    else:
+        patches.on_cpu()
+        if "OMP_NUM_THREADS" not in os.environ:
+            # Every rank would start a thread per core: ranks of one host share them.
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_host()))
+    try:
+        with silence():
+            deepspeed.init_distributed(
+                dist_backend="nccl" if device().type == "cuda" else "gloo",
+                timeout=datetime.timedelta(seconds=timeout),
+                verbose=False,
+            )
+    except dist.DistNetworkError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise RendezvousError(
+            f"the ranks cannot meet at {where}: {str(error).splitlines()[0]}. If another run is on this host, "
+            "give this one a port of its own: deepspeed --master_port 29600 ..."
+        ) from None
+
+
+def _take_gpu() -> None:
+    """Make this rank's GPU the current one: object collectives of NCCL go through that, and all would use GPU 0."""
+    try:
+        torch.cuda.set_device(device())
+    except RuntimeError as error:  # too old a driver, more ranks than GPUs, a GPU that fell off the bus
+        raise MegastableError(
+            f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()} cannot use {device()} of "
+            f"{torch.cuda.device_count()}: {str(error).splitlines()[0]} (nvidia-smi shows the driver and the GPUs; "
+            "every rank must see all of its host; DS_ACCELERATOR=cpu trains without)"
+        ) from None
+
+
+def stop_distributed() -> None:
+    """Leave the process group in step; without the barrier ranks sometimes abort at exit."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    """The device of this rank: DS_ACCELERATOR=cpu keeps a run off the GPUs."""
+    if get_accelerator().device_name() == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """DeepSpeed prints its partitioning and settings on stdout; ours are in the run directory."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield

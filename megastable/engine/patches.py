@@ -1,0 +1,144 @@
+"""What is changed in DeepSpeed 0.19.8, each with its reason and with what would make it needless."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero import utils as zero_utils
+from deepspeed.utils import logger as deepspeed_logger
+from deepspeed.utils.timer import NoopTimer
+from torch import Tensor, nn
+
+from megastable.optim.adamw import AdamW
+from megastable.optim.fused import FusedAdamW
+from megastable.parallel.mappings import sum_and_scatter
+
+CHUNK = 1 << 18  # numbers, of which a CPU's cache has room for a copy
+
+
+def at_start() -> None:
+    """Before the process group exists."""
+    # It logs every setting. Needless when it logs on rank 0 and at debug only.
+    deepspeed_logger.setLevel(logging.WARNING)
+    # Its pipeline sends activations that require gradients; the gradients come back by a send of their own. Needless
+    # when it detaches what it sends.
+    warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
+    # It calls collectives by names that torch 2.13 replaced. Needless with a version for torch 2.13.
+    warnings.filterwarnings("ignore", message=".*`torch.distributed.* is deprecated.*")
+    if os.environ.get("DS_ACCELERATOR") == "cpu" and get_accelerator().device_name() != "cpu":
+        # It decides once, at the import: for a forked rank that was in its parent. Needless when it decides at the
+        # first use.
+        set_accelerator(CPU_Accelerator())
+    # It warns of optimizers that it does not know; these work element by element, as ZeRO needs it. Needless when it
+    # asks an optimizer.
+    known = zero_utils.ZERO_SUPPORTED_OPTIMIZERS
+    known += [optimizer for optimizer in (AdamW, FusedAdamW) if optimizer not in known]
+
+
+def on_cpu() -> None:
+    """Where this rank computes on a CPU."""
+    # It refuses fp16 on CPUs without its instructions; torch computes it on all of them, slowly. Needless when it asks
+    # torch.
+    get_accelerator().is_fp16_supported = lambda: True
+    # Of its own operations it would use the shared-memory collectives alone, which leave 66 MiB a rank in /dev/shm
+    # after every run. To look which others there are, it would run a compiler on every rank. Needless when they clean
+    # up, and can be declined.
+    deepspeed.ops.__compatible_ops__ = {}
+
+
+class Partitioned(deepspeed.zero.Init):
+    """Partitions the parameters of a module that are not yet filled.
+
+    Its own broadcasts them before: bytes of no meaning, which gloo holds whole for longer than they are needed.
+    Needless when the broadcast can be declined.
+    """
+
+    def _zero_init_param(self, param: nn.Parameter) -> None:
+        self._convert_to_deepspeed_param(param)
+        param.partition()  # type: ignore[attr-defined]
+
+
+def untimed(engine: Any) -> None:
+    """Its pipeline times every step, and drops the times (two CUDA events each) only when it prints them. Needless when
+    it does not time what it will not print."""
+    if engine.steps_per_print() is None:
+        engine.timers = NoopTimer()
+
+
+def sum_in_parts(o: BF16_Optimizer, engine: Any, ranks: int, group: Any, counted: Sequence[Tensor]) -> None:
+    """Sums of gradients as ZeRO 1 has them (arXiv:1910.02054 section 5.1): a rank gets the part that it updates.
+
+    Of its own every rank gets all: twice the bytes, by way of copies, and norm and clipping of it all. Needless when
+    BF16_Optimizer reduces and scatters. ranks: that share the data, `group`; counted: what this rank counts of its part
+    for the norm.
+    """
+    o._update_hp_grad = Accumulate(o)
+    parts = o.fp32_groups_gradient_flat_partition
+
+    def reduce(*_: Any, **__: Any) -> None:
+        for whole, part in zip(o.fp32_groups_gradients_flat, parts, strict=True) if ranks > 1 else ():
+            sum_and_scatter(whole, part, group)
+            part.div_(ranks)
+
+    engine.buffered_allreduce_fallback = reduce
+    o.get_grads_for_norm = lambda for_clipping=False: parts if for_clipping else (counted, {})
+
+
+class Accumulate:
+    """In place of BF16_Optimizer's: adds a bf16 gradient to its fp32 sum in as few passes over memory as can be.
+
+    Its own makes an fp32 copy of every gradient, in new memory, and adds that. Needless when it adds in place.
+    """
+
+    def __init__(self, optimizer: BF16_Optimizer) -> None:
+        self._optimizer, self._wide = optimizer, torch.empty(CHUNK)
+
+    @torch.no_grad()
+    def __call__(self, lp: Tensor, group: int, index: int, clear_lp_grads: bool) -> None:
+        if lp.grad is None:
+            return
+        o = self._optimizer
+        total = o.fp32_groups_gradients[group][index]
+        grad = lp.grad.detach().view(total.shape)
+        if not o.fp32_groups_has_gradients[group][index]:
+            total.copy_(grad)
+        elif total.is_cuda:
+            total.add_(grad)  # one kernel, which converts as it reads
+        else:
+            for to, given in zip(total.view(-1).split(CHUNK), grad.view(-1).split(CHUNK), strict=True):
+                to.add_(self._wide[: len(given)].copy_(given))
+        lp._hp_grad = total  # type: ignore[attr-defined]
+        o.fp32_groups_has_gradients[group][index] = True
+
+
+@contextlib.contextmanager
+def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Another value of an attribute, for as long as the block runs."""
+    own = vars(owner)
+    missing = object()
+    before = own.get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def gated(engine: Any, gate: Callable[..., None]) -> Callable[..., None]:
+    """Put `gate` in place of the engine's update; gives that. Needless with a hook between backward pass and update."""
+    update: Callable[..., None] = engine._take_model_step
+    engine._take_model_step = gate
+    return update

@@ -1,0 +1,234 @@
+"""One face over DeepSpeed's three ZeRO wrappers of an optimizer: what the gate, snapshots and checkpoints ask of them.
+
+Sources: arXiv:1910.02054; DeepSpeed 0.19.8's runtime/bf16_optimizer.py and runtime/zero/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+
+from megastable.engine import patches
+from megastable.engine.flatstate import FlatState, Fragment
+from megastable.parallel.sharding import placement_of, shape_of
+from megastable.parallel.topology import Topology
+
+
+class Wrapper(ABC):
+    """DeepSpeed's wrapper `o` of the optimizer, on this rank. engine: DeepSpeed's.
+
+    known: what DeepSpeed itself computes for the gradient norm, in its own form, None where that is ours.
+    """
+
+    norm: ClassVar[str]  # what computes the norm that the update clips by
+
+    def __init__(self, o: Any, engine: Any, topology: Topology, device: torch.device) -> None:
+        self.o, self.engine, self.topology, self.device = o, engine, topology, device
+
+    @property
+    @abstractmethod
+    def masters(self) -> list[Tensor]:
+        """The flat fp32 master weights of this rank."""
+
+    @abstractmethod
+    def place(self, parameter: nn.Parameter) -> tuple[int, int, int, int] | None:
+        """(group, offset in its master, first element of the parameter, how many) of what this rank updates; None for
+        nothing."""
+
+    @abstractmethod
+    def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
+        """(this rank's part of the squared gradient norm, whether it is a number, known): unscaled and unclipped, fp64;
+        the parts of all ranks are summed."""
+
+    @abstractmethod
+    def refresh_weights(self) -> None:
+        """Bring the parameters that compute up to date with the master weights."""
+
+    def average(self) -> None:  # noqa: B027
+        """Divide what is summed over the data ranks, where DeepSpeed has not."""
+
+    def gradients(self, fragments: Sequence[Fragment]) -> dict[tuple[int, int], Tensor]:
+        """What the optimizer is about to use, times the loss scale, by the (group, offset) of its fragments."""
+        found = {}
+        for group, pieces in self.o.averaged_gradients.items():
+            offset = 0
+            for piece in pieces:
+                found[group, offset] = piece
+                offset += piece.numel()
+        return found
+
+    def discard(self) -> None:
+        """Forget the gradients. Weights, moments and loss scale stay as they are, bit for bit."""
+        self.o.zero_grad()
+
+    def clipping_by(self, known: Any) -> contextlib.AbstractContextManager[None]:
+        """An update in it goes not once more over all gradients for the norm that it clips by."""
+        return patches.instead(self.o, self.norm, lambda *_, **__: known)
+
+    def flat_state(self) -> FlatState:
+        """Masters and moments of this rank by parameter; see flatstate.py. Views: what is written there counts."""
+        fragments = []
+        for parameter in self.engine.module.parameters():
+            placement = placement_of(parameter)
+            counted = not getattr(parameter, "ds_pipe_replicated", False)
+            counted &= parameter.tensor_model_parallel or self.topology.tensor_rank == 0
+            group, offset, start, numel = self.place(parameter) or (0, 0, 0, 0)
+            if numel > 0:
+                fragments.append(
+                    Fragment(
+                        name=placement.name, dim=placement.dim, sections=placement.sections,
+                        shape=shape_of(parameter), group=group, offset=offset, start=start, numel=numel,
+                        counted=counted,
+                    )
+                )  # fmt: skip
+        masters, groups = self.masters, self.o.optimizer.param_groups
+        # ZeRO 3 cuts the optimizer's groups into buffers of at most `sub_group_size` elements.
+        owner = getattr(self.o, "sub_group_to_group_id", range(len(groups)))
+        settings = [groups[owner[i]] for i in range(len(masters))]
+        return FlatState(masters, self.o.optimizer, fragments, self.topology.data_group, settings)
+
+    def _said_once(self, norm: Tensor, known: Any) -> tuple[Tensor, Tensor, Any]:
+        norm = norm / float(getattr(self.o, "loss_scale", 1.0))
+        # All ranks have the norm of all: one says it, so that a last bit that differs cannot split them.
+        said = norm.square() if self.topology.rank == 0 else torch.zeros_like(norm)
+        return said, torch.isfinite(norm) & (norm >= 0), known
+
+    def _scalar(self, value: Any) -> Tensor:
+        # Without waiting: a GPU still computes the gradients.
+        return torch.as_tensor(value, dtype=torch.float64).to(self.device, non_blocking=True)
+
+
+class _Linked(Wrapper):
+    """ZeRO 1 and 2: every parameter knows where its part lies."""
+
+    def place(self, parameter: nn.Parameter) -> tuple[int, int, int, int] | None:
+        held: Any = getattr(parameter, "_hp_mapping", None)
+        if held is None:
+            return None
+        low = held.lp_fragment_address
+        return held.param_group_index, held.hp_fragment_address.start, low.start, low.numel
+
+
+class Bf16(_Linked):
+    """BF16_Optimizer: ZeRO 1 in bf16, with fp32 sums of gradients."""
+
+    norm = "get_global_norm_of_tensors"
+
+    def __init__(self, o: Any, engine: Any, topology: Topology, device: torch.device) -> None:
+        super().__init__(o, engine, topology, device)
+        self._buffers = o.fp32_groups_gradient_flat_partition
+        counted = [f for f in self.flat_state().fragments if f.counted]
+        self._counted = [self._buffers[f.group][f.offset : f.offset + f.numel] for f in counted]
+        patches.sum_in_parts(o, engine, topology.layout.data, topology.data_group, self._counted)
+
+    @property
+    def masters(self) -> list[Tensor]:
+        return list(self.o.fp32_groups_flat_partition)
+
+    def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
+        norms = torch._foreach_norm(self._counted) if self._counted else [self._scalar(0.0)]
+        part = torch.stack(norms).double().square().sum()
+        return part, torch.isfinite(part), None
+
+    def clipping_by(self, known: Any) -> contextlib.AbstractContextManager[None]:
+        return patches.instead(bf16_optimizer, self.norm, lambda *_, **__: known)
+
+    def gradients(self, fragments: Sequence[Fragment]) -> dict[tuple[int, int], Tensor]:
+        return {(f.group, f.offset): self._buffers[f.group][f.offset :] for f in fragments}
+
+    def refresh_weights(self) -> None:
+        self.o.update_lp_params()
+
+
+class Zero12(_Linked):
+    """DeepSpeedZeroOptimizer: ZeRO 2, and ZeRO 1 in fp16 and fp32."""
+
+    norm = "scaled_global_norm"
+
+    def __init__(self, o: Any, engine: Any, topology: Topology, device: torch.device) -> None:
+        super().__init__(o, engine, topology, device)
+        # ZeRO 2 divides 16-bit gradients before it sums them in fp32: by 3, each is rounded once more.
+        o.gradient_average = False
+
+    @property
+    def masters(self) -> list[Tensor]:
+        return list(self.o.single_partition_of_fp32_groups)
+
+    def average(self) -> None:
+        torch._foreach_div_(list(self.gradients([]).values()), self.topology.layout.data)
+
+    def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
+        known = self.o.scaled_global_norm()
+        return self._said_once(self._scalar(known), known)
+
+    def discard(self) -> None:
+        super().discard()
+        self.o.micro_step_id = -1
+        self.o._release_preflattened_grad_buffers()
+        for key in self.o.averaged_gradients:
+            self.o.averaged_gradients[key] = None
+            self.o.all_grad_tensors[key] = None
+
+    def refresh_weights(self) -> None:
+        self.o.update_lp_params()
+        for group in range(len(self.o.bit16_groups)):
+            self.o._update_model_bit16_weights(group)
+
+
+class Zero3(Wrapper):
+    """DeepSpeedZeroOptimizer_Stage3: the parameters, too, are shared out."""
+
+    norm = "_get_norm_groups"
+
+    @property
+    def masters(self) -> list[Tensor]:
+        return list(self.o.fp32_partitioned_groups_flat)
+
+    def place(self, parameter: nn.Parameter) -> tuple[int, int, int, int] | None:
+        group, offset, size = self.o.grad_position[self.o.get_param_id(parameter)]
+        start = self.topology.data_rank * size
+        return group, offset, start, min(size, parameter.ds_numel - start)  # type: ignore[attr-defined]
+
+    def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
+        known = self.o._get_norm_groups()
+        norms = torch.stack([self._scalar(n) for n in known])
+        return self._said_once(
+            torch.where(norms.min() < 0, -1.0, torch.linalg.vector_norm(norms)), known
+        )  # -1: invalid
+
+    def discard(self) -> None:
+        super().discard()
+        self.o.averaged_gradients = {}  # and its micro_step_id begins at 0: zero_grad has seen to it
+
+    def refresh_weights(self) -> None:
+        o = self.o
+        # An evaluation leaves whole parameters behind, and they would be used as they are.
+        o._partition_all_parameters()
+        for master, low in zip(o.fp32_partitioned_groups_flat, o.fp16_partitioned_groups_flat, strict=True):
+            low.data.copy_(master.data)
+        for group in range(len(o.fp16_partitioned_groups_flat)):
+            o._unflatten_partitioned_parameters(group)
+        if o.persistent_parameters:
+            o.persistent_parameters[0].all_gather(o.persistent_parameters)
+
+
+WRAPPERS: dict[type, type[Wrapper]] = {
+    BF16_Optimizer: Bf16, DeepSpeedZeroOptimizer_Stage3: Zero3, DeepSpeedZeroOptimizer: Zero12,
+}  # fmt: skip
+
+
+def wrapper(o: Any, engine: Any, topology: Topology, device: torch.device) -> Wrapper:
+    """The face of the wrapper that DeepSpeed chose."""
+    for kind, face in WRAPPERS.items():
+        if isinstance(o, kind):
+            return face(o, engine, topology, device)
+    raise TypeError(f"DeepSpeed chose {type(o).__name__}, which the gate does not know")
