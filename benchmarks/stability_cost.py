@@ -262,7 +262,7 @@ class Bench:
         inside = Stopwatch(self.engine.device)
         e, t = self.engine, inside.seconds
         calls = [
-            ("all", e.ds, "_take_model_step"), ("update", e, "_update"), ("norm", e, "_squared_norm"),
+            ("all", e.ds, "_take_model_step"), ("update", e, "_update"), ("norm", e.zero, "squared_norm"),
             ("own norm", *self._own_norm()), ("collect", e, "_collect"), ("counters", e, "counters"),
         ]  # fmt: skip
         with _stopwatches(inside, calls):
@@ -290,7 +290,7 @@ class Bench:
     def _timed_layers(self, batch: Step, watch: Stopwatch) -> None:
         e, probe = self.engine, self.engine.probe
         calls = [
-            (probe, "_before"), (probe, "_after"), (probe, "gradients"), (e, "_gradients"), (e, "flat_state"),
+            (probe, "_before"), (probe, "_after"), (probe, "gradients"), (e.zero, "gradients"), (e, "flat_state"),
         ]  # fmt: skip
         with _stopwatches(watch, [("look", *call) for call in calls]):
             with watch.time("look"):
@@ -342,7 +342,7 @@ class Bench:
         for name in ("scaled_global_norm", "_get_norm_groups"):  # ZeRO 1 and 2; ZeRO 3
             if hasattr(self.engine.optimizer, name):
                 return self.engine.optimizer, name
-        return self.engine.zero, "squared_norm"  # BF16_Optimizer: ours, in place of its own
+        return self.engine.zero, "_squares"  # BF16_Optimizer: ours, in place of its own
 
 
 @contextmanager

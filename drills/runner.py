@@ -37,6 +37,7 @@ POLL = 0.1
 LIMIT = 1200.0  # seconds of a run; alone on two cores, none takes a tenth of it
 HUNG = 20.0  # seconds without a step, after which a run that nobody looks after is given up
 
+CODE = (ROOT / "megastable", ROOT / "drills")
 # Code that has no influence on how a run goes: it may change between the runs of a table.
 JUDGING = {ROOT / "drills" / name for name in ("batch.py", "fate.py", "score.py", "table.py")}
 PREPARING = threading.Lock()  # runs at the same time share corpora
@@ -96,12 +97,7 @@ def judged(run: RunDirectory, scenario: Scenario, policy: Policy, seed: int, don
 
 def conditions(stage: Stage, scenario: Scenario, plan: Plan, overrides: list[str], corpus: Path) -> str:
     """A hash of all that decides how a run goes: its settings, its data, what is done to it, and the code."""
-    sources = sorted(
-        path
-        for part in ("megastable", "drills")
-        for path in (ROOT / part).rglob("*.py")
-        if path not in JUDGING
-    )
+    sources = sorted(path for part in CODE for path in part.rglob("*.py") if path not in JUDGING)
     told = xxhash.xxh3_128(stage.recipe.read_bytes())
     settings = [overrides, scenario.outside, scenario.step, stage.ranks]
     told.update(json.dumps([*settings, plan.model_dump_json(), Manifest.load(corpus).fingerprint()]).encode())

@@ -34,8 +34,9 @@ torch.backends.cuda.is_built = lambda: True
 torch._C._cuda_getCurrentRawStream = torch._C._cuda_getCurrentStream = None
 """
 EVERYTHING = """
-import importlib, importlib.util, pkgutil, megastable
-for found in pkgutil.walk_packages(megastable.__path__, "megastable."):
+import importlib, importlib.util, itertools, pkgutil, benchmarks, drills, megastable
+packages = (megastable, benchmarks, drills)
+for found in itertools.chain(*(pkgutil.walk_packages(p.__path__, f"{p.__name__}.") for p in packages)):
     if not found.name.endswith("__main__"):
         try:
             importlib.import_module(found.name)

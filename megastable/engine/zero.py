@@ -135,9 +135,12 @@ class Bf16(_Linked):
         return list(self.o.fp32_groups_flat_partition)
 
     def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
-        norms = torch._foreach_norm(self._counted) if self._counted else [self._scalar(0.0)]
-        part = torch.stack(norms).double().square().sum()
+        part = self._squares()
         return part, torch.isfinite(part), None
+
+    def _squares(self) -> Tensor:
+        norms = torch._foreach_norm(self._counted) if self._counted else [self._scalar(0.0)]
+        return torch.stack(norms).double().square().sum()
 
     def clipping_by(self, known: Any) -> contextlib.AbstractContextManager[None]:
         return patches.instead(bf16_optimizer, self.norm, lambda *_, **__: known)

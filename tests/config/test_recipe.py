@@ -255,7 +255,7 @@ def test_whatever_is_typed_it_is_valid_or_a_config_error(key: str, text: str) ->
 
 def config_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "megastable.config.tree", *arguments],
+        [sys.executable, "-m", "megastable.config", *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,

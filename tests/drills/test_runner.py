@@ -57,7 +57,7 @@ def test_other_code_makes_another_run_but_not_the_code_that_judges(
     package.mkdir()
     (package / "train.py").write_text("x = 1\n")
     (package / "score.py").write_text("y = 1\n")
-    monkeypatch.setattr(runner, "PACKAGE", package)
+    monkeypatch.setattr(runner, "CODE", (package,))
     monkeypatch.setattr(runner, "JUDGING", {package / "score.py"})
     plan = Plan(policy=Policy.OURS, run=tmp_path / "run")
     usual = conditions(stage, POISONED, plan, [], tmp_path / "one")
