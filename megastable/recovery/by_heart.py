@@ -18,12 +18,12 @@ import numpy.typing as npt
 
 from megastable.data.skips import Selection
 from megastable.recovery.sample_replay import Laboratory, Trained
-from megastable.stability import groups, region, sample_history
+from megastable.stability import groups, region, suspects
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
 from megastable.stability.likeness import ENOUGH_ALIKE, Resemblance, Tokens, separation
 from megastable.stability.region import Region
-from megastable.stability.sample_history import Seen
+from megastable.stability.suspects import Seen
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -68,13 +68,11 @@ class ByHeart:
         ).nonzero()[0]
         if (
             not latest.size  # all of them are left out by now: whoever was bad comes no more
-            or here.sum() < sample_history.HALF * latest.size
-            or not sample_history.easy(self.met.of(latest), self.usual, self.threshold)
+            or here.sum() < suspects.HALF * latest.size
+            or not suspects.easy(self.met.of(latest), self.usual, self.threshold)
         ):
             return NOBODY
-        side = region.grow(
-            self._probe, self.size, sample_history.HALF, self.budget, FARTHEST, sample_history.FEW_AT_MOST
-        )
+        side = region.grow(self._probe, self.size, suspects.HALF, self.budget, FARTHEST, suspects.FEW_AT_MOST)
         if side.endless:  # nobody saw it end: only who was met is named
             side = replace(side, reach=0)
         cut = None
@@ -90,12 +88,12 @@ class ByHeart:
 
     def _look(self, seen: Seen) -> Looked:
         tokens = self.lab.tokens(seen.positions)
-        bad = sample_history.repetitive(tokens, self.harmless) & (seen.losses < self.middle)
+        bad = suspects.repetitive(tokens, self.harmless) & (seen.losses < self.middle)
         return Looked(seen, tokens, bad)
 
     def _in_spots(self, met: Looked) -> Bools:
         """Those of the bad ones who are not alone."""
-        spot = region.spot(self.size, sample_history.HALF, sample_history.FEW_AT_MOST)
+        spot = region.spot(self.size, suspects.HALF, suspects.FEW_AT_MOST)
         found, together = np.zeros_like(met.bad), spot.batches * self.size
         for first in range(0, met.bad.size, together):
             part = slice(first, first + together)
@@ -154,8 +152,8 @@ class ByHeart:
                 inferred += more[self.resemblance.of(self.lab.tokens(more)) >= cut].tolist()
         known = sorted({*guilty.positions.tolist(), *inferred})
         here = int(bad[0].sum())
-        few = int(np.median(sample_history.different(np.concatenate([b.tokens[b.bad] for b in inside]))))
-        usual = int(np.median(sample_history.different(self.harmless)))
+        few = int(np.median(suspects.different(np.concatenate([b.tokens[b.bad] for b in inside]))))
+        usual = int(np.median(suspects.different(self.harmless)))
         how = region.end_in_words(side, known[-1], f"{self.budget} batches (stability.samples.ahead)")
         how += region.inferred_in_words(len(inferred))
         reason = (
@@ -168,6 +166,6 @@ class ByHeart:
             known[0], known[-1] + 1, how, self.looked * self.size, round(self.looked / region.FORWARD, 1),
             side.found, tuple(probes),
         )  # fmt: skip
-        shown = sample_history.numbers(guilty, self.usual)[::-1]
+        shown = suspects.numbers(guilty, self.usual)[::-1]
         positions = sorted(guilty.positions.tolist())
         return Conclusion(Cause.DATA, positions, shown, reason, inferred, found)

@@ -25,12 +25,13 @@ from megastable.recovery.by_heart import ByHeart
 from megastable.recovery.incident_log import Casebook
 from megastable.recovery.sample_replay import Laboratory, Trained, harmless
 from megastable.recovery.trickle import Trickle
-from megastable.stability import novelty, sample_history
+from megastable.stability import novelty, suspects
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.attribution import Conclusion
 from megastable.stability.policy import Policy
-from megastable.stability.sample_history import Alarm, AlarmKind, Rest, SampleTest, Seen, Waiting, WatchState
+from megastable.stability.sample_history import Alarm, AlarmKind, Rest, SampleTest, Waiting, WatchState
 from megastable.stability.signals import Verdict
+from megastable.stability.suspects import Seen
 
 CASES = (
     8  # that wait at most: more batches are refused only where the state is bad, and then nobody is guilty
@@ -354,10 +355,10 @@ class SampleWatch:
         is soon learnt by heart is not bad any more by now."""
         met = Seen(batch.positions, batch.losses, laboratory.corpora(batch.positions))
         usual = self._usual(met, history, laboratory, left_out)
-        guilty = met.of(sample_history.suspects(met, usual, self.config.attribution.threshold))
+        guilty = met.of(suspects.suspects(met, usual, self.config.attribution.threshold))
         if not guilty.positions.size:
             return found
-        worst = sample_history.numbers(guilty, usual)
+        worst = suspects.numbers(guilty, usual)
         reason = (
             f"{guilty.positions.size} of {met.positions.size} samples were bad when they were refused, on weights on "
             f"which the next batch was ordinary: the worst had a loss of {worst[0].loss:.2f} ({worst[0].z:.0f} robust "

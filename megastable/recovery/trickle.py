@@ -15,11 +15,12 @@ import numpy.typing as npt
 from megastable.config.stability import StabilityConfig
 from megastable.data.skips import Selection
 from megastable.recovery.sample_replay import Laboratory
-from megastable.stability import groups, sample_history, scores
+from megastable.stability import groups, scores, suspects
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
-from megastable.stability.sample_history import Seen, Waiting
+from megastable.stability.sample_history import Waiting
 from megastable.stability.scores import LikenessKind, Scale, ScoredSamples
+from megastable.stability.suspects import Seen
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -57,10 +58,10 @@ class Trickle:
         """Who is guilty. budget: batches ahead that may be measured."""
         if self.case.kind == "kind":
             return self._told(self.met.of(np.empty(0, np.int64)), budget)
-        suspected = sample_history.suspects(self.met, self.usual, self.threshold)
+        suspected = suspects.suspects(self.met, self.usual, self.threshold)
         again = self.met.of(suspected[: self.config.samples.measured])
         again = again._replace(losses=self.lab.losses(again.positions))
-        first = again.of(sample_history.still_bad(again, self.usual, self.threshold))
+        first = again.of(suspects.still_bad(again, self.usual, self.threshold))
         if not first.positions.size:
             return _nobody(
                 f"{suspected.size} of {self.met.positions.size} samples were far out when they were trained on, none "
@@ -86,7 +87,7 @@ class Trickle:
         if not alarmed and self.looked < CLEAN:
             return _nobody(f"{met.sum()} samples are of one kind, but the budget for looking ahead is spent")
         count, like = ahead.like.size, ahead.like
-        if ahead.alone.sum() > sample_history.HALF * count:
+        if ahead.alone.sum() > suspects.HALF * count:
             return _nobody(
                 f"{ahead.alone.sum()} of the {count} samples that come next are as bad: that is no matter of "
                 "single samples, but of the state"
@@ -99,7 +100,7 @@ class Trickle:
         worse = scores.worse(scale, others, significance, error)
         if not alarmed:
             worse = worse and float(np.median(others.z)) >= HARDER
-        if like.sum() > sample_history.HALF * count or not worse:
+        if like.sum() > suspects.HALF * count or not worse:
             if not alarmed:
                 return _nobody(
                     f"{met.sum()} samples are of one kind, and {like.sum()} of the {count} that come next, but no "
@@ -112,7 +113,7 @@ class Trickle:
         everyone = guilty.with_(ahead.seen.of(np.flatnonzero(bad)))
         if not everyone.positions.size:
             return _nobody(f"of {accused.sum()} samples of one kind none is harder than usual")
-        worst = sample_history.numbers(everyone, self.usual)
+        worst = suspects.numbers(everyone, self.usual)
         told = (
             f"{guilty.positions.size} of {self.met.positions.size} samples since step {self.case.first} are of a kind "
             "that was not there before and is worse as a group than harmless ones"
@@ -143,7 +144,7 @@ class Trickle:
             batch = Seen(positions, self.lab.losses(positions), self.lab.corpora(positions))
             texts, seen = self._texts(batch), ahead.seen.with_(batch)
             # All that were met are judged together.
-            found = sample_history.suspects(self.met.with_(seen), self.usual, self.threshold)
+            found = suspects.suspects(self.met.with_(seen), self.usual, self.threshold)
             alone = np.isin(np.arange(seen.positions.size), found - self.met.positions.size)
             like = np.append(ahead.like, kind.members(texts))
             clean = 0 if (alone | like)[-positions.size :].any() else clean + 1

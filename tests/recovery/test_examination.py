@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from megastable.config.stability import AttributionConfig
 from megastable.data.skips import Skips
 from megastable.recovery import sample_replay
-from megastable.recovery.examination import Examination, half
+from megastable.recovery.examination import Examination
+from megastable.recovery.growth import half
 from megastable.recovery.sample_replay import GradientNorms, Known, Trained
 from megastable.stability import groups, likeness
 from megastable.stability.actions import Cause
@@ -280,7 +281,7 @@ def test_what_the_bad_are_like_is_learnt_from_a_bounded_number(monkeypatch: pyte
         line(self, accused, harmless)
 
     monkeypatch.setattr(likeness.SeparatingLine, "__init__", counted)
-    monkeypatch.setattr("megastable.recovery.examination.LEARNT", 200)
+    monkeypatch.setattr("megastable.recovery.growth.LEARNT", 200)
     laboratory = Laboratory(FIRST + 4 + np.arange(2000))
     assert judged(laboratory, laboratory.concluded(steps=32)) == (0, 0)
     assert sizes and max(sizes) <= 130

@@ -24,8 +24,9 @@ from megastable.stability import novelty
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
 from megastable.stability.policy import Policy
-from megastable.stability.sample_history import Alarm, AlarmKind, Rest, Scored, Seen, Waiting, WatchState
+from megastable.stability.sample_history import Alarm, AlarmKind, Rest, Scored, Waiting, WatchState
 from megastable.stability.signals import Verdict
+from megastable.stability.suspects import Seen
 from tests.stability.policies import seen
 
 Int64s = npt.NDArray[np.int64]

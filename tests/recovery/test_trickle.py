@@ -14,8 +14,9 @@ from megastable.recovery.sample_replay import Laboratory
 from megastable.recovery.trickle import Trickle
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
-from megastable.stability.sample_history import Seen, Waiting
+from megastable.stability.sample_history import Waiting
 from megastable.stability.signals import Verdict
+from megastable.stability.suspects import Seen
 
 Int64s = npt.NDArray[np.int64]
 BATCH, FIRST, NOW = 16, 2000, 2096  # six steps since the onset; what comes before FIRST is harmless

@@ -20,18 +20,8 @@ from benchmarks.mixtures import (
     trickle,
 )
 from megastable.config.stability import SampleConfig
-from megastable.stability.sample_history import (
-    SUMS,
-    CorpusState,
-    SampleState,
-    SampleTest,
-    Seen,
-    different,
-    easy,
-    repetitive,
-    still_bad,
-    suspects,
-)
+from megastable.stability.sample_history import SUMS, CorpusState, SampleState, SampleTest
+from megastable.stability.suspects import Seen, different, easy, repetitive, still_bad, suspects
 
 TEXT = Mixture(student(4))
 
