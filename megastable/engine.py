@@ -46,6 +46,7 @@ from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import logger as deepspeed_logger
+from deepspeed.utils import nvtx
 from deepspeed.utils.timer import NoopTimer
 
 from megastable.config import OptimizerConfig, RunConfig
@@ -141,6 +142,8 @@ def start_distributed(timeout: float, deterministic: bool = False) -> None:
         # Of its own operations it would use the shared-memory collectives alone, which leave 66 MiB a rank in /dev/shm
         # after every run. To look which others there are, it would run a compiler on every rank.
         deepspeed.ops.__compatible_ops__ = {}
+        # Ranges for a GPU's profiler around every hook of ZeRO 3: thousands a step.
+        nvtx.enable_nvtx = False
         if "OMP_NUM_THREADS" not in os.environ:
             # Every rank would start a thread per core: ranks of one host share them.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_host()))

@@ -30,8 +30,8 @@ FIRST_BAD = 31
 
 
 def recipe(corpus: Path, run: Path, **parts: Any) -> RunConfig:
-    """Two micro-batches a step, or one on each of two ranks; test_gate.py has all wrappers with more."""
-    train = {"steps": STEPS, "global_batch": 8, "micro_batch": 4, "eval_samples": 8, "eval_interval": 0}
+    """One micro-batch a step through one layer: where the layout matters, LAYOUTS has more of both."""
+    train = {"steps": STEPS, "global_batch": 8, "micro_batch": 8, "eval_samples": 8, "eval_interval": 0}
     train |= parts.pop("train", {})
     # Judged from early on, so that the runs can be short.
     stability = parts.pop("stability", {}) | {"detector": {"warmup_steps": 20, "min_values": 12}}
@@ -41,6 +41,7 @@ def recipe(corpus: Path, run: Path, **parts: Any) -> RunConfig:
         "optimizer": {"lr": 1e-2},
         "schedule": {"warmup_steps": 10, "total_steps": STEPS},
         "checkpoint": {"interval": 0},
+        "model": {"layers": 1},
     }
     return tiny(corpus, run, **{**defaults, **parts})
 
@@ -70,13 +71,17 @@ def incidents(run: Path, what: str = "closed") -> list[dict[str, Any]]:
     return [e["summary"] for e in found] if what == "closed" else found
 
 
+TWO: dict[str, Any] = {
+    "model": {"layers": 2},
+    "train": {"micro_batch": 4},
+}  # layers, and micro-batches of one rank
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "pp2": (2, {"parallel": {"pipeline": 2}}),
-    "tp2": (2, {"parallel": {"tensor": 2}}),
-    "zero1-dp2": (2, {"train": {"micro_batch": 2}}),
-    "zero2-dp2": (2, {"parallel": {"zero": 2}}),
-    "zero3-dp2": (2, {"parallel": {"zero": 3}}),
+    "one": (1, TWO),
+    "pp2": (2, {**TWO, "parallel": {"pipeline": 2}}),
+    "tp2": (2, {"model": {"layers": 2}, "parallel": {"tensor": 2}}),
+    "zero1-dp2": (2, {"model": {"layers": 2}, "train": {"micro_batch": 2}}),
+    "zero2-dp2": (2, {**TWO, "parallel": {"zero": 2}}),
+    "zero3-dp2": (2, {**TWO, "parallel": {"zero": 3}}),
 }
 
 
