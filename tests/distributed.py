@@ -20,12 +20,13 @@ from typing import Any
 from tests.patience import PATIENCE
 
 CONTEXT = mp.get_context("forkserver")
-# Beside torch and the package: what torch and DeepSpeed import only on the first engine and step, 1,500 modules a
-# rank, and what the modules of the tests import.
+# Beside torch and the package: what torch, DeepSpeed and numpy import only on the first engine and step, 1,500 modules
+# a rank, and what the modules of the tests import.
 CONTEXT.set_forkserver_preload(
     [
         "torch", "torch._dynamo", "torch._inductor.compile_fx", "deepspeed.module_inject.auto_ep_layer",
         "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.comm.mori", "megastable.train",
+        "numpy.ma", "rich._emoji_codes",
         "pytest", "hypothesis.strategies", "tests.conftest",
     ]
 )  # fmt: skip

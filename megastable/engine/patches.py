@@ -16,6 +16,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.utils import logger as deepspeed_logger
+from deepspeed.utils import nvtx
 from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
 
@@ -54,6 +55,8 @@ def on_cpu() -> None:
     # after every run. To look which others there are, it would run a compiler on every rank. Needless when they clean
     # up, and can be declined.
     deepspeed.ops.__compatible_ops__ = {}
+    # Ranges for a GPU's profiler around every hook of ZeRO 3: thousands a step. Needless when it asks for a GPU.
+    nvtx.enable_nvtx = False
 
 
 class Partitioned(deepspeed.zero.Init):

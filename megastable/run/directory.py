@@ -23,6 +23,8 @@ from megastable.config.tree import ModelConfig, RunConfig
 
 log = logging.getLogger(__name__)
 
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, where it is there: 20 times as fast
+
 # Parts of the tree without which the weights in the directory mean something else.
 IDENTITY = ("model", "run.seed")
 # ... and parts of those that only say how it is computed or trained on.
@@ -126,7 +128,7 @@ class RunDirectory:
         if not recipe.exists():
             return []
         try:
-            old = yaml.safe_load(recipe.read_text(encoding="utf-8"))["config"]
+            old = yaml.load(recipe.read_text(encoding="utf-8"), _LOADER)["config"]
             # What the recipe of an older version does not say of the model is the default: it was like that.
             old |= {"model": ModelConfig().model_dump(mode="json") | old["model"]}
         except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -177,7 +177,7 @@ class Recorder:
         """Write what is pending. When the disk refuses, that is logged, and it stays pending."""
         if not self.pending:
             return
-        table = pa.Table.from_pylist([asdict(r) for r in self.pending], schema=self.columns)
+        table = pa.Table.from_pylist([vars(r) for r in self.pending], schema=self.columns)
         first, last = self.pending[0], self.pending[-1]
         path = self.folder / f"{first.step:08d}-{last.step:08d}-{int(last.time * 1000)}.parquet"
         content = io.BytesIO()

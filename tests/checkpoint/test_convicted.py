@@ -29,13 +29,22 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def at(corpus: Path, run: Path, layout: str, steps: int, **parts: Any) -> RunConfig:
-    checkpoint = {"interval": 5, "keep": 9} | parts.pop("checkpoint", {})
-    return tiny(corpus, run, train=batch(steps=steps), checkpoint=checkpoint, **LAYOUTS[layout][1], **parts)
+def at(corpus: Path, run: Path, layout: str, steps: int, interval: int = 5, **parts: Any) -> RunConfig:
+    checkpoint = {"interval": interval, "keep": 9} | parts.pop("checkpoint", {})
+    train = batch(steps=steps, micro_batch=4)
+    return tiny(corpus, run, train=train, checkpoint=checkpoint, **LAYOUTS[layout][1], **parts)
 
 
 def rejected(run: Path) -> dict[str, str]:
     return {e["name"]: e["problem"] for e in events(run, "checkpoint_rejected")}
+
+
+@pytest.fixture(scope="module")
+def ten(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process with checkpoints at the steps 5 and 10: to be copied."""
+    run = tmp_path_factory.mktemp("ten") / "run"
+    assert run_ranks(1, train, at(corpus, run, "one", 10)) == [(0, "")]
+    return run
 
 
 CASES = [
@@ -53,56 +62,56 @@ def test_the_one_before_is_taken_in_the_same_start(
     kind: Kind, before: str, after: str, corpus: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    assert run_ranks(LAYOUTS[before][0], train, at(corpus, run, before, 15))[0] == (0, "")
-    assert poison(run / "checkpoints", kind).name == "step-15"
-    assert not store.problems(run / "checkpoints/step-15")  # every checksum is right
-    assert run_ranks(LAYOUTS[after][0], train, at(corpus, run, after, 20))[0] == (0, "")
-    assert list(rejected(run)) == ["step-15"] and "its content is not" in rejected(run)["step-15"]
-    assert [e["step"] for e in events(run, "resumed")] == [10]
-    aside = run / "checkpoints/rejected-step-15"
+    assert run_ranks(LAYOUTS[before][0], train, at(corpus, run, before, 6, 2))[0] == (0, "")
+    assert poison(run / "checkpoints", kind).name == "step-6"
+    assert not store.problems(run / "checkpoints/step-6")  # every checksum is right
+    assert run_ranks(LAYOUTS[after][0], train, at(corpus, run, after, 8, 2))[0] == (0, "")
+    assert list(rejected(run)) == ["step-6"] and "its content is not" in rejected(run)["step-6"]
+    assert [e["step"] for e in events(run, "resumed")] == [4]
+    aside = run / "checkpoints/rejected-step-6"
     assert markers.convicted(aside) is not None and markers.healthy(aside) is None
     (closed,) = [e["summary"] for e in events(run, "incident") if e["what"] == "closed"]
-    assert (closed["cause"], closed["verdict"], closed["steps_lost"]) == ("storage", "damaged_checkpoint", 5)
+    assert (closed["cause"], closed["verdict"], closed["steps_lost"]) == ("storage", "damaged_checkpoint", 2)
     assert not (run / "skips.jsonl").exists() and not events(run, "handover", "discarded")
     if before == after:
         straight = tmp_path / "straight"
-        run_ranks(LAYOUTS[before][0], train, at(corpus, straight, before, 20))
+        run_ranks(LAYOUTS[before][0], train, at(corpus, straight, before, 8, 2))
         world = LAYOUTS[before][0]
-        assert identical(*(r / "checkpoints/step-20" for r in (run, straight))) == 3 * world
+        assert identical(*(r / "checkpoints/step-8" for r in (run, straight))) == 3 * world
 
 
 def test_three_in_a_row_and_a_person_who_accepts_one(corpus: Path, tmp_path: Path) -> None:
     """All that are bad are passed over in one start; where all are bad the run says so, and a person may accept one."""
     run, folder = tmp_path / "run", tmp_path / "run/checkpoints"
-    assert run_ranks(2, train, at(corpus, run, "zero1-dp2", 20)) == [(0, "")] * 2
-    for step, kind in ((20, "weight"), (15, "second_moments"), (10, "block")):
+    assert run_ranks(2, train, at(corpus, run, "zero1-dp2", 8, 2)) == [(0, "")] * 2
+    for step, kind in ((8, "weight"), (6, "second_moments"), (4, "block")):
         poison(folder, kind, step=step)  # type: ignore[arg-type]
-    assert run_ranks(2, train, at(corpus, run, "zero1-dp2", 25)) == [(0, "")] * 2
-    assert sorted(rejected(run)) == ["step-10", "step-15", "step-20"]
-    assert [e["step"] for e in events(run, "resumed")] == [5]
+    assert run_ranks(2, train, at(corpus, run, "zero1-dp2", 10, 2)) == [(0, "")] * 2
+    assert sorted(rejected(run)) == ["step-4", "step-6", "step-8"]
+    assert [e["step"] for e in events(run, "resumed")] == [2]
     aside = {path.name for path in folder.glob("rejected-*")}
-    assert aside == {"rejected-step-10", "rejected-step-15", "rejected-step-20"}
+    assert aside == {"rejected-step-4", "rejected-step-6", "rejected-step-8"}
     # Whoever starts it again has nothing to do with them.
-    assert run_ranks(2, train, at(corpus, run, "zero1-dp2", 30)) == [(0, "")] * 2
-    assert [e["step"] for e in events(run, "resumed")] == [5, 25] and len(rejected(run)) == 3
+    assert run_ranks(2, train, at(corpus, run, "zero1-dp2", 12, 2)) == [(0, "")] * 2
+    assert [e["step"] for e in events(run, "resumed")] == [2, 10] and len(rejected(run)) == 3
 
     for path in store.newest_first(folder):
         poison(folder, "block", step=store.step_of(path))
     left = [path.name for path in store.newest_first(folder)]
     for _ in range(2):  # the second start knows it from the markers
-        for code, message in run_ranks(2, train, at(corpus, run, "zero1-dp2", 35)):
+        for code, message in run_ranks(2, train, at(corpus, run, "zero1-dp2", 14, 2)):
             assert code == errors.BAD_INPUT and f"none of its {len(left)} checkpoints can be used" in message
-            assert f"accept {folder / 'step-30'}" in message
+            assert f"accept {folder / 'step-12'}" in message
     assert [path.name for path in store.newest_first(folder)] == left
-    assert "is accepted" in accept(folder / "step-30", "a block was scaled on purpose")
-    assert run_ranks(2, train, at(corpus, run, "zero1-dp2", 35)) == [(0, "")] * 2
-    assert [e["step"] for e in events(run, "resumed")][-1] == 30
+    assert "is accepted" in accept(folder / "step-12", "a block was scaled on purpose")
+    assert run_ranks(2, train, at(corpus, run, "zero1-dp2", 14, 2)) == [(0, "")] * 2
+    assert [e["step"] for e in events(run, "resumed")][-1] == 12
     assert any("accepted by a person" in e["text"] for e in events(run, "warning"))
 
 
-def test_one_that_was_put_aside_is_accepted_under_its_own_name(corpus: Path, tmp_path: Path) -> None:
-    run, folder = tmp_path / "run", tmp_path / "run/checkpoints"
-    run_ranks(1, train, at(corpus, run, "one", 10))
+def test_one_that_was_put_aside_is_accepted_under_its_own_name(ten: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run/checkpoints"
+    shutil.copytree(ten, tmp_path / "run")
     (folder / "step-10").rename(folder / "rejected-step-10")
     markers.convict(folder / "rejected-step-10", "its content is wrong")
     assert "its content is wrong" in accept(folder / "rejected-step-10", "")
@@ -139,11 +148,13 @@ def turned(folder: Path) -> None:
     module.poison(folder, "block")
 
 
-def test_where_what_computes_is_wrong_no_checkpoint_is_convicted(corpus: Path, tmp_path: Path) -> None:
+def test_where_what_computes_is_wrong_no_checkpoint_is_convicted(
+    corpus: Path, ten: Path, tmp_path: Path
+) -> None:
     """Everywhere alike, or less the less a state has learnt: then the oldest may even stay within what rounding does.
     A person who knows why takes the newest, or an older one; what is passed over then is not convicted, either."""
     run, folder = tmp_path / "run", tmp_path / "run/checkpoints"
-    run_ranks(1, train, at(corpus, run, "one", 10))
+    shutil.copytree(ten, run)
     for factor, told in ((8.0, "none of its 2 checkpoints"), (2.0, "step-5 does not prove")):
         ((code, message),) = run_ranks(1, train_elsewhere, at(corpus, run, "one", 15), factor)
         assert code == errors.BAD_INPUT and "kernels, versions and hardware" in message and told in message
@@ -161,9 +172,9 @@ def test_where_what_computes_is_wrong_no_checkpoint_is_convicted(corpus: Path, t
     assert [e["step"] for e in events(run, "resumed")] == [10]
 
 
-def test_what_rounding_may_do_is_nobodys_fault(corpus: Path, tmp_path: Path) -> None:
+def test_what_rounding_may_do_is_nobodys_fault(corpus: Path, ten: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    run_ranks(1, train, at(corpus, run, "one", 10))
+    shutil.copytree(ten, run)
     assert run_ranks(1, train_elsewhere, at(corpus, run, "one", 11), 1.1) == [(0, "")]
     (resumed,) = events(run, "resumed")
     assert resumed["step"] == 10 and 0.001 < resumed["changes"]["losses"] < 0.05 and not rejected(run)

@@ -25,15 +25,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def config_of(corpus: Path, run: Path, moments: str = "bf16", steps: int = 6, **parts: Any) -> RunConfig:
+def config_of(corpus: Path, run: Path, moments: str = "bf16", steps: int = 4, **parts: Any) -> RunConfig:
     parts["model"] = dict(tiny(corpus, run).model) | parts.get("model", {})
     return tiny(
         corpus,
         run,
         **parts,
         optimizer={"moments": moments, "betas": (0.9, 0.999)},
-        train={"steps": steps, "eval_samples": 0},
-        checkpoint={"interval": 3},
+        train={"steps": steps, "micro_batch": 4, "eval_samples": 0},
+        checkpoint={"interval": 2},
     )
 
 
@@ -53,10 +53,10 @@ def train(config: RunConfig) -> tuple[dict[str, dict[str, Tensor]], set[tuple[st
 def test_a_stopped_run_goes_on_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
     world, parts = LAYOUTS[name]
     straight = run_ranks(world, train, config_of(corpus, tmp_path / "straight", **parts))
-    run_ranks(world, train, config_of(corpus, tmp_path / "stopped", steps=3, **parts))
+    run_ranks(world, train, config_of(corpus, tmp_path / "stopped", steps=2, **parts))
     stopped = run_ranks(world, train, config_of(corpus, tmp_path / "stopped", **parts))
     assert '"resumed"' in (tmp_path / "stopped/journal.jsonl").read_text()
-    a, b = (tmp_path / run / "checkpoints/step-6" for run in ("straight", "stopped"))
+    a, b = (tmp_path / run / "checkpoints/step-4" for run in ("straight", "stopped"))
     assert identical(a, b) == 3 * world
     low = torch.bfloat16
     for (one, dtypes), (other, _) in zip(straight, stopped, strict=True):
@@ -114,7 +114,7 @@ def rewound(config: RunConfig) -> tuple[dict[str, Tensor], ...]:
 
 def test_fp32_moments_are_taken_over_and_handed_back(corpus: Path, tmp_path: Path) -> None:
     """Rounded to nearest once on the way down; nothing is lost on the way up."""
-    run_ranks(1, train, config_of(corpus, tmp_path / "run", "fp32", steps=3))
+    run_ranks(1, train, config_of(corpus, tmp_path / "run", "fp32", steps=2))
     ((low, dtypes),) = run_ranks(1, resumed, config_of(corpus, tmp_path / "run", "bf16"))
     ((full, _),) = run_ranks(1, resumed, config_of(corpus, tmp_path / "run", "fp32"))
     assert ("exp_avg_sq", torch.bfloat16) in dtypes
@@ -122,7 +122,7 @@ def test_fp32_moments_are_taken_over_and_handed_back(corpus: Path, tmp_path: Pat
         for name, t in held.items():
             assert torch.equal(low[kind][name], t.bfloat16().float() if kind != "weight" else t)
     run_ranks(1, train, config_of(corpus, tmp_path / "run", "bf16"))
-    ((full, dtypes),) = run_ranks(1, resumed, config_of(corpus, tmp_path / "run", "fp32", steps=9))
+    ((full, dtypes),) = run_ranks(1, resumed, config_of(corpus, tmp_path / "run", "fp32", steps=6))
     assert ("exp_avg_sq", torch.float32) in dtypes
     for kind in ("exp_avg", "exp_avg_sq"):
         for t in full[kind].values():
@@ -135,7 +135,7 @@ def resumed(config: RunConfig) -> Any:
 
     trainer = trainer_of(config)
     trainer.resume()
-    assert trainer.state.step >= 3
+    assert trainer.state.step >= 2
     flat = trainer.engine.flat_state()
     dtypes = {(name.split("/")[1], t.dtype) for name, t in trainer.engine.optimizer_state().items()}
     return {kind: flat.shards(kind) for kind in KINDS}, dtypes

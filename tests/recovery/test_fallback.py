@@ -39,7 +39,9 @@ def run_of(
     stability = {"policy": {"fp8_rest": REST, "verify_steps": 8} | (policy or {})} | parts.pop(
         "stability", {}
     )
-    defaults: dict[str, Any] = {"precision": FP8, "train": train, "stability": stability}
+    defaults: dict[str, Any] = {
+        "precision": FP8, "train": train, "stability": stability, "model": {"layers": 2}
+    }  # fmt: skip
     return recipe(corpus, run, **defaults | parts)
 
 

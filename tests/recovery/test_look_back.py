@@ -25,7 +25,7 @@ def config(corpus: Path, run: Path, snapshots: dict[str, Any] | None = None, **s
     # no single ones are judged
     stability = {"samples": {"known": 10_000, **samples}, "snapshots": snapshots or {}}
     schedule = {"warmup_steps": 10, "total_steps": STEPS}
-    train = {"steps": STEPS, "global_batch": BATCH, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0}
+    train = {"steps": STEPS, "global_batch": BATCH, "micro_batch": 4, "eval_samples": 0, "eval_interval": 0}
     return recipe(corpus, run, train=train, schedule=schedule, stability=stability, optimizer={"lr": 3e-3})
 
 

@@ -28,7 +28,7 @@ def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def at(corpus: Path, run: Path, steps: int, interval: int = 10, **parts: Any) -> RunConfig:
-    batch = {"steps": steps, "global_batch": 8, "micro_batch": 2, "eval_samples": 8, "eval_interval": 0}
+    batch = {"steps": steps, "global_batch": 8, "micro_batch": 4, "eval_samples": 8, "eval_interval": 0}
     checkpoint = {"interval": interval, "keep": 9, "healthy_after": 5}
     return recipe(corpus, run, train=batch, checkpoint=checkpoint, **parts)
 

@@ -31,8 +31,8 @@ FIRST_BAD = 31
 
 
 def recipe(corpus: Path, run: Path, **parts: Any) -> RunConfig:
-    """Two micro-batches a step, or one on each of two ranks; test_gate.py has all wrappers with more."""
-    train = {"steps": STEPS, "global_batch": 8, "micro_batch": 4, "eval_samples": 8, "eval_interval": 0}
+    """One micro-batch a step through one layer: where the layout matters, LAYOUTS has more of both."""
+    train = {"steps": STEPS, "global_batch": 8, "micro_batch": 8, "eval_samples": 8, "eval_interval": 0}
     train |= parts.pop("train", {})
     # Judged from early on, so that the runs can be short.
     stability = parts.pop("stability", {}) | {"detector": {"warmup_steps": 20, "min_values": 12}}
@@ -42,6 +42,7 @@ def recipe(corpus: Path, run: Path, **parts: Any) -> RunConfig:
         "optimizer": {"lr": 1e-2},
         "schedule": {"warmup_steps": 10, "total_steps": STEPS},
         "checkpoint": {"interval": 0},
+        "model": {"layers": 1},
     }
     return tiny(corpus, run, **{**defaults, **parts})
 
@@ -71,13 +72,17 @@ def incidents(run: Path, what: str = "closed") -> list[dict[str, Any]]:
     return [e["summary"] for e in found] if what == "closed" else found
 
 
+TWO: dict[str, Any] = {
+    "model": {"layers": 2},
+    "train": {"micro_batch": 4},
+}  # layers, and micro-batches of one rank
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "pp2": (2, {"parallel": {"pipeline": 2}}),
-    "tp2": (2, {"parallel": {"tensor": 2}}),
-    "zero1-dp2": (2, {"train": {"micro_batch": 2}}),
-    "zero2-dp2": (2, {"parallel": {"zero": 2}}),
-    "zero3-dp2": (2, {"parallel": {"zero": 3}}),
+    "one": (1, TWO),
+    "pp2": (2, {**TWO, "parallel": {"pipeline": 2}}),
+    "tp2": (2, {"model": {"layers": 2}, "parallel": {"tensor": 2}}),
+    "zero1-dp2": (2, {"model": {"layers": 2}, "train": {"micro_batch": 2}}),
+    "zero2-dp2": (2, {**TWO, "parallel": {"zero": 2}}),
+    "zero3-dp2": (2, {**TWO, "parallel": {"zero": 3}}),
 }
 
 
@@ -174,7 +179,7 @@ def straight(easy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run / f"checkpoints/step-{STEPS}"
 
 
-@pytest.mark.parametrize("name", ["one", "zero3-dp2", "pp2"])
+@pytest.mark.parametrize("name", ["one", "pp2"])
 def test_spoilt_weights_are_undone_and_the_window_is_read_later(
     name: str, easy: Path, tmp_path: Path
 ) -> None:
@@ -382,7 +387,10 @@ def test_without_rewind_points_it_hands_over_to_a_restart(
 
 def test_a_restart_goes_back_behind_checkpoints_of_after_the_onset(easy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    parts = {"stability": {"snapshots": {"interval": 0}}, "checkpoint": {"interval": 1, "keep": 50}}
+    parts = {
+        "stability": {"snapshots": {"interval": 0}},
+        "checkpoint": {"interval": 1, "keep": 50, "vitals": {"probes": 8}},
+    }
     config = recipe(easy, run, **parts)
     (end,) = run_ranks(1, spoil, config, "weights", [32])
     assert end["code"] == errors.HANDOVER
@@ -437,9 +445,8 @@ def compared(config: RunConfig) -> tuple[dict[str, Any], list[str]]:
 
 def test_a_checkpoint_of_after_the_onset_is_replaced_at_once(easy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    config = recipe(
-        easy, run, checkpoint={"interval": 1, "keep": 1, "healthy_after": 0, "asynchronous": False}
-    )
+    kept = {"interval": 1, "keep": 1, "healthy_after": 0, "asynchronous": False, "vitals": {"probes": 8}}
+    config = recipe(easy, run, checkpoint=kept)
     (end,) = run_ranks(1, spoil, config, "weights", [32])
     assert end["code"] == 0
     (rewound,) = incidents(run, "rewound")

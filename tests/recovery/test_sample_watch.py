@@ -24,9 +24,18 @@ BEGIN, LAST = 70, 90  # steps of the trickle
 
 
 def config(corpus: Path, run: Path, steps: int = STEPS, **parts: Any) -> RunConfig:
-    train = {"steps": steps, "global_batch": BATCH, "micro_batch": 3, "eval_samples": 0, "eval_interval": 0}
+    train = {
+        "steps": steps,
+        "global_batch": BATCH,
+        "micro_batch": BATCH,
+        "eval_samples": 0,
+        "eval_interval": 0,
+    }
+    train |= parts.pop("train", {})
     stability = {"samples": {"known": 64}, **parts.pop("stability", {})}
     schedule = {"warmup_steps": 10, "total_steps": STEPS}
+    # In a model of one layer these samples are a spike of all.
+    parts["model"] = {"layers": 2}
     return recipe(corpus, run, train=train, schedule=schedule, stability=stability, **parts)
 
 
@@ -122,7 +131,7 @@ def test_a_second_epoch_three_ranks_and_two_restarts(tmp_path: Path) -> None:
     wrong = [BATCH * (step - 1) + int(random.integers(BATCH)) for step in range(BEGIN, BEGIN + 14)]
     spoil(corpus, wrong)
     for world, steps in ((3, 66), (3, 88), (1, 112)):
-        made = config(corpus, run, steps)
+        made = config(corpus, run, steps, train={"micro_batch": 3})
         assert run_ranks(world, train, made) == [(0, "")] * world
     (incident,) = incidents(run)  # of the detector or of this test, whichever is the first
     assert incident["cause"] == "data" and incident["outcome"] == "healed"

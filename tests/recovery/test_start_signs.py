@@ -16,11 +16,11 @@ from tests.engine.test_gate import trainer_of
 from tests.recovery.test_recovery import recipe as faulty
 from tests.recovery.test_recovery import spoil
 
-STEPS = 24
+STEPS = 21
 
 
 def recipe(corpus: Path, run: Path, **parts: Any) -> RunConfig:
-    train = {"steps": STEPS, "global_batch": 8, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0}
+    train = {"steps": STEPS, "global_batch": 8, "micro_batch": 4, "eval_samples": 0, "eval_interval": 0}
     defaults: dict[str, Any] = {
         "train": train,
         "schedule": {"warmup_steps": 0, "kind": "constant", "total_steps": STEPS},
@@ -116,7 +116,8 @@ def test_trouble_later_in_the_start_is_no_sign(tmp_path: Path) -> None:
         "rms": 0.1,
         "narrowest": 32,
     }
-    c = faulty(tmp_path / "corpus", tmp_path / "run", stability={"signs": signs}, optimizer={"lr": 1e-3})
+    parts = {"model": {"layers": 2}, "optimizer": {"lr": 1e-3}}
+    c = faulty(tmp_path / "corpus", tmp_path / "run", stability={"signs": signs}, **parts)
     (end,) = run_ranks(1, spoil, c, "weights", [32])
     run = RunDirectory(tmp_path / "run")
     refused = [event["step"] for event in run.events("discarded")]

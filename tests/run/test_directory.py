@@ -60,7 +60,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_the_recipe_is_frozen_as_it_was_resolved(run: RunDirectory) -> None:
-    data = {"corpora": [{"path": "a"}, {"path": "b"}], "skip": [[1, 2]]}
+    data = {"corpora": [{"path": "a"}, {"path": "ü: #" + " 'long'" * 40}], "skip": [[1, 2]]}
     given = config(optimizer={"lr": "1e-5"}, data=data, run={"dir": run.root})
     assert run.compare(given) == []
     run.freeze(given, ["f1", "f2"], {"train_batch_size": 64})

@@ -21,10 +21,10 @@ from megastable.forensics.shard_set import open_shelf
 from megastable.forensics.skip import skip_documents, skip_plan
 from megastable.forensics.whereabouts import document_sheet
 from megastable.run import records
-from tests.conftest import LENGTH, tiny, write_corpus
+from tests.conftest import LENGTH, write_corpus
 from tests.distributed import run_ranks
 from tests.recovery.test_recovery import incidents, recipe, train
-from tests.training.test_live_skips import events, positions, train_and_skip
+from tests.training.test_live_skips import events, positions, small, train_and_skip
 
 FIRST_BAD = 24  # step
 BATCH = 9
@@ -102,7 +102,7 @@ def test_samples_stay_out_when_the_blend_changes_and_when_a_corpus_goes_and_come
         # Over the edges of the blocks without 1,000 steps.
         skip = [[120, BLOCK - 24], [BLOCK + 120, 2 * BLOCK - 24], [2 * BLOCK + 120, 3 * BLOCK - 24]]
         parts: dict[str, Any] = {"data": {"corpora": given, "skip": skip}, "checkpoint": {"interval": 0}}
-        return tiny(tmp_path / "a", tmp_path / "run", train={"steps": steps, "eval_samples": 0}, **parts)
+        return small(tmp_path / "a", tmp_path / "run", steps=steps, **parts)
 
     first = config(16, (0.5, 0.5))
     order = open_corpora(first.data.corpora, LENGTH, first.run.seed).train.order
@@ -126,14 +126,13 @@ def test_samples_stay_out_when_the_blend_changes_and_when_a_corpus_goes_and_come
 def test_samples_stay_out_of_another_run_in_sequences_of_another_length(tmp_path: Path) -> None:
     """The lines of one run, in the ledger of another; and they do not hold in a corpus of other content."""
     write_corpus(tmp_path / "a", tokens=SHORT, validation=0)
-    order = open_corpora(tiny(tmp_path / "a", tmp_path).data.corpora, LENGTH, 0).train.order
+    order = open_corpora(small(tmp_path / "a", tmp_path, 1).data.corpora, LENGTH, 0).train.order
     lines = sample_entries(order, np.array([3, 20]), "bad")
     tokens = [tuple(pair) for line in lines for pair in line.tokens]
 
     def config(steps: int, length: int) -> RunConfig:
         data = {"corpora": [{"path": str(tmp_path / "a")}], "accept_changed_manifest": True}
-        parts: dict[str, Any] = {"data": data, "train": {"steps": steps, "eval_samples": 0}}
-        made = tiny(tmp_path / "a", tmp_path / f"run-{length}", **parts)
+        made = small(tmp_path / "a", tmp_path / f"run-{length}", steps, data=data)
         model = made.model.model_copy(update={"sequence_length": length})
         return made.model_copy(update={"model": model, "run": made.run.model_copy(update={"seed": length})})
 
@@ -162,7 +161,7 @@ def test_documents_stay_out_however_long_the_run_becomes(tmp_path: Path) -> None
     write_corpus(tmp_path / "a", tokens=SHORT, validation=0)
 
     def config(steps: int) -> RunConfig:
-        return tiny(tmp_path / "a", tmp_path / "run", train={"steps": steps, "eval_samples": 0})
+        return small(tmp_path / "a", tmp_path / "run", steps=steps)
 
     assert run_ranks(1, train, config(2)) == [(0, "")]
     history = History(tmp_path / "run")
@@ -191,7 +190,7 @@ def test_documents_stay_out_however_long_the_run_becomes(tmp_path: Path) -> None
 def test_documents_are_named_also_where_all_of_their_samples_are_out(tmp_path: Path) -> None:
     """Of shorter sequences these are fewer."""
     write_corpus(tmp_path / "a", tokens=SHORT, validation=0)
-    config = tiny(tmp_path / "a", tmp_path / "run", train={"steps": 1, "eval_samples": 0})
+    config = small(tmp_path / "a", tmp_path / "run", steps=1)
     assert run_ranks(1, train, config) == [(0, "")]
     first, end = Shard(tmp_path / "a/part-0").document_bounds(4)
     fingerprint = History(tmp_path / "run").blends[0].corpora[0].fingerprint
@@ -208,9 +207,7 @@ def test_documents_are_named_also_where_all_of_their_samples_are_out(tmp_path: P
 
 def test_of_a_span_only_its_samples_are_skipped(tmp_path: Path) -> None:
     write_corpus(tmp_path / "a", tokens=SHORT, validation=0)
-    assert run_ranks(
-        1, train, tiny(tmp_path / "a", tmp_path / "run", train={"steps": 1, "eval_samples": 0})
-    ) == [(0, "")]
+    assert run_ranks(1, train, small(tmp_path / "a", tmp_path / "run", steps=1)) == [(0, "")]
     shard, history = Shard(tmp_path / "a/part-0"), History(tmp_path / "run")
     number = next(n for n in range(shard.documents) if np.diff(shard.document_bounds(n))[0] > 3 * LENGTH)
     first, end = shard.document_bounds(number)

@@ -23,6 +23,11 @@ from tests.conftest import LENGTH, tiny, write_corpus
 from tests.distributed import run_ranks
 
 
+def small(corpus: Path, run: Path, steps: int, **parts: Any) -> RunConfig:
+    """What is trained on counts here, not what is learnt of it."""
+    return tiny(corpus, run, train={"steps": steps, "micro_batch": 4}, model={"layers": 1}, **parts)
+
+
 def train(config: RunConfig) -> int:
     from megastable.train import train
 
@@ -83,7 +88,7 @@ def events(run: Path, *kinds: str) -> list[dict[str, Any]]:
 def test_a_live_run_leaves_out_what_is_added_from_the_next_step_on(
     world: int, corpus: Path, tmp_path: Path
 ) -> None:
-    config = tiny(corpus, tmp_path / "run", train={"steps": 12})
+    config = small(corpus, tmp_path / "run", steps=12)
     # In step 3, positions of 4 (skipped in part), of 5 (whole) and far ahead; then what is no line, then more.
     lines = [(3, line(27, 30) + "\n" + line(34, 44)), (6, "{not a line\n" + NO_NUMBER)]
     lines += [(8, line(100, 101) + "\n" + OUT + "\n" + line(60, 2**62))]
@@ -111,7 +116,7 @@ def test_a_new_blend_begins_at_the_next_block_and_is_journaled(tmp_path: Path) -
         given = [{"path": str(p), "weight": w} for p, w in zip(paths, weights, strict=True) if w]
         # A look over the edge of the block without 500 steps.
         data = {"corpora": given, "skip": [[88, BLOCK - 16]], **more}
-        return tiny(paths[0], tmp_path / "run", data=data, train={"steps": steps}, checkpoint={"interval": 5})
+        return small(paths[0], tmp_path / "run", data=data, steps=steps, checkpoint={"interval": 5})
 
     run_ranks(1, train, config(10, (0.5, 0.5)))
     run_ranks(2, train, config(15, (0.25, 0.75)))
@@ -137,7 +142,7 @@ def test_weights_that_change_twice_before_they_hold(tmp_path: Path) -> None:
 
     def config(steps: int, share: float) -> RunConfig:
         given = [{"path": paths[0], "weight": share}, {"path": paths[1], "weight": 1 - share}]
-        return tiny(paths[0], tmp_path / "run", data={"corpora": given}, train={"steps": steps})
+        return small(paths[0], tmp_path / "run", data={"corpora": given}, steps=steps)
 
     run_ranks(1, train, config(2, 0.5))
     run_ranks(1, train, config(4, 0.3))
@@ -157,8 +162,8 @@ def test_other_corpora_before_the_first_checkpoint(tmp_path: Path) -> None:
     for seed, name in enumerate("ab"):
         write_corpus(tmp_path / name, seed=seed)
     ends = {"interval": 0, "at_end": False}
-    run_ranks(1, train, tiny(tmp_path / "a", tmp_path / "run", train={"steps": 1}, checkpoint=ends))
-    run_ranks(1, train, tiny(tmp_path / "b", tmp_path / "run", train={"steps": 1}, checkpoint=ends))
+    run_ranks(1, train, small(tmp_path / "a", tmp_path / "run", steps=1, checkpoint=ends))
+    run_ranks(1, train, small(tmp_path / "b", tmp_path / "run", steps=1, checkpoint=ends))
     last = read_blends(tmp_path / "run/blends.jsonl")[-1]
     assert (last.position, [share.name for share in last.corpora]) == (0, ["b"])
     assert len(events(tmp_path / "run", "evaluated")) == 2
@@ -166,14 +171,14 @@ def test_other_corpora_before_the_first_checkpoint(tmp_path: Path) -> None:
 
 def test_a_changed_corpus_is_still_refused(tmp_path: Path) -> None:
     write_corpus(tmp_path / "a", tokens=40_000)
-    config = tiny(tmp_path / "a", tmp_path / "run", train={"steps": 5}, checkpoint={"interval": 5})
+    config = small(tmp_path / "a", tmp_path / "run", steps=5, checkpoint={"interval": 5})
     run_ranks(1, train, config)
     write_corpus(tmp_path / "a", tokens=40_000, seed=9)
-    more = tiny(tmp_path / "a", tmp_path / "run", train={"steps": 6}, checkpoint={"interval": 5})
+    more = small(tmp_path / "a", tmp_path / "run", steps=6, checkpoint={"interval": 5})
     with pytest.raises(AssertionError, match=re.escape("positions mean other samples now")):
         run_ranks(1, train, more)
     data = {"corpora": [{"path": tmp_path / "a"}], "accept_changed_manifest": True}
-    assert run_ranks(1, train, tiny(tmp_path / "a", tmp_path / "run", data=data, train={"steps": 6})) == [0]
+    assert run_ranks(1, train, small(tmp_path / "a", tmp_path / "run", data=data, steps=6)) == [0]
     assert [e.position for e in read_blends(tmp_path / "run" / "blends.jsonl")] == [0, 0]
 
 
@@ -186,7 +191,7 @@ def test_the_detector_is_told_where_a_person_changes_the_mix(tmp_path: Path) -> 
     def config(steps: int, weights: tuple[float, float]) -> RunConfig:
         given = [{"path": str(p), "weight": w} for p, w in zip(paths, weights, strict=True) if w]
         data = {"corpora": given, "skip": [[120, BLOCK - 16]]}
-        return tiny(paths[0], tmp_path / "run", data=data, train={"steps": steps}, checkpoint={"interval": 5})
+        return small(paths[0], tmp_path / "run", data=data, steps=steps, checkpoint={"interval": 5})
 
     out = SkipEntry(first=0, end=2**62, reason="x", corpus="b").model_dump_json(exclude_none=True)
     run_ranks(2, train_and_skip, config(10, (0.5, 0.5)), [(4, out)])
@@ -205,9 +210,9 @@ def test_a_supervisors_restart_lives_with_a_line_that_a_person_got_wrong(
     corpus: Path, tmp_path: Path
 ) -> None:
     """At night nobody mends it; a person who starts the run sees it."""
-    run_ranks(1, train, tiny(corpus, tmp_path / "run", train={"steps": 2}))
+    run_ranks(1, train, small(corpus, tmp_path / "run", steps=2))
     (tmp_path / "run/skips.jsonl").write_text(line(16, 18) + "\n{not a line\n")
-    longer = tiny(corpus, tmp_path / "run", train={"steps": 3})
+    longer = small(corpus, tmp_path / "run", steps=3)
     with pytest.raises(AssertionError, match=re.escape("line 2 is not JSON")):
         run_ranks(1, train, longer)
     with pytest.raises(AssertionError, match=re.escape("line 2 is not JSON")):
@@ -255,7 +260,7 @@ def test_what_an_earlier_version_convicted_by_position_stays_out_of_every_epoch(
     write_corpus(tmp_path / "a", tokens=1_500, validation=0)
 
     def config(steps: int) -> RunConfig:
-        return tiny(tmp_path / "a", tmp_path / "run", train={"steps": steps, "eval_samples": 0})
+        return small(tmp_path / "a", tmp_path / "run", steps=steps)
 
     run_ranks(1, train, config(2))
     path = tmp_path / "run/skips.jsonl"

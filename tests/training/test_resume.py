@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,11 @@ from tests.conftest import tiny
 from tests.distributed import run_ranks
 
 
-def train(config: RunConfig) -> int:
+def train(*configs: RunConfig) -> int:
+    """One run after the other, in the same process; the exit code of the last one."""
     from megastable.train import train
 
-    return train(config, Path("recipe.yaml"))
+    return [train(config, Path("recipe.yaml")) for config in configs][-1]
 
 
 def identical(a: Path, b: Path) -> int:
@@ -35,7 +38,7 @@ def identical(a: Path, b: Path) -> int:
     return len(names[0])
 
 
-STOP, END = 6, 12  # steps: after the warm-up of the rate, and as many again
+STOP, END = 3, 6  # steps: after the warm-up of the rate, and as many again
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "pp2": (2, {"parallel": {"pipeline": 2}}),
@@ -61,14 +64,18 @@ def test_resume_is_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
     model = dict(tiny(corpus, tmp_path).model) | tied
 
     def at(run: str, steps: int) -> RunConfig:
+        pipelines = world // math.prod(
+            parts.get("parallel", {}).get(of, 1) for of in ("pipeline", "tensor", "context")
+        )
         train = {
-            "steps": steps, "global_batch": batch, "micro_batch": 2, "eval_samples": batch, "eval_interval": 0
+            "steps": steps, "global_batch": batch, "micro_batch": max(1, batch // pipelines // 2),
+            "eval_samples": batch, "eval_interval": 0,
         }  # fmt: skip
-        return tiny(corpus, tmp_path / run, **parts, model=model, train=train)
+        rate = {"warmup_steps": 2, "total_steps": 20}
+        return tiny(corpus, tmp_path / run, **parts, model=model, train=train, schedule=rate)
 
-    run_ranks(world, train, at("straight", END))
-    run_ranks(world, train, at("stopped", STOP))
-    run_ranks(world, train, at("stopped", END))
+    run_ranks(world, train, at("straight", END), at("stopped", STOP))
+    run_ranks(world, train, at("stopped", END))  # which knows nothing but what is in the checkpoint
     straight, stopped = (tmp_path / r / f"checkpoints/step-{END}" for r in ("straight", "stopped"))
     assert identical(straight, stopped) == 3 * world
     one, other = (json.loads((p / "state.json").read_text()) for p in (straight, stopped))
@@ -115,22 +122,26 @@ def test_another_layout_takes_over_exactly(name: str, kind: str, corpus: Path, t
 
     def at(run: str, steps: int, parts: dict[str, Any], micro_batch: int) -> RunConfig:
         batch = train_part | {"steps": steps, "micro_batch": micro_batch}
-        return tiny(
-            corpus, tmp_path / run, **parts, train=batch, precision=precision, checkpoint={"interval": 0}
-        )
+        often = {"checkpoint": {"interval": STOP}, "schedule": {"warmup_steps": 2, "total_steps": 20}}
+        return tiny(corpus, tmp_path / run, **parts, train=batch, precision=precision, **often)
 
-    run_ranks(world, train, at("straight", END, parts, 2))
-    run_ranks(world, train, at("moved", STOP, parts, 2))
+    run_ranks(world, train, at("straight", END, parts, 4))
+    shutil.copytree(tmp_path / "straight", tmp_path / "moved")
+    shutil.rmtree(tmp_path / f"moved/checkpoints/step-{END}")
     # Nothing is trained between: loading and saving again must change nothing.
     before = WholeState(tmp_path / f"moved/checkpoints/step-{STOP}")
     held = {(n, k): before.tensor(n, k) for n in before.names for k in KINDS}
-    run_ranks(other_world, resave, at("moved", END, other_parts, 4), tmp_path / "again")
+    run_ranks(other_world, resave, at("moved", END, other_parts, 2), tmp_path / "again")
     again = WholeState(tmp_path / f"again/step-{STOP}")
     assert again.names == before.names and again.adam_step == before.adam_step == STOP
     for (name_, kind_), tensor in held.items():
         assert torch.equal(again.tensor(name_, kind_), tensor), (name_, kind_)
-    run_ranks(other_world, train, at("moved", END, other_parts, 4))
+    run_ranks(other_world, train, at("moved", END, other_parts, 2))
     table, moved = (records.read(tmp_path / r / "steps") for r in ("straight", "moved"))
+    done_again = [
+        a != b for a, b in zip(*(t.column("time").to_pylist() for t in (table, moved)), strict=True)
+    ]
+    assert done_again == [step >= STOP for step in range(END)]
     for column in ("step", "first_position", "next_position", "lr"):
         assert table.column(column).equals(moved.column(column)), column
     # The sums of gradients run in another order from here on; in bf16 the activations round differently, too.
@@ -165,8 +176,7 @@ def test_another_deepspeed_file_moves_the_pieces_and_nothing_else(corpus: Path, 
             corpus, tmp_path / run, parallel={"zero": 3}, train=train_part | {"steps": steps}, **parts
         )
 
-    run_ranks(2, train, at("straight", END))
-    run_ranks(2, train, at("moved", STOP))
+    run_ranks(2, train, at("straight", END), at("moved", STOP))
     run_ranks(2, train, at("moved", END, deepspeed=str(other)))
     events = [json.loads(line) for line in (tmp_path / "moved/journal.jsonl").read_text().splitlines()]
     assert "reshaped" not in [e["event"] for e in events]  # the layout is the same
