@@ -121,7 +121,8 @@ ONE: dict[str, Any] = {}
 
 
 def train_rank(c: RunConfig, world: int) -> dict[str, Any]:
-    """Losses and norms of every step, by how much the first batch is easier in the end, and what delayed scales remember in the end."""
+    """Losses and norms of every step; in the end, by how much the first batch is easier, and what delayed scales
+    remember."""
     import torch.distributed as dist
 
     from megastable import deepspeed_config
