@@ -458,7 +458,8 @@ def peak_of(step: Callable[[], Any], again: int = 0) -> int:
             with torch.profiler.record_function(MEASURED):
                 step()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    starts, changes = [], []
+    starts: list[int] = []
+    changes: list[tuple[int, int]] = []
     for event in profile.profiler.kineto_results.events():
         name = event.name()
         if name == "[memory]":
