@@ -25,10 +25,13 @@ def launch(world: int, function: Callable[[Any], Any], argument: Any, timeout: f
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     context = multiprocessing.get_context("forkserver")
-    # torch and DeepSpeed are imported once, not by every rank.
+    # Once, not by every rank: torch and DeepSpeed, and what DeepSpeed imports with its first engine.
     context.set_forkserver_preload(
-        ["torch", "megastable.engine.engine", "benchmarks.train_speed", "benchmarks.counting"]
-    )
+        [
+            "torch", "torch._dynamo", "torch._inductor.compile_fx", "deepspeed.runtime.zero.muon.muon_optimizer",
+            "megastable.engine.engine", "benchmarks.train_speed", "benchmarks.counting",
+        ]
+    )  # fmt: skip
     results = context.Queue()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [

@@ -459,9 +459,16 @@ def peak_of(step: Callable[[], Any], again: int = 0) -> int:
             with torch.profiler.record_function(MEASURED):
                 step()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    events = profile.profiler.kineto_results.events()
-    starts = sorted(e.start_ns() for e in events if e.name() == MEASURED)
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    starts: list[int] = []
+    changes: list[tuple[int, int]] = []
+    for event in profile.profiler.kineto_results.events():
+        name = event.name()
+        if name == "[memory]":
+            changes.append((event.start_ns(), event.nbytes()))
+        elif name == MEASURED:
+            starts.append(event.start_ns())
+    starts.sort()
+    changes.sort()
     peaks = []
     for begin, end in zip(starts, [*starts[1:], math.inf], strict=True):
         before = sum(size for at, size in changes if at < begin)

@@ -91,11 +91,12 @@ class Resemblance:
 
     def of(self, tokens: Tokens, among: npt.NDArray[np.bool_] | None = None) -> Floats:
         """Of n samples, nats per token: fp64 [n]. among: which of them are of the accused themselves."""
-        found = np.empty(len(tokens))
-        for row, sample in enumerate(tokens[:, None]):
-            at = np.concatenate([words(sample)[0], pairs(sample)[0]])
+        found, all_theirs = np.empty(len(tokens)), self.accused.sum()
+        parts = (tokens[at : at + PART] for at in range(0, len(tokens), PART))
+        buckets = (row for part in parts for row in np.concatenate([words(part), pairs(part)], axis=1))
+        for row, at in enumerate(buckets):
             own, counts = np.unique(at, return_counts=True)
-            theirs, total = self.accused[own], self.accused.sum()
+            theirs, total = self.accused[own], all_theirs
             if among is not None and among[row]:
                 theirs, total = theirs - counts, total - at.size
             share = theirs / total if total > 0 else self.usual[own]

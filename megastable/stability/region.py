@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
 RISK = 0.01  # that a spot inside passes for one outside, or the other way round
 STRAY = 0.005  # share of harmless samples that look bad
@@ -57,13 +59,15 @@ class Spot:
     least: int
 
 
+@lru_cache(maxsize=64)
 def spot(size: int, share: float, stray: float = STRAY) -> Spot:
     """For batches of `size` samples, `share` of which are bad inside the region; stray: of harmless ones."""
     share = min(share, SOLID)
     for batches in range(1, LARGEST + 1):
         n = batches * size
-        lowest = next(k for k in range(1, n + 2) if 1 - below(k, n, stray) <= RISK)
-        highest = next((k for k in range(n, 0, -1) if below(k, n, share) <= RISK), 0)
+        outside, inside = _all_below(n, stray), _all_below(n, share)
+        lowest = next(k for k in range(1, n + 2) if 1 - outside[k] <= RISK)
+        highest = next((k for k in range(n, 0, -1) if inside[k] <= RISK), 0)
         if lowest <= highest:
             return Spot(batches, (lowest + highest) // 2)
     return Spot(LARGEST, 1)
@@ -71,15 +75,21 @@ def spot(size: int, share: float, stray: float = STRAY) -> Spot:
 
 def below(k: int, n: int, p: float) -> float:
     """The chance of fewer than k of n, each with chance p."""
-    if p >= 1:
-        return float(k > n)
-    return sum(
+    return _all_below(n, p)[min(k, n + 1)]
+
+
+def _all_below(n: int, p: float) -> list[float]:
+    """`below` for k from 0 to n + 1."""
+    if not 0 < p < 1:
+        return [0.0, *[float(p <= 0)] * n, 1.0]
+    chances = (
         math.exp(
             math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1)
             + (i * math.log(p) if i else 0.0) + (n - i) * math.log1p(-p)
         )
-        for i in range(min(k, n + 1))
+        for i in range(n + 1)
     )  # fmt: skip
+    return list(accumulate(chances, initial=0.0))
 
 
 def grow(

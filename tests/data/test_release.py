@@ -24,7 +24,7 @@ def left_out(exclusions: Exclusions) -> set[int]:
     return set(WHOLE[Selection(ORDER, exclusions).mask(WHOLE)].tolist())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(STEPS)
 def test_what_incidents_said_is_withdrawn_and_what_others_say_stays(
     tmp_path_factory: object, steps: list[tuple[str, list[int]]]

@@ -58,7 +58,7 @@ def gradients(model: GPT) -> tuple[float, list[torch.Tensor]]:
 
 
 def test_what_is_kept_is_left_alone() -> None:
-    c = config({"keep_first": 1, "keep_last": 1, "keep": ["blocks.2.mlp.down"]})
+    c = config({"keep_first": 1, "keep_last": 1, "keep": ["blocks.2.mlp.down"]}, model={"layers": 4})
     wanted = {f"blocks.1.{n}" for n in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")}
     wanted |= {f"blocks.2.{n}" for n in ("attention.qkv", "attention.out", "mlp.gate_up")}
     assert in_fp8(c) == wanted
@@ -121,7 +121,8 @@ ONE: dict[str, Any] = {}
 
 
 def train_rank(c: RunConfig, world: int) -> dict[str, Any]:
-    """Losses and norms of ten steps, and what delayed scales remember in the end."""
+    """Losses and norms of every step; in the end, by how much the first batch is easier, and what delayed scales
+    remember."""
     import torch.distributed as dist
 
     from megastable.config import deepspeed_json
@@ -134,7 +135,7 @@ def train_rank(c: RunConfig, world: int) -> dict[str, Any]:
     losses, norms = [], []
     for step, (one, lr) in enumerate(zip(layouts.batches(), layouts.RATES, strict=True)):
         micro = layouts.mine(one, topology, c.train.micro_batch)
-        if step == 3:
+        if step == 2:
             # What is only looked at leaves no trace.
             before = engine.fp8_history()
             engine.measure(micro)
@@ -144,7 +145,9 @@ def train_rank(c: RunConfig, world: int) -> dict[str, Any]:
         assert applied and measured.fp8
         losses.append(measured.loss)
         norms.append(measured.grad_norm)
-    return {"losses": losses, "norms": norms, "history": engine.fp8_history()}
+    first = layouts.mine(layouts.batches()[0], topology, c.train.micro_batch)
+    learnt = losses[0] - float(engine.evaluate(first).mean())
+    return {"losses": losses, "norms": norms, "learnt": learnt, "history": engine.fp8_history()}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -152,7 +155,7 @@ def test_every_layout_trains_as_one_process_does(recipe: str) -> None:
     if recipe not in ONE:
         (ONE[recipe],) = run_ranks(1, train_rank, config(recipe), 1)
     one = ONE[recipe]
-    assert one["losses"][-1] < one["losses"][0]
+    assert one["learnt"] > 0
     chosen = LAYOUTS if recipe == "delayed" else {n: LAYOUTS[n] for n in ("pp2", "tp2-sequence-full")}
     for name, (world, parallel, near) in chosen.items():
         ranks = run_ranks(world, train_rank, config(recipe, **parallel), world)
@@ -175,21 +178,21 @@ def refusing(c: RunConfig) -> None:
     engine = Engine(c, deepspeed_json.build(c, 1), topology)
     assert isinstance(engine.fp8, Emulated)
     steps = [layouts.mine(one, topology, 2) for one in layouts.batches()]
-    for micro in steps[:3]:
+    for micro in steps[:2]:
         engine.train_step(micro, 1e-3, lambda _: True)
     before, counters, state = engine.fp8_history(), engine.counters(), engine.optimizer_state()
     kept = {name: tensor.clone() for name, tensor in state.items()}
     assert {len(slot) for told in before.values() for slot in told} == {16}
-    assert all(slot[2] > 0 == slot[3] for told in before.values() for slot in told), "three steps were seen"
-    engine.train_step(steps[3], 1e-3, lambda _: False)
+    assert all(slot[1] > 0 == slot[2] for told in before.values() for slot in told), "two steps were seen"
+    engine.train_step(steps[2], 1e-3, lambda _: False)
     assert engine.fp8_history() == before
-    ahead = [engine.train_step(micro, 1e-3, lambda _: True)[0].loss for micro in steps[3:6]]
+    ahead = [engine.train_step(micro, 1e-3, lambda _: True)[0].loss for micro in steps[2:]]
     assert engine.fp8_history() != before
     engine.restore_optimizer_state(kept)
     engine.restore_counters(counters)
     engine.refresh_weights()
     assert engine.fp8_history() == before
-    assert [engine.train_step(micro, 1e-3, lambda _: True)[0].loss for micro in steps[3:6]] == ahead
+    assert [engine.train_step(micro, 1e-3, lambda _: True)[0].loss for micro in steps[2:]] == ahead
     # What is looked at: nothing is cut or lost, until scales are far too large.
     kinds = [
         f"{slot}_{fate}" for slot in ("input", "weight", "gradient") for fate in ("saturation", "underflow")
@@ -199,7 +202,7 @@ def refusing(c: RunConfig) -> None:
             {n: [[m * seen for m in slot] for slot in told] for n, told in before.items()}
         )
         engine.probe.watch()
-        engine.train_step(steps[6], 0.0, lambda _: False)
+        engine.train_step(steps[3], 0.0, lambda _: False)
         found = engine.statistics()
         rows = {name: row for name, row in found.layers.items() if kinds[0] in row}
         assert set(rows) == {f"{layer}.weight" for layer in engine.fp8.layers}
@@ -214,7 +217,7 @@ def refusing(c: RunConfig) -> None:
     for back in (False, True):
         if back:
             engine.restore_counters(counters)
-        measured, _ = engine.train_step(steps[6], 1e-3, lambda _: True)
+        measured, _ = engine.train_step(steps[3], 1e-3, lambda _: True)
         assert measured.fp8 is False
         assert not any(value for told in engine.fp8_history().values() for slot in told for value in slot)
     engine.fp8.on = True

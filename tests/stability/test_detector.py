@@ -58,11 +58,11 @@ def test_a_slow_divergence_is_noticed(seed: int, noise: float, start: int) -> No
 
 def test_heavy_tailed_norms_raise_less_than_one_alarm_in_10_000_steps() -> None:
     runs = [
-        traces.healthy(20_000, 7, tail=0.1),
-        traces.healthy(20_000, 8, tail=1.0, noise=0.1),
-        traces.healthy(20_000, 9, tail=0.3, exponential=True),
+        traces.healthy(10_000, 7, tail=0.1),
+        traces.healthy(10_000, 8, tail=1.0, noise=0.1),
+        traces.healthy(10_000, 9, tail=0.3, exponential=True),
     ]
-    assert sum(len(flagged(judge(run))) for run in runs) < 6
+    assert sum(len(flagged(judge(run))) for run in runs) < 3
 
 
 def test_healthy_starts_raise_none() -> None:

@@ -35,7 +35,7 @@ def resets(found: list[BacktestDecision]) -> list[int]:
     return [j.step for j in found if j.reset]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", SEEDS[:2])
 @pytest.mark.parametrize("sigmas", [4.0, 8.0, 14.0])
 @pytest.mark.parametrize("norm", [0.8, 1.0, 1.3])
 def test_a_level_that_comes_and_stays_and_goes_again_is_learnt(seed: int, sigmas: float, norm: float) -> None:
@@ -77,7 +77,7 @@ def test_bad_tokens_of_one_nat_are_seen_at_once_whatever_the_norm(seed: int, sta
     assert start + 1 in [j.step for j in found if j.action is Action.REWIND]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", SEEDS[:2])
 @pytest.mark.parametrize("height", [1.0, 2.0, 4.0, 12.0])
 @pytest.mark.parametrize(("up", "down"), [(10, 50), (30, 150), (50, 300)])
 @pytest.mark.parametrize("start", [2, 25])
@@ -86,7 +86,7 @@ def test_a_start_that_heals_by_itself_is_let_alone(
 ) -> None:
     rise = np.concatenate([np.linspace(0.0, height, up), np.linspace(height, 0.0, down)])
     noise = 0.05 * np.random.default_rng(seed).standard_normal(len(rise)) * (1 + rise)
-    run = traces.plus(traces.healthy(700, seed), start, rise + noise, 3.0)
+    run = traces.plus(traces.healthy(500, seed), start, rise + noise, 3.0)
     found = judged(run)
     assert [j for j in found if j.action not in (Action.APPLY, Action.DISCARD)] == []
     assert len(acted(found)) <= 1

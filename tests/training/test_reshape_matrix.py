@@ -39,11 +39,11 @@ PAIRS = [
     for b in (NAMES if EVERY else (NAMES[(i + 3) % len(NAMES)],))
     if a != b
 ]
-STEPS, MORE = 5, 5
+STEPS, MORE = 3, 3
 
 
 def at(corpus: Path, run: Path, name: str, steps: int) -> RunConfig:
-    batch = {"steps": steps, "global_batch": 8, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0}
+    batch = {"steps": steps, "global_batch": 8, "micro_batch": 4, "eval_samples": 0, "eval_interval": 0}
     schedule = {"warmup_steps": 2, "total_steps": STEPS + MORE}
     return tiny(
         corpus, run, parallel=LAYOUTS[name][1], train=batch, precision={"kind": "fp32"}, schedule=schedule,
