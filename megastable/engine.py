@@ -38,7 +38,7 @@ import deepspeed
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime import bf16_optimizer, compiler
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -144,6 +144,9 @@ def start_distributed(timeout: float, deterministic: bool = False) -> None:
         if "OMP_NUM_THREADS" not in os.environ:
             # Every rank would start a thread per core: ranks of one host share them.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_host()))
+    # It imports its Muon only to see that the optimizer is another one, and that would be compiled at its import: for
+    # this every rank would load torch's whole compiler.
+    compiler.compile = lambda: compiler.dummy_decorator
     # It warns of optimizers that it does not know; these work element by element, as ZeRO needs it.
     known = zero_utils.ZERO_SUPPORTED_OPTIMIZERS
     known += [optimizer for optimizer in (AdamW, FusedAdamW) if optimizer not in known]

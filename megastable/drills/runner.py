@@ -18,7 +18,6 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megastable import durable
-from megastable.checkpoint.store import newest_first
 from megastable.data.manifest import Manifest
 from megastable.data.plant import Planted
 from megastable.drills.fate import fate
@@ -211,6 +210,9 @@ def strike(family: Family, run: RunDirectory, scenario: Scenario, victim: int) -
         family.parent.wait()
         return True
     if scenario.outside == "damage_checkpoint":
+        # Not at the top: it imports torch, which takes longer than the rest of this tool.
+        from megastable.checkpoint.store import newest_first
+
         damage(newest_first(run.checkpoints)[:1])
     if scenario.outside in POISONS:
         from megastable.drills.poison import poison

@@ -58,6 +58,8 @@ class Reports:
                 self.say(f"WARNING: the incidents' files could not be written (code {code}): see {self._log}")
         if self._due and self.run.journal.exists():
             self._due, self._began = False, time.monotonic()
+            if not self._has_incidents():
+                return True
             command = [sys.executable, "-m", "megastable.report.postmortem", str(self.run.root)]
             with suppress(OSError):
                 self.run.logs.mkdir(exist_ok=True)
@@ -74,6 +76,13 @@ class Reports:
         """Wait until all is written."""
         while not self.poll():
             time.sleep(0.05)
+
+    def _has_incidents(self) -> bool:
+        """Most runs have none for long. Of the bytes: what is wrong with a journal is the other process's to say."""
+        try:
+            return b'"incident"' in self.run.journal.read_bytes()
+        except OSError:
+            return True
 
     @property
     def _log(self) -> Path:

@@ -17,6 +17,8 @@ import pytest
 
 from tests.data.texts import EOD_NAME, documents, hugging_face_file, sentencepiece_file, source_code
 from tests.patience import PATIENCE
+from tests.tools.cli import Done, call
+from tools.prepare_data import app
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "xterm"}
@@ -26,8 +28,8 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, str(ROOT / "tools" / "prepare_data.py"), *map(str, arguments)]
 
 
-def run(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True)
+def run(*arguments: object, cwd: Path) -> Done:
+    return call(app, *arguments, cwd=cwd)
 
 
 def result(*arguments: object, cwd: Path) -> dict[str, object]:
@@ -187,7 +189,8 @@ def test_bad_input_is_a_message_and_2(folder: Path, arguments: tuple[object, ...
 
 
 def test_help_shows_examples(tmp_path: Path) -> None:
-    shown = run("--help", cwd=tmp_path)
+    """The first of it by a process of its own."""
+    shown = subprocess.run(command("--help"), cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert shown.returncode == 0
     for name in ("tokenizer", "shards", "stdlib", "manifest", "verify"):
         assert f"python tools/prepare_data.py {name} " in shown.stdout
