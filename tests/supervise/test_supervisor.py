@@ -114,6 +114,15 @@ class Supervised:
         """Until so many incidents are over: a failure before that would belong to the one that is open."""
         self.until(lambda: [e for e in self.events("incident") if e["what"] == "closed"][count - 1 :])
 
+    def stop_in_a_step(self, process: psutil.Process) -> None:
+        """SIGSTOP to rank 0, whose progress is watched: in a save it would be waited for longer than a test can."""
+        while True:
+            process.suspend()
+            if self.progress().get("phase") == "step":
+                return
+            process.resume()
+            time.sleep(0.05)
+
     def kill(self, *processes: psutil.Process | subprocess.Popen[bytes]) -> None:
         for process in processes:
             try:
@@ -178,7 +187,7 @@ def test_whatever_is_killed_the_run_ends_with_the_same_bytes(
     assert len(s.events("launched")) == 2
 
     # A rank hangs: the other one waits for it, and leaves its stacks
-    os.kill(s.ranks()[0].pid, signal.SIGSTOP)
+    s.stop_in_a_step(s.ranks()[0])
     hang = s.until(lambda: s.events("hang"))[0]
     assert [Path(path).name for path in hang["stacks"]] == ["rank-1.stacks"]
     assert "rank 0 does not answer" in hang["silent"][0] and "stopped by a signal" in hang["silent"][0]

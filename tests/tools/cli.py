@@ -20,13 +20,13 @@ class Done:
     stderr: str
 
 
-def call(app: Typer, *arguments: object, cwd: Path, columns: int = 200) -> Done:
-    """What ends it must be what would end a process without a traceback."""
+def call(app: Typer, *arguments: object, cwd: Path, columns: int = 200, given: bytes = b"") -> Done:
+    """given: as standard input. What ends it must be what would end a process without a traceback."""
     environment = {"COLUMNS": str(columns), "TERM": "dumb"}
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with contextlib.chdir(cwd):
-            done = CliRunner().invoke(app, [str(argument) for argument in arguments], env=environment)
+            done = CliRunner().invoke(app, [str(a) for a in arguments], input=given, env=environment)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
