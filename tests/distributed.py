@@ -13,7 +13,6 @@ import os
 import pickle
 import queue
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -117,21 +116,31 @@ class Ended(NamedTuple):
     stderr: str
 
 
-def _main(rank: int, world: int, port: int, arguments: tuple[str, ...], folder: Path) -> None:
+def _main(
+    rank: int,
+    world: int,
+    port: int,
+    arguments: tuple[str, ...],
+    folder: Path,
+    prepare: Callable[[], None] | None,
+) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
-    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))
     _become(rank, world, port)
     from megastable import train
 
+    if prepare is not None:
+        prepare()
     train.main(arguments)
 
 
-def run_main(world: int, folder: Path, *arguments: str, port: int = 0) -> Ended:
+def run_main(
+    world: int, folder: Path, *arguments: str, port: int = 0, prepare: Callable[[], None] | None = None
+) -> Ended:
     """`megastable.train ARGUMENTS` on `world` ranks without a launcher: when one fails, the others are ended at once.
 
-    folder: for what they print.
+    folder: for what they print. prepare: is called by every rank before.
     """
     folder.mkdir(exist_ok=True)
     if not port:
@@ -139,7 +148,7 @@ def run_main(world: int, folder: Path, *arguments: str, port: int = 0) -> Ended:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
     processes = [
-        CONTEXT.Process(target=_main, args=(r, world, port, arguments, folder)) for r in range(world)
+        CONTEXT.Process(target=_main, args=(r, world, port, arguments, folder, prepare)) for r in range(world)
     ]
     for process in processes:
         process.start()

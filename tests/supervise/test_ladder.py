@@ -31,7 +31,6 @@ from megastable.supervise.processes import FLAG
 from megastable.supervise.supervisor import Supervisor
 from tests.conftest import tiny, write_corpus
 from tests.patience import PATIENCE
-from tests.supervise.runs import incident
 
 # What stands in for the training: trains from step `begin` to `until`, a hundredth of a second each, then ends.
 # It imports nothing of ours: that would take ten times longer than the rest of it.
@@ -470,30 +469,8 @@ def test_nohup_is_respected_and_a_dead_terminal_survived(ladder: Ladder) -> None
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     signal.signal(signal.SIGHUP, before)
     full = Path("/dev/full").open("w")  # noqa: SIM115 (its end fails, too)
-    audience = Audience(ladder.config, ladder.run, ladder.run.note)
-    audience.console.file = full
-    audience.say("nobody hears it")
+    deaf = Audience(ladder.config, ladder.run, ladder.run.note)
+    deaf.console.file = full
+    deaf.say("nobody hears it")
     with contextlib.suppress(OSError):
         full.close()
-
-
-def test_people_are_told_of_an_alert(ladder: Ladder, tmp_path: Path) -> None:
-    """Once when it begins and once when it is over, with the reason; the reports are written anew."""
-    told: list[tuple[str, str]] = []
-    audience = Audience(ladder.config, ladder.run, ladder.run.note)
-    audience.hooks.notify = lambda event, text, facts: told.append((event, text))  # type: ignore[method-assign]
-    audience.event({"event": "alert", "what": "begun", "step": 7, "reason": "the 8 rewinds are spent"})
-    audience.event({"event": "alert", "what": "over", "step": 70})
-    assert [event for event, _ in told] == ["alert begun", "alert over"]
-    assert told[0][1].endswith("training goes on: the 8 rewinds are spent") and "is over" in told[1][1]
-
-
-def test_no_process_writes_the_files_of_no_incident(ladder: Ladder) -> None:
-    reports = Audience(ladder.config, ladder.run, ladder.run.note).reports
-    ladder.run.note("launched", attempt=1, command=[], log="x")
-    reports.finish()
-    assert not list(ladder.run.root.rglob("reports.log"))
-    ladder.run.note("incident", **{k: v for k, v in incident(1).items() if k != "event"})
-    reports.due()
-    reports.finish()
-    assert (ladder.run.incidents / "0001/report.html").exists()

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megastable.data import stdlib
 from tests.data.texts import EOD_NAME, documents, hugging_face_file, sentencepiece_file, source_code
 from tests.patience import PATIENCE
 from tests.tools.cli import Done, call
@@ -155,7 +156,10 @@ def test_options_choose_files_columns_and_the_type_of_ids(tmp_path: Path) -> Non
     assert result("verify", "adopted", cwd=tmp_path)["fingerprint"] == adopted["fingerprint"]
 
 
-def test_the_embedded_corpus_is_made_once(tmp_path: Path) -> None:
+def test_the_embedded_corpus_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a part of it; all of it is made in tests/data/test_stdlib.py."""
+    part = stdlib.stdlib_files()[::10]
+    monkeypatch.setattr(stdlib, "stdlib_files", lambda: part)
     options = ("stdlib", "--output", "stdlib", "--vocab-size", 1024, "--workers", 2)
     assert [result(*options, cwd=tmp_path)["action"] for _ in range(2)] == ["prepared", "reused"]
     assert os.listdir(tmp_path) == ["stdlib"]
