@@ -9,7 +9,7 @@ from megastable.drills.scenario import CLEAN, Scenario
 from megastable.drills.thin import THIN
 from megastable.errors import ConfigError
 
-QUICK_STEPS, QUICK_FAULT_STEP = 80, 62
+QUICK_STEPS, QUICK_FAULT_STEP = 96, 62
 SCENARIOS = (*GROSS, *THIN)
 GROUPS = {
     "all": SCENARIOS,
