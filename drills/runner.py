@@ -25,7 +25,6 @@ from drills.score import Score, score
 from drills.stage import OVERRIDES, Stage
 from megastable.base import durable
 from megastable.base.errors import CheckpointError, MegastableError
-from megastable.checkpoint.store import newest_first
 from megastable.config.recipe import ROOT
 from megastable.data.manifest import Manifest
 from megastable.data.plant import Planted
@@ -215,6 +214,9 @@ def strike(family: Family, run: RunDirectory, scenario: Scenario, victim: int) -
         family.parent.wait()
         return True
     if scenario.outside == "damage_checkpoint":
+        # Not at the top: it imports torch, which takes longer than the rest of this tool.
+        from megastable.checkpoint.store import newest_first
+
         damage(newest_first(run.checkpoints)[:1])
     if scenario.outside in POISONS:
         from drills.poison import poison

@@ -12,10 +12,12 @@ import multiprocessing as mp
 import os
 import pickle
 import queue
+import socket
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from tests.patience import PATIENCE
 
@@ -32,22 +34,28 @@ CONTEXT.set_forkserver_preload(
 )  # fmt: skip
 
 
-def _rank(
-    rank: int, world: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...], results: Any
-) -> None:
+def _become(rank: int, world: int, port: int) -> None:
+    """Make this process a rank, as far as the environment says."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1",
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is there already
     )  # fmt: skip
     # Rank 0 of DeepSpeed collects garbage six times for an engine. Without this it looks every time at the 430,000
     # objects of the server, and so copies the memory that it shares with it: longer than most tests train.
     gc.freeze()
     import torch
 
+    torch.set_num_threads(1)
+
+
+def _rank(
+    rank: int, world: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...], results: Any
+) -> None:
+    _become(rank, world, port)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
+
     from megastable.engine import distributed
 
-    torch.set_num_threads(1)
     try:
         distributed.start_distributed(timeout=PATIENCE)
         # As bytes: a tensor sent through the queue itself would live in memory that ends with this process.
@@ -99,3 +107,63 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = P
             with contextlib.suppress(AssertionError):
                 process.join(timeout=10)
     return [answers[r] for r in range(world)]
+
+
+class Ended(NamedTuple):
+    """What came of ranks as a launcher sees them: the first exit code, and what all of them printed."""
+
+    code: int | None
+    stdout: str
+    stderr: str
+
+
+def _main(
+    rank: int,
+    world: int,
+    port: int,
+    arguments: tuple[str, ...],
+    folder: Path,
+    prepare: Callable[[], None] | None,
+) -> None:
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+    _become(rank, world, port)
+    from megastable import train
+
+    if prepare is not None:
+        prepare()
+    train.main(arguments)
+
+
+def run_main(
+    world: int, folder: Path, *arguments: str, port: int = 0, prepare: Callable[[], None] | None = None
+) -> Ended:
+    """`megastable.train ARGUMENTS` on `world` ranks without a launcher: when one fails, the others are ended at once.
+
+    folder: for what they print. prepare: is called by every rank before.
+    """
+    folder.mkdir(exist_ok=True)
+    if not port:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+    processes = [
+        CONTEXT.Process(target=_main, args=(r, world, port, arguments, folder, prepare)) for r in range(world)
+    ]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + PATIENCE
+    try:
+        while True:
+            codes = [process.exitcode for process in processes]
+            if None not in codes or any(codes):
+                break
+            assert time.monotonic() < end, f"{codes.count(None)} ranks still run after {PATIENCE} s"
+            time.sleep(0.02)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    first = next((code for code in codes if code), 0)
+    return Ended(first, *((folder / name).read_text() for name in ("stdout", "stderr")))

@@ -53,6 +53,8 @@ os.environ.update(
     DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
 )
 distributed.start_distributed(60)
+import deepspeed.runtime.zero.muon.muon_optimizer
+assert "torch._inductor.compile_fx" not in sys.modules
 print(before, distributed.device(), torch.distributed.get_backend())
 distributed.stop_distributed()
 """
@@ -85,7 +87,10 @@ def test_no_import_starts_cuda_or_says_anything() -> None:
 
 
 def test_a_rank_forked_after_the_import_may_still_be_put_on_the_cpu() -> None:
-    """As bench/ranks.py does with more ranks than GPUs: DeepSpeed has chosen the GPU at the import in their parent."""
+    """As bench/ranks.py does with more ranks than GPUs: DeepSpeed has chosen the GPU at the import in their parent.
+
+    With what every engine imports it loads no compiler, which would take longer than all else at the start of a rank.
+    """
     assert on_a_gpu_host(RANK) == "cuda cpu gloo"
 
 

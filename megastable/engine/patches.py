@@ -13,6 +13,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.runtime import compiler
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.utils import logger as deepspeed_logger
@@ -40,6 +41,9 @@ def at_start() -> None:
         # It decides once, at the import: for a forked rank that was in its parent. Needless when it decides at the
         # first use.
         set_accelerator(CPU_Accelerator())
+    # It imports its Muon only to see that the optimizer is another one, and that would be compiled at its import: for
+    # this every rank would load torch's whole compiler. Needless when it looks without the import.
+    compiler.compile = lambda: compiler.dummy_decorator
     # It warns of optimizers that it does not know; these work element by element, as ZeRO needs it. Needless when it
     # asks an optimizer.
     known = zero_utils.ZERO_SUPPORTED_OPTIMIZERS

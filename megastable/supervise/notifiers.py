@@ -26,6 +26,9 @@ from megastable.supervise.view import panel
 
 REFRESH = 1.0  # seconds between two looks of the panel and the metrics
 REPORT_SECONDS = 300.0  # that the files of the incidents may take
+REPORT_PAUSE = (
+    5.0  # seconds from one beginning to the next: an incident is told in several events within a second
+)
 NEWS = ("opened", "attributed", "rewound", "restarted", "handed over", "closed")
 # The launcher reports them as errors.
 ORDERLY = re.compile(r"launch\.py.* exits with return code = (75|78|79)$")
@@ -37,15 +40,15 @@ class Reports:
 
     def __init__(self, run: RunDirectory, say: Callable[[str], None]) -> None:
         self.run, self.say = run, say
-        self._due, self._began = True, 0.0
+        self._due, self._began = True, -REPORT_PAUSE
         self._child: subprocess.Popen[bytes] | None = None
 
     def due(self) -> None:
         """There is something new."""
         self._due = True
 
-    def poll(self) -> bool:
-        """Begin, or look whether it is done. Whether all is written."""
+    def poll(self, at_once: bool = False) -> bool:
+        """Begin, or look whether it is done. Whether all is written. at_once: without a pause after the last time."""
         if self._child is not None:
             code = self._child.poll()
             if code is None and time.monotonic() - self._began > REPORT_SECONDS:
@@ -57,7 +60,11 @@ class Reports:
             if code:
                 self.say(f"WARNING: the incidents' files could not be written (code {code}): see {self._log}")
         if self._due and self.run.journal.exists():
+            if not at_once and time.monotonic() - self._began < REPORT_PAUSE:
+                return False
             self._due, self._began = False, time.monotonic()
+            if not self._has_incidents():
+                return True
             command = [sys.executable, "-m", "megastable.report.postmortem", str(self.run.root)]
             with suppress(OSError):
                 self.run.logs.mkdir(exist_ok=True)
@@ -72,8 +79,15 @@ class Reports:
 
     def finish(self) -> None:
         """Wait until all is written."""
-        while not self.poll():
+        while not self.poll(at_once=True):
             time.sleep(0.05)
+
+    def _has_incidents(self) -> bool:
+        """Most runs have none for long. Of the bytes: what is wrong with a journal is the other process's to say."""
+        try:
+            return b'"incident"' in self.run.journal.read_bytes()
+        except OSError:
+            return True
 
     @property
     def _log(self) -> Path:

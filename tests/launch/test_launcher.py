@@ -16,9 +16,11 @@ from drills import runner
 from drills.plan import Policy
 from megastable.run.directory import RunDirectory
 from megastable.supervise.processes import LAUNCHER, command, free_port
+from tests.distributed import run_main
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = str(ROOT / "launch/recipes/quickstart.yaml")
 TINY = (
     "model.layers=2 model.hidden=64 model.heads=2 model.kv_heads=2 model.ffn=128 model.sequence_length=64 "
     "train.steps=3 train.global_batch=8 train.micro_batch=2 train.eval_interval=0 train.eval_samples=8 "
@@ -30,7 +32,7 @@ def launch(ranks: int, *arguments: str, port: int = 0) -> subprocess.CompletedPr
     command = [
         *LAUNCHER, "--num_gpus", str(ranks), "--master_port", str(port or free_port()), "--module",
         "megastable.train",
-        "launch/recipes/quickstart.yaml", *arguments,
+        QUICKSTART, *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -51,6 +53,14 @@ def test_tensor_and_pipeline_parallel_on_four_ranks(corpus: Path, tmp_path: Path
     assert (run / "checkpoints/latest").read_text() == "step-3"
 
 
+def test_bad_input_is_told_once_by_the_launcher_too(tmp_path: Path) -> None:
+    """It ends the other rank, which would tell it again a while later."""
+    done = launch(2, *TINY, f"run.dir={tmp_path / 'run'}", "model.layer=3")
+    assert done.returncode == 2
+    assert done.stderr.count("model.layer: unknown key; did you mean model.layers?") == 1
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("ranks", "override", "message"),
     [
@@ -62,9 +72,8 @@ def test_tensor_and_pipeline_parallel_on_four_ranks(corpus: Path, tmp_path: Path
 def test_bad_input_is_told_once_without_a_traceback(
     ranks: int, override: str, message: str, tmp_path: Path
 ) -> None:
-    done = launch(ranks, *TINY, f"run.dir={tmp_path / 'run'}", override)
-    assert done.returncode == 2
-    assert done.stderr.count(message) == 1
+    done = run_main(ranks, tmp_path / "said", QUICKSTART, *TINY, f"run.dir={tmp_path / 'run'}", override)
+    assert (done.code, done.stderr.count(message)) == (2, 1)
     assert "Traceback" not in done.stdout + done.stderr
 
 
@@ -74,8 +83,10 @@ def test_a_port_in_use_is_told_with_the_remedy(mark: list[str], code: int, tmp_p
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
-        done = launch(1, *TINY, f"run.dir={tmp_path / 'run'}", *mark, port=taken.getsockname()[1])
-    assert done.returncode == code and "--master_port" in done.stderr
+        port = taken.getsockname()[1]
+        run = f"run.dir={tmp_path / 'run'}"
+        done = run_main(1, tmp_path / "said", QUICKSTART, *TINY, run, *mark, port=port)
+    assert done.code == code and "--master_port" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 
 
@@ -83,13 +94,12 @@ def test_the_launcher_needs_no_script_beside_the_interpreter(tmp_path: Path) -> 
     """As where DeepSpeed is on PYTHONPATH: a python alone in its folder."""
     alone = tmp_path / "python"
     alone.symlink_to(Path(sys.executable).resolve())
-    started = [
+    for made in (
         command(RunDirectory(tmp_path), 1, "megastable.train", "recipe.yaml", [], []),
         runner.command(Policy.CLIPPING, tmp_path / "recipe.yaml", [], 2),
-    ]
+    ):
+        assert tuple(made[:3]) == LAUNCHER and made[0] == sys.executable
     environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "DS_ACCELERATOR": "cpu"}
-    for made in started:
-        assert made[0] == sys.executable
-        command_line = [alone, *made[1:3], "--help"]
-        done = subprocess.run(command_line, env=environment, timeout=PATIENCE, text=True, capture_output=True)
-        assert done.returncode == 0 and "--master_port" in done.stdout, done.stderr
+    command_line = [alone, *LAUNCHER[1:], "--help"]
+    done = subprocess.run(command_line, env=environment, timeout=PATIENCE, text=True, capture_output=True)
+    assert done.returncode == 0 and "--master_port" in done.stdout, done.stderr

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from megastable.run import records
-from megastable.supervise.processes import LAUNCHER, free_port
+from megastable.supervise.processes import LAUNCHER
+from tests.distributed import run_main
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO_HOSTS = Path(__file__).with_name("two_hosts.sh")
 STEPS = 6
-# Whatever is started behind this ends with it, and it ends with the tests.
-CONTAINED = "setpriv --pdeathsig KILL unshare --pid --fork --kill-child --mount-proc".split()
 # What `two_hosts.sh` does with namespaces, the network in them and mounts, and nothing else.
 TRIAL = (
     "ip link add try0 type bridge && ip link add try1 type veth peer name try2 && mount -t tmpfs tmpfs /run"
@@ -45,8 +44,8 @@ def arguments(corpus: Path, run: Path) -> list[str]:
         f"train.steps={STEPS} train.global_batch=8 train.micro_batch=2 train.eval_interval=0 train.eval_samples=8 "
         f"checkpoint.interval=0 logging.tensorboard=false logging.peak_tflops=1 run.dir={run}"
     ).split()
-    recipe = "launch/recipes/quickstart.yaml"
-    return ["--module", "megastable.train", recipe, *overrides, f"data.corpora=[{{path: {corpus}}}]"]
+    recipe = str(ROOT / "launch/recipes/quickstart.yaml")
+    return [recipe, *overrides, f"data.corpora=[{{path: {corpus}}}]"]
 
 
 def train(*command: str | Path) -> str:
@@ -72,10 +71,10 @@ def test_two_hosts_train_what_one_does(corpus: Path, tmp_path: Path) -> None:
         pytest.skip(reason)
     hosts = tmp_path / "hosts"
     hosts.mkdir()
-    launcher: list[str | Path] = [*LAUNCHER, "--hostfile", hosts / "hostfile"]
+    launcher = [*LAUNCHER, "--hostfile", hosts / "hostfile", "--module", "megastable.train"]
     printed = train("bash", TWO_HOSTS, hosts, *launcher, *arguments(corpus, tmp_path / "across"))
-    launcher = [*LAUNCHER, "--num_gpus", "2", "--master_port", str(free_port())]
-    train(*CONTAINED, *launcher, *arguments(corpus, tmp_path / "single"))
+    done = run_main(2, tmp_path / "said", *arguments(corpus, tmp_path / "single"))
+    assert done.code == 0, done
 
     summary = json.loads((tmp_path / "across" / "summary.json").read_text())
     assert (summary["steps"], summary["world_size"], summary["data"]) == (STEPS, 2, 2)

@@ -117,24 +117,34 @@ def page(driver: webdriver.Chrome) -> Iterator[Pages]:
 
 @pytest.fixture(scope="module")
 def large() -> Sheet:
+    """Of texts as long as real ones: 20 MB."""
     return scan(ROWS, words=400, heated=False)
 
 
 @pytest.fixture(scope="module")
 def large_file(large: Sheet, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("large") / "sheet.html"
-    file.write_text(as_html(large), encoding="utf-8")
+    return written(large, tmp_path_factory.mktemp("large") / "sheet.html")
+
+
+@pytest.fixture(scope="module")
+def long() -> Sheet:
+    """As many rows with short texts, which are read soon."""
+    return scan(ROWS, words=28, heated=False)
+
+
+@pytest.fixture(scope="module")
+def long_file(long: Sheet, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(long, tmp_path_factory.mktemp("long") / "sheet.html")
+
+
+def written(sheet: Sheet, file: Path) -> Path:
+    file.write_text(as_html(sheet), encoding="utf-8")
     return file
 
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[Sheet], Path]:
-    def put(sheet: Sheet) -> Path:
-        file = tmp_path / "a sheet.html"
-        file.write_text(as_html(sheet), encoding="utf-8")
-        return file
-
-    return put
+    return lambda sheet: written(sheet, tmp_path / "a sheet.html")
 
 
 def hostile_sheet() -> Sheet:
@@ -159,11 +169,11 @@ def test_of_ten_thousand_rows_few_are_drawn(page: Pages, large_file: Path) -> No
     assert page.places()[0] == 0 and len(page.places()) < 60
 
 
-def test_the_end_of_the_scroll_is_the_last_row(page: Pages, large_file: Path, large: Sheet) -> None:
-    page.open(large_file)
+def test_the_end_of_the_scroll_is_the_last_row(page: Pages, long_file: Path, long: Sheet) -> None:
+    page.open(long_file)
     page.run("const b = document.getElementById('box'); b.scrollTop = b.scrollHeight")
     page.until(lambda: page.places()[-1] == ROWS - 1)
-    assert page.rows()[-1][:2] == [large.rows[-1]["shard"], str(large.rows[-1]["document"])]
+    assert page.rows()[-1][:2] == [long.rows[-1]["shard"], str(long.rows[-1]["document"])]
     box, last = page.find("#box").rect, page.find(f"#row-{ROWS - 1}").rect
     assert abs(last["y"] + last["height"] - box["y"] - box["height"]) < 3
     assert len(page.places()) < 60
@@ -171,21 +181,21 @@ def test_the_end_of_the_scroll_is_the_last_row(page: Pages, large_file: Path, la
     page.until(lambda: page.places()[0] < 5000 < page.places()[-1])
 
 
-def test_a_click_on_a_head_sorts(page: Pages, large_file: Path, large: Sheet) -> None:
-    page.open(large_file)
-    tokens = [row["tokens"] for row in large.rows]
+def test_a_click_on_a_head_sorts(page: Pages, long_file: Path, long: Sheet) -> None:
+    page.open(long_file)
+    tokens = [row["tokens"] for row in long.rows]
     head = page.all("th")[4]
     head.find_element(By.TAG_NAME, "button").click()
     assert head.get_attribute("aria-sort") == "descending"
     down = sorted(range(ROWS), key=lambda i: -tokens[i])
-    assert [row[1] for row in page.rows()[:20]] == [str(large.rows[i]["document"]) for i in down[:20]]
+    assert [row[1] for row in page.rows()[:20]] == [str(long.rows[i]["document"]) for i in down[:20]]
     head.find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
     assert head.get_attribute("aria-sort") == "ascending"
     up = sorted(range(ROWS), key=lambda i: tokens[i])  # stable: equal ones stay as they were
-    assert [row[1] for row in page.rows()[:20]] == [str(large.rows[i]["document"]) for i in up[:20]]
+    assert [row[1] for row in page.rows()[:20]] == [str(long.rows[i]["document"]) for i in up[:20]]
     assert "sort=tokens" in page.driver.current_url
     head.find_element(By.TAG_NAME, "button").click()
-    assert head.get_attribute("aria-sort") == "none" and page.rows()[0][1] == str(large.rows[0]["document"])
+    assert head.get_attribute("aria-sort") == "none" and page.rows()[0][1] == str(long.rows[0]["document"])
 
 
 def test_a_search_wants_all_words_in_the_row_or_its_texts(
@@ -204,11 +214,11 @@ def test_a_search_wants_all_words_in_the_row_or_its_texts(
     assert page.shown == "10,000 rows" and page.find("#search").get_attribute("value") == ""
 
 
-def test_chips_lists_and_bars_pick_rows(page: Pages, large_file: Path, large: Sheet) -> None:
-    page.open(large_file)
+def test_chips_lists_and_bars_pick_rows(page: Pages, long_file: Path, long: Sheet) -> None:
+    page.open(long_file)
 
     def count(wanted: Callable[[Any], bool]) -> str:
-        return f"{sum(map(wanted, large.rows)):,} of 10,000 rows"
+        return f"{sum(map(wanted, long.rows)):,} of 10,000 rows"
 
     chips = {page.run("return arguments[0].firstChild.data", chip): chip for chip in page.all(".chip")}
     chips["noise"].click()
@@ -223,7 +233,7 @@ def test_chips_lists_and_bars_pick_rows(page: Pages, large_file: Path, large: Sh
         lambda row: row["kind"] in ("noise", "markup") and row["read"] and row["shard"] == shard
     )
     page.find("#clear").click()
-    edges, bars = large.histograms[0].edges, page.all(".chart:first-child .bin")
+    edges, bars = long.histograms[0].edges, page.all(".chart:first-child .bin")
     bars[18].click()
     assert page.shown == count(lambda row: edges[18] <= row["score"] < edges[19])
     assert bars[18].get_attribute("aria-pressed") == "true"
@@ -306,8 +316,8 @@ def test_heights_are_logarithms_where_some_bars_could_not_be_seen(
     assert page.find(".chart .bin title").get_attribute("textContent") == "0 to 1: 40"
 
 
-def test_the_address_keeps_what_was_asked(page: Pages, large_file: Path) -> None:
-    page.open(large_file, "#search=click+now&sort=-copies&is.kind=repetition&bars.0=16-20&row=7")
+def test_the_address_keeps_what_was_asked(page: Pages, long_file: Path) -> None:
+    page.open(long_file, "#search=click+now&sort=-copies&is.kind=repetition&bars.0=16-20&row=7")
     first, shown = page.rows(), page.shown
     assert page.find("#search").get_attribute("value") == "click now" and "of 10,000 rows" in shown
     assert page.all("th")[7].get_attribute("aria-sort") == "descending"
@@ -315,9 +325,9 @@ def test_the_address_keeps_what_was_asked(page: Pages, large_file: Path) -> None
     fragment = "#" + page.driver.current_url.split("#")[1]
     page.find("#clear").click()
     assert "#" not in page.driver.current_url and page.shown == "10,000 rows"
-    page.open(large_file, fragment)
+    page.open(long_file, fragment)
     assert (page.rows(), page.shown) == (first, shown)
-    page.open(large_file, "#sort=nothing&is.nothing=x&bars.0=9-999&bars.7=1-2&row=-4&%ff=%")
+    page.open(long_file, "#sort=nothing&is.nothing=x&bars.0=9-999&bars.7=1-2&row=-4&%ff=%")
     assert page.shown == "10,000 rows" and not page.find("#reader").is_displayed()
 
 
@@ -408,19 +418,19 @@ def test_sorting_puts_what_has_no_value_last(page: Pages, write: Callable[[Sheet
         assert "".join(row[2] for row in page.rows()) == order
 
 
-def test_a_phone_and_paper(page: Pages, large_file: Path) -> None:
+def test_a_phone_and_paper(page: Pages, long_file: Path) -> None:
     driver = page.driver
     try:
         size = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        page.open(large_file)
+        page.open(long_file)
         assert page.run("return document.documentElement.scrollWidth") <= 390
         page.run("document.getElementById('row-2').click()")
         reader = page.find("#reader").rect
         assert reader["width"] == 390 and page.find(".reader pre").is_displayed()
     finally:
         driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    page.open(large_file)
+    page.open(long_file)
     page.run("dispatchEvent(new Event('beforeprint'))")
     assert len(page.places()) == 2000
     page.run("dispatchEvent(new Event('afterprint'))")

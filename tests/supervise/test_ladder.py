@@ -30,35 +30,40 @@ from megastable.supervise.notifiers import Audience
 from megastable.supervise.processes import FLAG
 from megastable.supervise.supervisor import Supervisor
 from tests.conftest import tiny, write_corpus
+from tests.patience import PATIENCE
 
 # What stands in for the training: trains from step `begin` to `until`, a hundredth of a second each, then ends.
+# It imports nothing of ours: that would take ten times longer than the rest of it.
 PROGRAM = """
 import json, os, signal, sys, time
 from pathlib import Path
-from megastable.run.directory import RunDirectory
 mark = next(a for a in sys.argv if a.startswith("--supervised="))
 number, root = mark.removeprefix("--supervised=").split("@")
-run, number = RunDirectory(Path(root)), int(number)
-plan = json.loads((Path(root) / "plan.json").read_text())
+number, told = int(number), json.loads(Path(root, "plan.json").read_text())
+journal, control, progress, logs = (Path(path) for path in told["paths"])
+def note(event, **fields):
+    with journal.open("a") as file:
+        file.write(json.dumps({"time": time.time(), "event": event, **fields}) + "\\n")
+plan = told["attempts"]
 plan = plan[min(number, len(plan)) - 1]
-assert json.loads(run.control.read_text())["attempt"] == number
+assert json.loads(control.read_text())["attempt"] == number
 if "begin" in plan:
-    run.note("training", step=plan["begin"])
+    note("training", step=plan["begin"])
     for step in range(plan["begin"], plan["until"] + 1):
         facts = {"attempt": number, "pid": os.getpid(), "host": "here", "time": 0, "phase": "step", "world": 1}
         facts |= {"steps": 99, "step": step, "cursor": 8 * step, "seconds": 0.01}
-        run.progress.with_suffix(".tmp").write_text(json.dumps(facts))
-        os.replace(run.progress.with_suffix(".tmp"), run.progress)
+        progress.with_suffix(".tmp").write_text(json.dumps(facts))
+        os.replace(progress.with_suffix(".tmp"), progress)
         time.sleep(0.01)
 if "event" in plan:
-    run.note(plan["event"])
+    note(plan["event"])
 for old, new in plan.get("moves", []):
     os.replace(old, new)
 if "words" in plan:
-    (run.logs / f"attempt-{number:04d}").mkdir(exist_ok=True)
+    (logs / f"attempt-{number:04d}").mkdir(exist_ok=True)
     words = {"rank": 0, "host": plan.get("host", "here"), "pid": 1, "time": 0, "step": plan["until"], "alone": True}
     words |= {"cursor": 8 * plan["until"], "code": plan["code"], "error": plan["words"], "where": "data.py:7"}
-    (run.logs / f"attempt-{number:04d}/rank-0.json").write_text(json.dumps(words))
+    (logs / f"attempt-{number:04d}/rank-0.json").write_text(json.dumps(words))
 if plan.get("hang"):
     time.sleep(60)
 print(plan.get("prints", "the last line"), flush=True)
@@ -95,11 +100,17 @@ class Ladder:
     def supervisor(self, *given: str) -> Supervisor:
         return Supervisor(self.config, self.run, self.quiet, "recipe.yaml", self.overrides, given)
 
+    def plan(self, *attempts: dict[str, Any]) -> None:
+        """What the programs do, the last one again and again."""
+        run = self.run
+        paths = [str(path) for path in (run.journal, run.control, run.progress, run.logs)]
+        (run.root / "plan.json").write_text(json.dumps({"paths": paths, "attempts": attempts}))
+
     def __call__(
         self, *plan: dict[str, Any], given: tuple[str, ...] = ()
     ) -> tuple[int, list[dict[str, Any]]]:
         """Exit code, and the ends of all attempts."""
-        (self.run.root / "plan.json").write_text(json.dumps(plan))
+        self.plan(*plan)
         code = self.supervisor(*given).supervise()
         return code, list(self.run.events("ended"))
 
@@ -118,6 +129,7 @@ def ladder(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
     ladder = Ladder(corpus, tmp_path)
     monkeypatch.setattr(module, "command", command)
+    monkeypatch.setattr(module, "LOOK", 0.05)  # its programs live for a few tenths of a second
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield ladder
     for number, handler in before.items():
@@ -216,7 +228,10 @@ def test_a_handover_is_started_again_at_once(ladder: Ladder) -> None:
     assert code == errors.OK and len(ends) == 2 and ladder.incidents() == []
 
 
-def test_a_hang_is_ended_and_what_is_known_of_it_is_kept(ladder: Ladder) -> None:
+def test_a_hang_is_ended_and_what_is_known_of_it_is_kept(
+    ladder: Ladder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "STACKS", 0.5)  # it leaves none
     code, ends = ladder({"begin": 0, "until": 9, "hang": True}, FINISHED)
     assert code == errors.OK and ends[0]["hung"] and ends[0]["what"] == "hang in step"
     assert ends[0]["code"] != 0, "by itself it would have slept for a minute, and ended with 0"
@@ -254,7 +269,7 @@ def test_a_torn_journal_and_foreign_lines_do_no_harm(ladder: Ladder) -> None:
 
 def test_attempts_that_still_run_are_found_by_their_mark(ladder: Ladder) -> None:
     """A supervisor that was killed leaves its processes; another takes the newest over, and ends the others."""
-    (ladder.run.root / "plan.json").write_text(json.dumps([{"hang": True}, FINISHED | {"until": 150}]))
+    ladder.plan({"begin": 0, "until": 0, "hang": True}, FINISHED | {"until": 150})
     old = []
     for number in (1, 2):
         ladder.run.note("supervisor", what="started", pid=1, host="gone")
@@ -264,7 +279,10 @@ def test_attempts_that_still_run_are_found_by_their_mark(ladder: Ladder) -> None
             os.P_NOWAIT, sys.executable, [sys.executable, "-c", PROGRAM, f"{FLAG}={number}@{ladder.run.root}"]
         )
         old.append(pid)
-        time.sleep(1.0)
+        until = time.monotonic() + PATIENCE
+        while ladder.supervisor().wire.progress(number) is None:
+            assert time.monotonic() < until
+            time.sleep(0.01)
     code = ladder.supervisor().supervise()
     ended = [os.waitpid(pid, 0)[1] for pid in old]
     assert code == errors.OK and ended == [signal.SIGKILL, 0]
@@ -451,19 +469,8 @@ def test_nohup_is_respected_and_a_dead_terminal_survived(ladder: Ladder) -> None
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     signal.signal(signal.SIGHUP, before)
     full = Path("/dev/full").open("w")  # noqa: SIM115 (its end fails, too)
-    audience = Audience(ladder.config, ladder.run, ladder.run.note)
-    audience.console.file = full
-    audience.say("nobody hears it")
+    deaf = Audience(ladder.config, ladder.run, ladder.run.note)
+    deaf.console.file = full
+    deaf.say("nobody hears it")
     with contextlib.suppress(OSError):
         full.close()
-
-
-def test_people_are_told_of_an_alert(ladder: Ladder, tmp_path: Path) -> None:
-    """Once when it begins and once when it is over, with the reason; the reports are written anew."""
-    told: list[tuple[str, str]] = []
-    audience = Audience(ladder.config, ladder.run, ladder.run.note)
-    audience.hooks.notify = lambda event, text, facts: told.append((event, text))  # type: ignore[method-assign]
-    audience.event({"event": "alert", "what": "begun", "step": 7, "reason": "the 8 rewinds are spent"})
-    audience.event({"event": "alert", "what": "over", "step": 70})
-    assert [event for event, _ in told] == ["alert begun", "alert over"]
-    assert told[0][1].endswith("training goes on: the 8 rewinds are spent") and "is over" in told[1][1]

@@ -25,7 +25,7 @@ __all__ = ["clean"]  # the fixture
 
 def test_a_supervised_run_never_meets_what_was_planted(clean: Path, tmp_path: Path) -> None:
     config, bad = planted(clean, tmp_path, "random", 20)
-    given = Supervised(config, tmp_path, steps=60)
+    given = Supervised(config, tmp_path, steps=32)
     given.start()
     assert given.finish() == 0, given.output.read_text()
     run = given.run

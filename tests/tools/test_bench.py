@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from benchmarks.costs import COMPONENTS, MEANING, assess, estimate, table
+from tests.tools.cli import call
+from tools.bench import app
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -130,7 +132,8 @@ def test_the_table_fits_a_terminal() -> None:
 
 def test_false_alarms_beside_planted_faults(tmp_path: Path) -> None:
     file = tmp_path / "noise.json"
-    done = bench("noise", "--steps", 200, "--faults", 1, "--kind", "white", "--no-norms", "--json", file)
+    options = "--steps", 200, "--faults", 1, "--kind", "white", "--no-norms", "--json", file
+    done = call(app, "noise", *options, cwd=ROOT, columns=90)
     assert done.returncode == 0, done.stderr
     alarms, *faults = json.loads(file.read_text())
     assert (alarms["kind"], alarms["steps"], alarms["rewinds"]) == ("white", 200, 0)

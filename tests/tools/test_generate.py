@@ -14,6 +14,8 @@ import pytest
 
 from tests.generate.runs import run_with_tokenizer
 from tests.patience import PATIENCE
+from tests.tools.cli import call
+from tools.generate import app
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
@@ -34,35 +36,22 @@ def command(*arguments: object) -> list[str]:
 
 
 def generate(*arguments: object, code: int = 0, given: bytes = b"") -> tuple[str, str]:
-    done = subprocess.run(command(*arguments), env=ENVIRONMENT, capture_output=True, input=given)
-    out, err = done.stdout.decode(), done.stderr.decode()
-    assert done.returncode == code, err
-    assert "Traceback" not in err
-    return out, err
+    done = call(app, *arguments, cwd=ROOT, columns=100, given=given)
+    assert done.returncode == code, done.stderr
+    return done.stdout, done.stderr
 
 
 def test_a_pipe_is_continued_as_text_and_as_json(run: Path) -> None:
-    out, err = generate(run, "--max-tokens", 8, "--seed", 1, given=b"def f(\n")
-    assert "seed 1; " in err and "tokens/s" in err
-    told, err = generate(
-        run / "checkpoints/step-7",
-        "--prompt",
-        "def f(",
-        "--max-tokens",
-        8,
-        "--seed",
-        1,
-        "--json",
-        "--number",
-        2,
-    )
+    """The text by a process of its own."""
+    asked = command(run, "--max-tokens", 8, "--seed", 1)
+    alone = subprocess.run(asked, env=ENVIRONMENT, capture_output=True, input="def f(\n", text=True)
+    assert alone.returncode == 0 and "seed 1; " in alone.stderr and "tokens/s" in alone.stderr
+    wanted = ("--prompt", "def f(", "--max-tokens", 8, "--seed", 1, "--json", "--number", 2)
+    told, err = generate(run / "checkpoints/step-7", *wanted)
     answer = json.loads(told)
     assert answer["prompt"] == "def f(" and answer["step"] == 7 and err == ""
-    assert (
-        answer["samples"][0]["text"].rstrip("\n")
-        == out.rstrip("\n")
-        != answer["samples"][1]["text"].rstrip("\n")
-    )
+    first, second = (sample["text"].rstrip("\n") for sample in answer["samples"])
+    assert first == alone.stdout.rstrip("\n") != second
 
 
 @pytest.mark.parametrize(

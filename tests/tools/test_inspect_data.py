@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import importlib.util
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from megastable.run.directory import RunDirectory
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.report.runs import data_incident, make_run
+from tests.tools.cli import Done, call
+from tools.inspect_data import app
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
@@ -30,32 +28,16 @@ ENVIRONMENT = os.environ | {
     "TERM": "dumb",
     "DS_ACCELERATOR": "cpu",
 }
-spec = importlib.util.spec_from_file_location("inspect_data", ROOT / "tools" / "inspect_data.py")
-assert spec is not None and spec.loader is not None
-tool = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
 COMMANDS = ("step", "incident", "document", "run", "scan", "score", "ahead")
 
 
-@dataclass
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 def inspect(*arguments: object, cwd: Path | None = None) -> Done:
-    """In this process: starting one takes longer than what it does. What ends it is what would end a process."""
-    with contextlib.chdir(cwd or ROOT):
-        done = CliRunner().invoke(tool.app, list(map(str, arguments)), env={"COLUMNS": "200", "TERM": "dumb"})
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return Done(done.exit_code, done.stdout, done.stderr)
+    return call(app, *arguments, cwd=cwd or ROOT)
 
 
 def result(*arguments: object, cwd: Path | None = None) -> dict[str, Any]:
-    """What a process of its own says, and that it says nothing else."""
-    command = [sys.executable, str(ROOT / "tools" / "inspect_data.py"), *map(str, arguments), "--json"]
-    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True)
+    """What it says to machines, and that it says nothing else."""
+    done = inspect(*arguments, "--json", cwd=cwd)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return dict(json.loads(done.stdout))
 
@@ -67,8 +49,11 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_step_for_people_machines_spreadsheets_and_browsers(run: Path, tmp_path: Path) -> None:
-    told = result("step", run, "30-31")
-    assert {row["step"] for row in told["rows"]} == {30, 31}
+    """The first of them by a process of its own."""
+    command = [sys.executable, str(ROOT / "tools" / "inspect_data.py"), "step", str(run), "30-31", "--json"]
+    alone = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert (alone.returncode, alone.stderr) == (0, ""), alone.stderr
+    assert {row["step"] for row in json.loads(alone.stdout)["rows"]} == {30, 31}
     done = inspect("step", run, "30", "--csv", tmp_path / "x.csv", "--html", tmp_path / "x.html", "--rows", 3)
     assert done.returncode == 0 and "refused" in done.stdout and "written: " in done.stdout
     rows = list(csv.DictReader(io.StringIO((tmp_path / "x.csv").read_text())))

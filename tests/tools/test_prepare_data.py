@@ -15,8 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megastable.data import stdlib
 from tests.data.texts import EOD_NAME, documents, hugging_face_file, sentencepiece_file, source_code
 from tests.patience import PATIENCE
+from tests.tools.cli import Done, call
+from tools.prepare_data import app
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "xterm"}
@@ -26,8 +29,8 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, str(ROOT / "tools" / "prepare_data.py"), *map(str, arguments)]
 
 
-def run(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True)
+def run(*arguments: object, cwd: Path) -> Done:
+    return call(app, *arguments, cwd=cwd)
 
 
 def result(*arguments: object, cwd: Path) -> dict[str, object]:
@@ -153,7 +156,10 @@ def test_options_choose_files_columns_and_the_type_of_ids(tmp_path: Path) -> Non
     assert result("verify", "adopted", cwd=tmp_path)["fingerprint"] == adopted["fingerprint"]
 
 
-def test_the_embedded_corpus_is_made_once(tmp_path: Path) -> None:
+def test_the_embedded_corpus_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a part of it; all of it is made in tests/data/test_stdlib.py."""
+    part = stdlib.stdlib_files()[::10]
+    monkeypatch.setattr(stdlib, "stdlib_files", lambda: part)
     options = ("stdlib", "--output", "stdlib", "--vocab-size", 1024, "--workers", 2)
     assert [result(*options, cwd=tmp_path)["action"] for _ in range(2)] == ["prepared", "reused"]
     assert os.listdir(tmp_path) == ["stdlib"]
@@ -187,7 +193,8 @@ def test_bad_input_is_a_message_and_2(folder: Path, arguments: tuple[object, ...
 
 
 def test_help_shows_examples(tmp_path: Path) -> None:
-    shown = run("--help", cwd=tmp_path)
+    """The first of it by a process of its own."""
+    shown = subprocess.run(command("--help"), cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert shown.returncode == 0
     for name in ("tokenizer", "shards", "stdlib", "manifest", "verify"):
         assert f"python tools/prepare_data.py {name} " in shown.stdout

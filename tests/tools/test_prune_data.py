@@ -18,6 +18,8 @@ from benchmarks.prune_speed import prune_cost
 from megastable.data.manifest import Manifest
 from tests.forensics.shelves import Plain, corpus
 from tests.patience import PATIENCE
+from tests.tools.cli import Done, call
+from tools.prune_data import app
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "prune_data.py"
@@ -28,8 +30,8 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, str(TOOL), *map(str, arguments)]
 
 
-def run(*arguments: object, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command(*arguments), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True)
+def run(*arguments: object, cwd: Path, code: int = 0) -> Done:
+    done = call(app, *arguments, cwd=cwd)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     return done
@@ -113,7 +115,7 @@ def test_mistakes(folder: Path, arguments: str, message: str) -> None:
 
 
 def test_help_has_examples_of_every_command() -> None:
-    told = run("--help", cwd=ROOT).stdout
+    told = subprocess.run(command("--help"), env=ENVIRONMENT, capture_output=True, text=True).stdout
     for name in ("plan", "apply", "verify"):
         assert f"python tools/prune_data.py {name} " in told
         assert run(name, "--help", cwd=ROOT).stdout

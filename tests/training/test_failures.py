@@ -8,10 +8,10 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
-import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from megastable.data.skip_ledger import SkipEntry, append
 from megastable.run import records
 from megastable.run.directory import RunDirectory
 from tests.conftest import tiny, write_corpus
-from tests.distributed import run_ranks
+from tests.distributed import run_main, run_ranks
 from tests.patience import PATIENCE
 from tests.training.test_resume import identical
 
@@ -306,38 +306,23 @@ def test_a_disk_without_any_room(corpus: Path, tmp_path: Path) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
+def break_the_training() -> None:
+    """It ends in an error that nobody foresaw while a thread is at work."""
+    from megastable import train as module
+
+    def broken(*_: Any) -> int:
+        ThreadPoolExecutor(1).submit(time.sleep, 10 * PATIENCE)
+        raise RuntimeError("the chip is gone")
+
+    module.train = broken
+
+
 def test_an_unforeseen_error_does_not_wait_for_a_save(corpus: Path, tmp_path: Path) -> None:
     """The interpreter waits for its threads when it ends; the others wait for this rank to be gone."""
-    code = """
-import sys, time
-from concurrent.futures import ThreadPoolExecutor
-from megastable import train
-def broken(*_):
-    ThreadPoolExecutor(1).submit(time.sleep, 600)
-    raise RuntimeError("the chip is gone")
-train.train = broken
-train.main(sys.argv[1:])
-"""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(tiny(corpus, tmp_path / "run").model_dump_json())
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(recipe)],
-        env=os.environ | place,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == errors.FAILED and "RuntimeError: the chip is gone" in done.stderr
+    done = run_main(1, tmp_path / "said", str(recipe), prepare=break_the_training)
+    assert done.code == errors.FAILED and "RuntimeError: the chip is gone" in done.stderr
 
 
 def break_the_writer() -> None:
