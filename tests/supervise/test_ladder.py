@@ -231,7 +231,7 @@ def test_a_handover_is_started_again_at_once(ladder: Ladder) -> None:
 def test_a_hang_is_ended_and_what_is_known_of_it_is_kept(
     ladder: Ladder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "STACKS", 0.5)  # it leaves none
+    monkeypatch.setattr(rank_files, "STACKS", 0.5)  # it leaves none
     code, ends = ladder({"begin": 0, "until": 9, "hang": True}, FINISHED)
     assert code == errors.OK and ends[0]["hung"] and ends[0]["what"] == "hang in step"
     assert ends[0]["code"] != 0, "by itself it would have slept for a minute, and ended with 0"
