@@ -24,7 +24,7 @@ from megastable.data.corpora import open_corpora
 from megastable.data.skip_ledger import Ledger, read_ledger
 from megastable.data.skips import Selection
 from megastable.run.directory import RunDirectory
-from megastable.supervise import failed_data
+from megastable.supervise import failed_data, rank_files
 from megastable.supervise import supervisor as module
 from megastable.supervise.notifiers import Audience
 from megastable.supervise.processes import FLAG
