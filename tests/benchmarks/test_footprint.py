@@ -48,7 +48,8 @@ def test_formulas_hold() -> None:
         assert 0.99 * row.building_expected <= row.building <= (1 + more) * row.building_expected, row
         # A step that is looked at, and a diagnosis, need no more than any other step, but for counts of FP8 and what
         # gloo has not given back yet.
-        assert row.watched <= row.total * (1.01 if row.layout in SOME else 1.05), row
+        late = "ZeRO 3" in row.layout or row.layout not in SOME
+        assert row.watched <= row.total * (1.05 if late else 1.01), row
         assert row.located <= row.total * 1.01, row
 
 
