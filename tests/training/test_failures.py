@@ -24,6 +24,7 @@ from megastable.config.tree import RunConfig
 from megastable.data.skip_ledger import SkipEntry, append
 from megastable.run import records
 from megastable.run.directory import RunDirectory
+from megastable.run.events.event import Event
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
 from tests.patience import PATIENCE
@@ -97,8 +98,8 @@ def batch(**options: Any) -> dict[str, Any]:
     return {"steps": 20, "global_batch": 8, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0} | options
 
 
-def events(run: Path, *kinds: str) -> list[dict[str, Any]]:
-    return list(RunDirectory(run).events(*kinds))
+def events(run: Path, *names: str) -> list[Event]:
+    return [e for e in RunDirectory(run).events() if e.event in names]
 
 
 @pytest.fixture(scope="module")
@@ -312,6 +313,7 @@ def test_an_unforeseen_error_does_not_wait_for_a_save(corpus: Path, tmp_path: Pa
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
 from megastable import train
+from megastable.run.events.event import Event
 def broken(*_):
     ThreadPoolExecutor(1).submit(time.sleep, 600)
     raise RuntimeError("the chip is gone")
