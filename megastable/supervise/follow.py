@@ -115,4 +115,4 @@ def _event(line: bytes) -> Event | None:
     if not line.rstrip().endswith(b"}"):
         return None
     event = event_of_line(line)
-    return event if event.event else None
+    return event if event.named else None

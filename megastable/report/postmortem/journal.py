@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from megastable.base import jsonl
@@ -40,11 +42,12 @@ class Journal:
         self._turns: list[int] = []
         odd = 0
         lines = jsonl.read(run.journal)[0]
-        for line, event in zip(lines, read_events(lines), strict=True):
-            if _sane(event):
-                self._add(event, line)
-            else:
-                odd += bool(line.strip())
+        with uncollected():
+            for line, event in zip(lines, read_events(lines), strict=True):
+                if _sane(event):
+                    self._add(event, line)
+                else:
+                    odd += bool(line.strip())
         self.problems = (
             [f"{run.journal.name}: {plural(odd, 'line')} left out: no event in JSON"] if odd else []
         )
@@ -87,6 +90,18 @@ class Journal:
         return slice(first, last + 1)
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """A million events are no garbage: looking for some among them again and again would take as long as reading."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def summary_of(event: Event) -> dict[str, Any]:
     """What an event says of the whole incident."""
     return tree(event.get("summary"))
@@ -101,7 +116,7 @@ def number_of(event: Event) -> int | None:
 def _sane(event: Event) -> bool:
     """Whether it has a name and a time."""
     time = event.get("time")
-    return bool(event.event) and isinstance(time, int | float) and 0 <= time < LATEST
+    return event.named and isinstance(time, int | float) and 0 <= time < LATEST
 
 
 def named_when(told: Sequence[Event]) -> list[tuple[float, list[Range], list[Range]]]:

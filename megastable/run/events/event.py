@@ -104,7 +104,7 @@ class Event:
     __slots__ = ("fields",)
 
     def __init__(self, /, **fields: Any) -> None:
-        object.__setattr__(self, "fields", {"event": self.NAME, **fields})
+        _give(self, {"event": self.NAME, **fields})
 
     def __init_subclass__(cls) -> None:
         for name, hint in get_type_hints(cls, include_extras=True).items():
@@ -115,7 +115,7 @@ class Event:
     def of(cls, entry: Mapping[str, Any]) -> Self:
         """An object of the journal as an event of this kind."""
         event = cls.__new__(cls)
-        object.__setattr__(event, "fields", entry)
+        _give(event, entry)
         return event
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -131,7 +131,8 @@ class Event:
         return self.fields.keys()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Event) and type(self) is type(other) and self.fields == other.fields
+        """With an event, or an object of a journal."""
+        return self.fields == (other.fields if isinstance(other, Event) else other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -147,9 +148,15 @@ class Event:
         return self if key not in self.fields else self.of({k: v for k, v in self.fields.items() if k != key})
 
     @property
+    def named(self) -> bool:
+        """Whether it is an event at all."""
+        return isinstance(self.fields.get("event"), str)
+
+    @property
     def event(self) -> str:
         """Its name in the journal; "" where it has none."""
-        return text(self.get("event")) or ""
+        name = self.fields.get("event")
+        return name if isinstance(name, str) else ""
 
     @property
     def time(self) -> float | None:
@@ -172,6 +179,9 @@ class Event:
     def because(self, key: str = "reason") -> str:
         """The end of a sentence: a reason, where there is one."""
         return f": {self[key]}" if self.get(key) else ""
+
+
+_give = Event.__dict__["fields"].__set__  # past __setattr__; a journal may have a million events
 
 
 class Other(Event):

@@ -41,7 +41,8 @@ def event_of_line(line: bytes) -> Event:
 def event_of(entry: Mapping[str, Any]) -> Event:
     """What an object of a journal says."""
     name = entry.get("event")
-    return (KINDS.get(name, Other) if isinstance(name, str) else Other).of(entry)
+    kind = KINDS.get(name, Other) if isinstance(name, str) else Other
+    return kind.of(entry)
 
 
 def latest(events: Iterable[Event]) -> dict[int, dict[str, Any]]:
