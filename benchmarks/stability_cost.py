@@ -50,6 +50,7 @@ from megastable.recovery.sample_replay import Trained
 from megastable.recovery.skipping import Skipping
 from megastable.run import directory
 from megastable.run.directory import RunDirectory
+from megastable.run.log import RunLog
 from megastable.stability import novelty
 from megastable.stability.actions import Action
 from megastable.stability.signals import Signals
@@ -130,7 +131,7 @@ class Bench:
         held = LayoutState(**vars(layout), zero=c.parallel.zero, precision=c.precision.kind)
         self.state = RunState(order_fingerprint=corpora.order_fingerprint, layout=held)
         self.recovery = Recovery(
-            c, self.engine, corpora.train, run, Skipping(c, run), run.note, say, lambda _: None
+            c, self.engine, corpora.train, run, Skipping(c, run), RunLog(run, say), lambda _: None
         )
         with redirect_stdout(io.StringIO()):  # no progress line of a training run
             self.observer = Observer(c, run, layout, self.engine.device, peak=1.0, done=0)

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict
 from megastable.data.plant import Planted
 from megastable.forensics.history import History
 from megastable.report.postmortem.sample_texts import Library
-from megastable.run.events import latest
+from megastable.run.events.reading import latest
+from megastable.run.events.stability_events import IncidentEvent
 
 
 class Fate(BaseModel):
@@ -48,7 +49,7 @@ def fate(run: Path, planted: Planted | None) -> Fate:
         # In the order of the corpus itself, before anything was put off.
         numbers = [position for first, end in planted.positions for position in range(first, end)]
         bad = set(Library(history.config).source.order.locate(numbers).sequence.tolist())
-    incidents = list(latest(history.run.events("incident")).values())
+    incidents = list(latest(history.run.events(IncidentEvent)).values())
     deferred = sum(end - first for i in incidents for first, end in i.get("deferred", ()))
     named = _documents(document for i in incidents for document in i.get("documents", ()))
     guilty = _documents(d.model_dump() for d in planted.documents) if planted is not None else set()

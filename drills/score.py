@@ -14,6 +14,10 @@ from drills.fate import Fate
 from drills.plan import Policy
 from drills.scenario import Scenario
 from megastable.run.directory import RunDirectory
+from megastable.run.events.event import Event
+from megastable.run.events.stability_events import Discarded, Handover, IncidentEvent, Located
+from megastable.run.events.supervisor_events import SupervisorEvent
+from megastable.run.events.training_events import Training, Unstable, Warned
 from megastable.stability.actions import Cause
 
 REACH = 30  # steps after a fault in which an alarm may be its consequence: as long as an action is verified
@@ -25,7 +29,7 @@ POISONED = {
     "poison_moments",
 }  # what is done from outside and shows in the numbers of training
 
-Event = dict[str, Any]
+Summary = dict[str, Any]
 NOBODY = Fate()
 
 
@@ -97,7 +101,7 @@ def score(
     explained, unexplained = alarms(events, scenario, struck, REACH if ours else math.inf)
     incidents = _latest(explained)
     actions = [action for incident in _latest(events) for action in incident.get("actions", ())]
-    warnings = [event.get("step", 0) for event in events if event["event"] == "warning"]
+    warnings = [event.get("step", 0) for event in events if isinstance(event, Warned)]
     kinds, causes = [i["kind"] for i in incidents], causes_of(incidents, events)
     return Score(
         scenario=scenario.name,
@@ -109,12 +113,12 @@ def score(
         val_loss=None if summary.get("val_loss") is None else float(summary["val_loss"]),
         reference=scenario.reference,
         steps_lost=steps_lost(events),
-        discarded=sum(event["event"] == "discarded" for event in events),
+        discarded=sum(isinstance(event, Discarded) for event in events),
         fate=fate,
         seconds_to_recover=_recovery(incidents, events, struck) if ours else None,
         incidents=len(_latest(events)),
-        rewinds=sum(event["event"] == "incident" and event["what"] == "rewound" for event in events),
-        handovers=sum(event["event"] == "handover" for event in events),
+        rewinds=sum(_rewound(event) for event in events),
+        handovers=sum(isinstance(event, Handover) for event in events),
         cuts=sum(action in ("cut_lr", "cap_lr") for action in actions),
         alerts=sum(action == "alert" for action in actions),
         warnings=len(warnings),
@@ -132,7 +136,7 @@ def ended(events: Sequence[Event], finished: bool) -> str:
     """How a run ended, in a word."""
     if finished:
         return "finished"
-    return "stopped" if any(event["event"] == "unstable" for event in events) else "dead"
+    return "stopped" if any(isinstance(event, Unstable) for event in events) else "dead"
 
 
 def is_right(named: Iterable[str], scenario: Scenario) -> bool:
@@ -154,9 +158,9 @@ def alarms(
     unexplained: list[Event] = []
     foreign: set[int] = set()  # numbers of incidents that were opened for nothing
     for event in events:
-        if event["event"] not in ("discarded", "incident"):
+        if not isinstance(event, Discarded | IncidentEvent):
             continue
-        incident = event["event"] == "incident"
+        incident = isinstance(event, IncidentEvent)
         if incident and event["what"] != "opened":
             if event["number"] not in foreign:
                 explained.append(event)
@@ -172,7 +176,7 @@ def alarms(
 def _explains(scenario: Scenario, event: Event, struck: float | None, reach: float) -> bool:
     if scenario.outside is not None:
         # The numbers of training are as they always are: whatever the trainer complains about is nothing.
-        by_trainer = event["event"] == "discarded" or "policy" in event
+        by_trainer = isinstance(event, Discarded) or "policy" in event
         disturbs = scenario.outside in POISONED
         return struck is not None and event["time"] >= struck and (disturbs or not by_trainer)
     if scenario.region is None and scenario.fault is None and not scenario.warning:
@@ -181,28 +185,31 @@ def _explains(scenario: Scenario, event: Event, struck: float | None, reach: flo
     return bool(scenario.step <= step < scenario.step + scenario.steps + reach)
 
 
-def _latest(events: Iterable[Event]) -> list[Event]:
+def _latest(events: Iterable[Event]) -> list[Summary]:
     """The incidents as they were told last, in order."""
-    told = {e["number"]: e["summary"] for e in events if e["event"] == "incident"}
+    told = {e["number"]: e["summary"] for e in events if isinstance(e, IncidentEvent)}
     return [told[number] for number in sorted(told)]
 
 
-def causes_of(incidents: Sequence[Event], events: Iterable[Event]) -> set[str]:
+def causes_of(incidents: Sequence[Summary], events: Iterable[Event]) -> set[str]:
     """What was named. Without an incident: what was said of a refused update that was looked into."""
     if incidents:
         return {incident["cause"] for incident in incidents}
-    found = {event["kind"] for event in events if event["event"] == "located"}
+    found = {event["kind"] for event in events if isinstance(event, Located)}
     return {Cause.HARDWARE.value for kind in found if kind in ("not reproduced", "state")}
+
+
+def _rewound(event: Event) -> bool:
+    return isinstance(event, IncidentEvent) and event.what == "rewound"
 
 
 def steps_lost(events: Iterable[Event]) -> int:
     """By going back in memory, and by restarts from a checkpoint."""
     lost = reached = 0
     for event in events:
-        what = event["event"]
-        if what == "incident" and event["what"] == "rewound":
+        if _rewound(event):
             lost, reached = lost + max(0, reached - event["to_step"]), event["to_step"]
-        elif what == "training":
+        elif isinstance(event, Training):
             lost, reached = lost + max(0, reached - event["step"]), event["step"]
         elif isinstance(step := event.get("step"), int):
             reached = max(reached, step)
@@ -218,13 +225,13 @@ def reached(run: RunDirectory, events: Iterable[Event]) -> int:
     return told or max((e["step"] for e in events if isinstance(e.get("step"), int)), default=0)
 
 
-def _recovery(incidents: Sequence[Event], events: Iterable[Event], struck: float | None) -> float | None:
+def _recovery(incidents: Sequence[Summary], events: Iterable[Event], struck: float | None) -> float | None:
     if struck is None:
         return round(sum(incident["seconds"] for incident in incidents), 1)
     after = [e for e in events if e["time"] > struck]
-    again = [e["time"] for e in after if e["event"] == "training"]
+    again = [e["time"] for e in after if isinstance(e, Training)]
     # Where the training did not end with its supervisor, the next one takes over.
-    watched = [e["time"] for e in after if e["event"] == "supervisor" and e["what"] == "took over"]
+    watched = [e["time"] for e in after if isinstance(e, SupervisorEvent) and e.what == "took over"]
     return round((again or watched)[0] - struck, 1) if again or watched else None
 
 

@@ -53,7 +53,7 @@ def supervise(arguments: Sequence[str], given: Sequence[str]) -> int:
     hooks.check(config.supervise)  # before anything is made
     run = directory.make(config, recipe.find(args.recipe))
     run.compare(config)
-    audience = Audience(config, run, run.note)
+    audience = Audience(config, run)
     for text in config.supervise.exposed:
         audience.say(f"WARNING: {text}")
     try:

@@ -18,6 +18,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,28 @@ from megastable.recovery.recovery import Recovery
 from megastable.recovery.skipping import Skipping
 from megastable.run import directory
 from megastable.run.directory import RunDirectory
+from megastable.run.events.data_events import (
+    BlendChanged,
+    ExchangesUndone,
+    OrderChanged,
+    SkipsForeign,
+    SkipsNamed,
+    SkipsRead,
+    SkipsRefused,
+)
+from megastable.run.events.stability_events import Discarded
+from megastable.run.events.training_events import (
+    ConfigChanged,
+    Evaluated,
+    Finished,
+    RecordsLost,
+    Resumed,
+    Stopped,
+    Training,
+    Unstable,
+    Warned,
+)
+from megastable.run.log import RunLog
 from megastable.run.membership import membership, tasks
 from megastable.run.rank_ipc import attempt_of
 from megastable.training.checkpoints import Checkpoints
@@ -87,6 +110,7 @@ class Trainer:
         self.skipping = skipping
         self._told_foreign: set[str] | None = None  # fingerprints, once the journal was read for them
         self.first = rank == 0
+        self.log = RunLog(run, partial(print, flush=True), active=self.first)
         p = config.parallel
         data = deepspeed_json.data_parallel(config, world)
         self.layout = Layout(p.tensor, p.pipeline, data, p.context)
@@ -106,7 +130,7 @@ class Trainer:
             },
         )
         self.checkpoints = Checkpoints(
-            config, self.engine, run, self.note, self.say, heart.phase, self.frozen, self._vitals
+            config, self.engine, run, self.log, heart.phase, self.frozen, self._vitals
         )
         self._probes: tuple[Corpora, Probes] | None = None
         self.validation: tuple[Any, int] | None = None
@@ -122,8 +146,7 @@ class Trainer:
             if found is None:
                 stability = self.config.stability
                 for text in lint(self.config) if stability.enabled and stability.signs.enabled else ():
-                    self.note("warning", step=0, text=text, sign="recipe")
-                    self.say(f"WARNING: {text}")
+                    self.log.emit(Warned(step=0, text=text, sign="recipe"), say=f"WARNING: {text}")
                 return
             saved = agree(lambda found=found: store.read_state(found))  # type: ignore[misc]
             if (later := self._later(saved)) is None:
@@ -139,14 +162,11 @@ class Trainer:
         # Every rewind point copies the state, and what FP8 remembers is the engine's from here on.
         known = {"layout": self.state.layout, "versions": versions, "fp8": {}}
         self.state = saved.model_copy(update=known)
-        self.note(
-            "resumed",
-            step=saved.step,
-            checkpoint=found.name,
-            cursor=saved.cursor,
-            changes=self.checkpoints.changes,
+        changes = self.checkpoints.changes
+        self.log.emit(
+            Resumed(step=saved.step, checkpoint=found.name, cursor=saved.cursor, changes=changes),
+            say=f"resumed from {found} at step {saved.step}",
         )
-        self.say(f"resumed from {found} at step {saved.step}")
 
     def follow_blend(self) -> None:
         """Write down how the corpora are blended, from the first block on that nothing was read of yet."""
@@ -166,15 +186,13 @@ class Trainer:
         moved = 0 if begins else first(lambda: self._move_skips(corpora, position))
         first(lambda: append(self.run.blends, entry))
         if not begins and corpora.reblended:
-            old = corpora.blends[-1].weights
-            self.note(
-                "blend_changed", step=s.step, position=position, old=old, new=entry.weights, skips_moved=moved
-            )
-            self.say(
-                f"the blend changes at position {position:,}, this is {s.cursor:,}: {old} -> {entry.weights}"
+            old, new = corpora.blends[-1].weights, entry.weights
+            self.log.emit(
+                BlendChanged(step=s.step, position=position, old=old, new=new, skips_moved=moved),
+                say=f"the blend changes at position {position:,}, this is {s.cursor:,}: {old} -> {new}",
             )
             if moved:
-                self.say(
+                self.log.say(
                     f"{plural(moved, 'sample')} that the skip ledger names behind it: named where they are now"
                 )
 
@@ -198,10 +216,10 @@ class Trainer:
             return len(entries)
 
         if lines := first(write):
-            self.note("skips_named", step=self.state.step, lines=lines)
-            self.say(
-                f"samples that an earlier version convicted for one epoch are skipped in every epoch from now on: "
-                f"{plural(lines, 'new line')} in {self.run.skips.name}"
+            self.log.emit(
+                SkipsNamed(step=self.state.step, lines=lines),
+                say="samples that an earlier version convicted for one epoch are skipped in every epoch from now on: "
+                f"{plural(lines, 'new line')} in {self.run.skips.name}",
             )
 
     def tell_foreign(self) -> None:
@@ -209,19 +227,17 @@ class Trainer:
         content was another one then, or the run was."""
         foreign, length = self.skipping.foreign(self.corpora.train.order), self.config.model.sequence_length
         if foreign and self._told_foreign is None:
-            events = first(lambda: [e.get("fingerprint") for e in self.run.events("skips_foreign")])
+            events = first(lambda: [e.get("fingerprint") for e in self.run.events(SkipsForeign)])
             self._told_foreign = set(map(str, events))
         for (corpus, fingerprint), tokens in foreign.items():
             if fingerprint in (told := self._told_foreign or set()):
                 continue
             told.add(fingerprint)
-            self.note(
-                "skips_foreign", step=self.state.step, corpus=corpus, fingerprint=fingerprint, tokens=tokens
-            )
-            self.say(
-                f"WARNING: {self.run.skips.name} names {tokens:,} tokens ({plural(-(-tokens // length), 'sample')}) of "
-                f"corpus {corpus} with fingerprint {fingerprint[:12]}..., which this run does not use: they are not "
-                "skipped"
+            self.log.emit(
+                SkipsForeign(step=self.state.step, corpus=corpus, fingerprint=fingerprint, tokens=tokens),
+                say=f"WARNING: {self.run.skips.name} names {tokens:,} tokens "
+                f"({plural(-(-tokens // length), 'sample')}) of corpus {corpus} with fingerprint "
+                f"{fingerprint[:12]}..., which this run does not use: they are not skipped",
             )
 
     def _changed_since(self, found: Path) -> list[str]:
@@ -250,8 +266,10 @@ class Trainer:
         first(lambda: append_all(self.run.blends, undone))
         lines: list[Line] = [*corpora.blends, *corpora.exchanges, *undone]
         self.corpora = agree(lambda: open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, lines))
-        self.note("exchanges_undone", step=saved.step, lines=len(undone), reason=reason)
-        self.say(f"note: {reason}: {plural(len(undone), 'line')} of {name} that put them off are undone")
+        self.log.emit(
+            ExchangesUndone(step=saved.step, lines=len(undone), reason=reason),
+            say=f"note: {reason}: {plural(len(undone), 'line')} of {name} that put them off are undone",
+        )
 
     def _check_order(self, saved: store.RunState, found: Path) -> None:
         """The order is another one altogether: may it be?"""
@@ -267,8 +285,8 @@ class Trainer:
                 )
             )
         self._anew = True
-        self.note("order_changed", old=saved.order_fingerprint, new=self.corpora.order_fingerprint)
-        self.say(f"note: {message}")
+        old, new = saved.order_fingerprint, self.corpora.order_fingerprint
+        self.log.emit(OrderChanged(old=old, new=new), say=f"note: {message}")
 
     # The loop
 
@@ -276,21 +294,22 @@ class Trainer:
         """Run to the last step, or until asked to stop. The exit code."""
         c, s = self.config, self.state
         if s.step >= c.train.steps and first(self.run.summary.exists):
-            self.say(f"nothing to do: step {s.step} of {c.train.steps} is already done in {self.run.root}")
+            self.log.say(
+                f"nothing to do: step {s.step} of {c.train.steps} is already done in {self.run.root}"
+            )
             return errors.OK
         first(lambda: self.run.summary.unlink(missing_ok=True))  # of a shorter run in this directory
         peak, peak_source = (c.logging.peak_tflops, "given") if c.logging.peak_tflops else self._peak()
-        self.say(self._introduction(peak, peak_source))
+        self.log.say(self._introduction(peak, peak_source))
         for text in self.engine.kernels.notes:
-            self.note("warning", step=s.step, text=text)
-            self.say(f"WARNING: {text}")
+            self.log.emit(Warned(step=s.step, text=text), say=f"WARNING: {text}")
         observer = None
         if self.first:
             observer = Observer(c, self.run, self.layout, self.engine.device, peak, s.step)
         self.validation = agree(self._validation_batches)
         source = self.corpora.train
         self.recovery = Recovery(
-            c, self.engine, source, self.run, self.skipping, self.note, self.say, self.heart.phase,
+            c, self.engine, source, self.run, self.skipping, self.log, self.heart.phase,
             self.checkpoints.settle, [*self.changed, *(["data"] if self._anew else [])],
         )  # fmt: skip
         first(self.heart.skips_read)
@@ -298,7 +317,7 @@ class Trainer:
         total = c.schedule.total_steps or c.train.steps
         tokens = c.train.global_batch * c.model.sequence_length
         stopping = False
-        self.note("training", step=s.step, cursor=s.cursor, world=self.layout.world)
+        self.log.emit(Training(step=s.step, cursor=s.cursor, world=self.layout.world))
         self.checkpoints.begin(s.step)
         try:
             self.recovery.begin(s, loader)
@@ -395,8 +414,10 @@ class Trainer:
                 )
             self.checkpoints.saver.close()
             if stopping and s.step < c.train.steps:
-                self.note("stopped", step=s.step, cursor=s.cursor)
-                self.say(f"stopped at step {s.step} as asked; the same command goes on from {self.run.root}")
+                self.log.emit(
+                    Stopped(step=s.step, cursor=s.cursor),
+                    say=f"stopped at step {s.step} as asked; the same command goes on from {self.run.root}",
+                )
                 return errors.STOPPED
             self.recovery.finish(s)
             self._finish(self._evaluate(observer), observer)
@@ -437,32 +458,35 @@ class Trainer:
         first(self.heart.skips_read)
         wanted, odd = self.skipping.usable(self.corpora.train.order)
         for problem in odd:
-            self.note("skips_refused", step=self.state.step, problem=problem)
-            self.say(f"WARNING: {problem}. Training goes on without that line")
+            self.log.emit(
+                SkipsRefused(step=self.state.step, problem=problem),
+                say=f"WARNING: {problem}. Training goes on without that line",
+            )
         before = loader.skips.lines if isinstance(loader.skips, Selection) else 0
         loader.go_to(cursor, wanted)
         self.tell_foreign()
         if (more := wanted.lines - before) > 0:
-            self.note("skips_read", step=self.state.step, cursor=cursor, entries=more)
-            self.say(
-                f"step {self.state.step}: {plural(more, 'new line')} in {self.run.skips.name}: skipped from now on"
+            step, name = self.state.step, self.run.skips.name
+            self.log.emit(
+                SkipsRead(step=step, cursor=cursor, entries=more),
+                say=f"step {step}: {plural(more, 'new line')} in {name}: skipped from now on",
             )
 
     def _discarded(self, measured: Measured, batch: Step) -> None:
         """Journal a refused update."""
         s = self.state
         verdict, reason = self.recovery.refusal(measured)
-        self.note(
-            "discarded", step=s.step, verdict=verdict, reason=reason, first_position=batch.first,
+        self.log.emit(Discarded(
+            step=s.step, verdict=verdict, reason=reason, first_position=batch.first,
             next_position=batch.next, loss=measured.loss, grad_norm=measured.grad_norm,
             loss_scale=measured.loss_scale,
-        )  # fmt: skip
+        ))  # fmt: skip
 
     def _patience(self, measured: Measured) -> None:
         """Stop when updates are refused on and on and nothing else is done about it."""
         s = self.state
         if s.discards_in_a_row >= self.config.stability.max_discards:
-            self.note("unstable", step=s.step, discards=s.discards_in_a_row)
+            self.log.emit(Unstable(step=s.step, discards=s.discards_in_a_row))
             _, reason = self.recovery.refusal(measured)
             raise shared(
                 UnstableError(
@@ -489,7 +513,7 @@ class Trainer:
         self.heart.phase("evaluate")
         losses = self.engine.evaluate(micro_batches)[:samples]
         loss = float(losses.mean())
-        self.note("evaluated", step=self.state.step, loss=loss, samples=samples)
+        self.log.emit(Evaluated(step=self.state.step, loss=loss, samples=samples))
         if observer is not None:
             observer.live.validation(self.state.step, loss)
         return loss
@@ -510,8 +534,10 @@ class Trainer:
                 try:
                     probes = read_probes(loader, self.config.checkpoint.vitals.probes)
                 except DataError as error:
-                    self.note("warning", step=self.state.step, text=f"there are no probe samples: {error}")
-                    self.say(f"WARNING: the probe samples of checkpoints cannot be read: {error}")
+                    self.log.emit(
+                        Warned(step=self.state.step, text=f"there are no probe samples: {error}"),
+                        say=f"WARNING: the probe samples of checkpoints cannot be read: {error}",
+                    )
                     probes = NONE
             self._probes = self.corpora, probes
         return measure(self.engine, self._probes[1])
@@ -524,7 +550,7 @@ class Trainer:
     def _finish(self, validation: float | None, observer: Observer | None) -> None:
         """The last records, summary.json and the last word."""
         first(lambda: self._write_summary(validation, observer))
-        self.say(f"finished: {self.run.summary}")
+        self.log.say(f"finished: {self.run.summary}")
 
     def _write_summary(self, validation: float | None, observer: Observer | None) -> None:
         c, s = self.config, self.state
@@ -532,7 +558,7 @@ class Trainer:
         observer.flush()
         if pending := observer.steps.pending:
             lost = len(pending)
-            self.note("records_lost", steps=lost, from_step=pending[0].step)
+            self.log.emit(RecordsLost(steps=lost, from_step=pending[0].step))
             raise SpaceError(
                 f"{self.run.steps}: the last {lost} step records could not be written and are lost"
             )
@@ -548,7 +574,7 @@ class Trainer:
             raise SpaceError(
                 f"{self.run.summary} could not be written: {error}: make room, start again"
             ) from None
-        self.note("finished", **summary)
+        self.log.emit(Finished(**summary))
 
     # Parts
 
@@ -607,16 +633,6 @@ class Trainer:
         """The recipe as it is kept."""
         return directory.frozen(self.config, self.corpora.fingerprints, self.ds_config)
 
-    def note(self, event: str, **fields: Any) -> None:
-        """Journal, on rank 0."""
-        if self.first:
-            self.run.note(event, **fields)
-
-    def say(self, text: str) -> None:
-        """Print, on rank 0."""
-        if self.first:
-            print(text, flush=True)
-
 
 def due(interval: int, step: int) -> bool:
     """Whether something that happens every `interval` steps (0 = never) happens at this one."""
@@ -651,13 +667,13 @@ def _train(
     left_out = skipping.selection(source.order, heart.strict)
     first(lambda: run.freeze(config, corpora.fingerprints, trainer.ds_config))
     if changed:
-        trainer.note("config_changed", changes=changed)
-        trainer.say(f"changed since this run was started: {'; '.join(changed)}")
+        told = f"changed since this run was started: {'; '.join(changed)}"
+        trainer.log.emit(ConfigChanged(changes=changed), say=told)
     if left_out.text:
-        trainer.say(f"skipped: {left_out.text} (data.skip, {run.skips.name})")
+        trainer.log.say(f"skipped: {left_out.text} (data.skip, {run.skips.name})")
         ahead = int(left_out.next_kept(trainer.state.cursor, 1)[0][0]) - trainer.state.cursor
         if ahead > sum(source.order.sequences):
-            trainer.say(f"WARNING: the next position is {ahead:,} further on: whole epochs are skipped")
+            trainer.log.say(f"WARNING: the next position is {ahead:,} further on: whole epochs are skipped")
     trainer.tell_foreign()
     return trainer.train()
 

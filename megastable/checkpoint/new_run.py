@@ -38,6 +38,8 @@ from megastable.parallel.pipeline import partition
 from megastable.parallel.sharding import shard
 from megastable.parallel.topology import TensorParallel
 from megastable.run.directory import RunDirectory
+from megastable.run.events.training_events import Imported
+from megastable.run.log import RunLog
 
 Whole = Callable[[str, str], Tensor]
 
@@ -85,7 +87,7 @@ def write_run(
                 checkpoint, run, state, made.recipe.read_bytes(), whole, layout, optimizer, watch
             )
             durable.write_file(made.checkpoints / store.LATEST, checkpoint.name.encode())
-            made.commit("imported", step=state.step, **origin)
+            RunLog(made).commit(Imported(step=state.step, **origin))
     except OSError as error:
         raise CheckpointError(_refused(out, error)) from None
     except (DataError, ConfigError) as error:

@@ -5,7 +5,6 @@ Sizes are compared, nothing is hashed: `store.verify` does that. Whatever is dam
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,9 @@ from megastable.checkpoint.quick_check import FoundCheckpoint, Kind, found, glan
 from megastable.checkpoint.store import LayoutState
 from megastable.config import recipe
 from megastable.report.sheet import Column, Sheet
+from megastable.run.events.event import Event
+from megastable.run.events.reading import read_events
+from megastable.run.events.training_events import CheckpointRejected, CheckpointSuspect, Evaluated
 
 T = TypeVar("T")
 Standing = Literal["fresh", "healthy", "suspect", "rejected", "damaged", "incomplete"]
@@ -194,13 +196,8 @@ class _Validation:
             lines = jsonl.read(journal)[0]
         except DataError:
             return  # without losses the list is still worth something
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(event, dict):
-                self._take(event)
+        for event in read_events(lines):
+            self._take(event)
 
     def until(self, one: FoundCheckpoint) -> float | None:
         """The last loss at or before a checkpoint."""
@@ -208,17 +205,17 @@ class _Validation:
             return self._aside[one.path.name]
         return self._last(one.step)
 
-    def _take(self, event: dict[str, Any]) -> None:
-        kind, step, name = event.get("event"), event.get("step"), event.get("name")
-        if kind == "evaluated" and type(step) is int:
+    def _take(self, event: Event) -> None:
+        step, name = event.get("step"), event.get("name")
+        if isinstance(event, Evaluated) and type(step) is int:
             try:
                 self._by_step[step] = float(event["loss"])
             except (KeyError, TypeError, ValueError, OverflowError):
                 self._by_step.pop(step, None)
-        elif kind in ("checkpoint_suspect", "checkpoint_rejected") and isinstance(name, str):
+        elif isinstance(event, CheckpointSuspect | CheckpointRejected) and isinstance(name, str):
             number = name.removeprefix("step-")
             if number.isascii() and number.isdigit() and len(number) < 19:
-                self._aside[f"{kind.removeprefix('checkpoint_')}-{name}"] = self._last(int(number))
+                self._aside[f"{event.NAME.removeprefix('checkpoint_')}-{name}"] = self._last(int(number))
 
     def _last(self, step: int) -> float | None:
         before = [at for at in self._by_step if at <= step]

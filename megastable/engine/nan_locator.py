@@ -1,7 +1,7 @@
 """Where the first non-finite number of a refused step arose: in the state already, or where in forward or backward.
 
     found = diagnose.locate(engine, micro_batches)   # right after the refused step, on every rank
-    journal.note("located", **asdict(found))
+    log.emit(Located(step=step, **asdict(found)), say=True)
 
 The state is looked through first. If it is finite, the same micro-batches run again on the same weights, with hooks
 on every layer that see values and gradients; what is found is the earliest over all ranks. The replay leaves no trace.

@@ -15,7 +15,8 @@ from megastable.data.skips import Range, Skips
 from megastable.forensics.history import SPANS, Done, History, blends_text
 from megastable.report.postmortem.passes import LAST
 from megastable.report.sheet import Column, Sheet
-from megastable.run.events import latest
+from megastable.run.events.reading import latest
+from megastable.run.events.stability_events import IncidentEvent
 
 FEW = 1 << 24  # positions: of a longer range nobody asks whether any of it was read before
 
@@ -61,7 +62,7 @@ def run_sheet(history: History) -> Sheet:
     for row in rows:
         row["share"] = row["samples"] / total if total else 0.0
     refused = [d for d in done if not d.applied]
-    lost = sum(int(i.get("steps_lost", 0)) for i in latest(history.run.events("incident")).values())
+    lost = sum(int(i.get("steps_lost", 0)) for i in latest(history.run.events(IncidentEvent)).values())
     facts = [
         ("position", f"{cursor:,}"), ("steps", f"{max((d.step for d in last), default=0):,}"),
         ("tokens", f"{total * length:,}"), ("updates refused", f"{len(refused):,}"),

@@ -7,7 +7,6 @@ is that of the time: of the blends and the exchanges that were decided by then.
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +29,10 @@ from megastable.report.postmortem.facts import SuspectFacts
 from megastable.report.postmortem.passes import LAST, NAMES, RecordFolder
 from megastable.report.postmortem.sample_texts import Library
 from megastable.run.directory import RunDirectory
+from megastable.run.events.data_events import OrderChanged
+from megastable.run.events.event import Event
+from megastable.run.events.reading import read_events
+from megastable.run.events.training_events import Resumed, Training
 from megastable.run.records import SCHEMA
 
 Int64s = npt.NDArray[np.int64]
@@ -226,7 +228,7 @@ class History:
         # A process that finds no checkpoint says only that it trains.
         for event in self._events:
             to = event.get("to_step") if event.get("what") == "rewound" else None
-            to = event.get("step") if event["event"] in ("resumed", "training") else to
+            to = event.get("step") if isinstance(event, Resumed | Training) else to
             if isinstance(to, int):
                 found.append((float(event["time"]), to))
         found.sort()
@@ -236,7 +238,7 @@ class History:
     @cached_property
     def _changed(self) -> float:
         """When the order of the data became another one altogether; a time before all where it never did."""
-        times = [float(e["time"]) for e in self._events if e["event"] == "order_changed"]
+        times = [float(e["time"]) for e in self._events if isinstance(e, OrderChanged)]
         if times:
             self.problems.append(
                 "The corpora, the seed or the sequence length became others on the way (order_changed in the journal): "
@@ -251,24 +253,12 @@ class History:
         return {s.position: s for some in told for s in map(SuspectFacts.model_validate, some)}
 
     @cached_property
-    def _events(self) -> list[dict[str, Any]]:
+    def _events(self) -> list[Event]:
         """Those that say how the run went on, in order."""
         # A journal has a hundred times as many lines as are wanted here: most need not be understood.
         lines, _ = jsonl.read(self.run.journal)
-        found = []
-        for line in lines:
-            if any(mark in line for mark in MARKS):
-                try:
-                    event = json.loads(line)
-                except ValueError:
-                    continue
-                if (
-                    isinstance(event, dict)
-                    and isinstance(event.get("time"), int | float)
-                    and "event" in event
-                ):
-                    found.append(event)
-        return found
+        wanted = (line for line in lines if any(mark in line for mark in MARKS))
+        return [e for e in read_events(wanted) if "event" in e and isinstance(e.get("time"), int | float)]
 
 
 def blends_text(blends: Sequence[BlendEntry]) -> list[str]:

@@ -14,6 +14,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,8 @@ from megastable.forensics.ahead import COUNTED, FoundPart, Lookout, passage
 from megastable.forensics.places import checkpoint_cursor
 from megastable.report.postmortem.sample_texts import Library
 from megastable.run.directory import RunDirectory
+from megastable.run.events.data_events import LookAheadFailed, LookAheadSpent, LookedAhead
+from megastable.run.log import RunLog
 from megastable.stability.attribution import ranges as as_ranges
 
 Int64s = npt.NDArray[np.int64]
@@ -47,6 +50,7 @@ class Scout:
 
     def __init__(self, config: RunConfig, run: RunDirectory) -> None:
         self.config, self.run, self.settings = config, run, config.data.look_ahead
+        self.log = RunLog(run, partial(print, flush=True))
         self.looked = self.begin = self.seen = 0
         self._used = 0  # samples that were skipped from `begin` on
         self._ledger = SkipLedger(run.skips)
@@ -109,7 +113,7 @@ class Scout:
 
     def _skipped_before(self) -> int:
         """How many samples from `begin` on a scout of before skipped, or this one until the run went back."""
-        told = [r for event in self.run.events("looked_ahead") for r in event.get("positions", ())]
+        told = [r for event in self.run.events(LookedAhead) for r in event.positions]
         return sum(end - first for first, end in told if first >= self.begin)
 
     def _clear(self, found: Sequence[FoundPart]) -> dict[int, list[FoundPart]]:
@@ -126,10 +130,10 @@ class Scout:
         left = FREE + int(self.settings.most * self.seen) - self._used
         chosen = dict(list(clear.items())[: max(0, left)])
         if len(chosen) < len(clear) and not self._spent:
-            self.run.note(
-                "look_ahead_spent", found=len(clear), left=max(0, left), used=self._used, looked=self.looked,
+            self.log.emit(LookAheadSpent(
+                found=len(clear), left=max(0, left), used=self._used, looked=self.looked,
                 evidence=self._evidence(list(clear.values())[len(chosen) :]),
-            )  # fmt: skip
+            ))  # fmt: skip
         self._spent = len(chosen) < len(clear)
         if not chosen:
             return
@@ -141,15 +145,15 @@ class Scout:
         order = self._lookout.source.order
         append_all(self.run.skips, sample_entries(order, np.array(sorted(chosen)), REASON + what, documents))
         self._used += len(chosen)
-        self.run.note(
-            "looked_ahead", positions=positions, samples=len(chosen), kinds=dict(kinds), looked=self.looked,
+        event = LookedAhead(
+            positions=positions, samples=len(chosen), kinds=dict(kinds), looked=self.looked,
             documents=[document.model_dump() for document in list(documents)[:200]],
             evidence=self._evidence(list(chosen.values())), budget_left=left - len(chosen),
         )  # fmt: skip
-        print(
-            f"ahead of the run: {plural(len(chosen), 'sample')} of {plural(len(documents), 'document')} will be "
+        self.log.emit(
+            event,
+            say=f"ahead of the run: {plural(len(chosen), 'sample')} of {plural(len(documents), 'document')} will be "
             f"skipped in every epoch, positions {ranges(positions, 4)} ({what})",
-            flush=True,
         )
 
     def _evidence(self, found: Sequence[Sequence[FoundPart]]) -> list[dict[str, object]]:
@@ -179,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if not scout.look():
                     time.sleep(PAUSE)
         except Exception as error:
-            scout.run.note("look_ahead_failed", problem=f"{type(error).__name__}: {error}")
+            scout.log.emit(LookAheadFailed(problem=f"{type(error).__name__}: {error}"))
             raise
 
 

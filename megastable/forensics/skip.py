@@ -31,6 +31,8 @@ from megastable.data.skips import NONE, Identity, Range, Selection, Skips, seque
 from megastable.forensics.history import History
 from megastable.forensics.places import checkpoint_cursor, live_place
 from megastable.forensics.pruning.prune_plan import Named, read_plan
+from megastable.run.events.data_events import SkipsAdded, SkipsRead
+from megastable.run.log import RunLog
 
 Int64s = npt.NDArray[np.int64]
 
@@ -180,8 +182,11 @@ def _add(history: History, entries: Sequence[AnyEntry], added: Skipped) -> Skipp
     if not entries:
         return added
     append_all(history.run.skips, entries)
-    told = {key: value for key, value in asdict(added).items() if key not in ("live", "taken_up")}
-    history.run.note("skips_added", **told)
+    told = SkipsAdded(
+        corpus=added.corpus, documents=added.documents, samples=added.samples, lines=added.lines,
+        already=added.already,
+    )  # fmt: skip
+    RunLog(history.run).emit(told)
     taken = _taken_up(history, before) if live else None
     return Skipped(**asdict(added) | {"live": live, "taken_up": taken})
 
@@ -200,7 +205,7 @@ def _is_live(history: History) -> bool:
 
 def _told(history: History) -> list[int]:
     """The steps after which the run said that it read the ledger again."""
-    return [int(event["step"]) for event in history.run.events("skips_read")]
+    return [int(event["step"]) for event in history.run.events(SkipsRead)]
 
 
 def _taken_up(history: History, before: int) -> int | None:

@@ -29,6 +29,10 @@ from megastable.data.source import Source
 from megastable.recovery.deferring import Deferring, wanted
 from megastable.recovery.sample_replay import Trained
 from megastable.run.directory import RunDirectory
+from megastable.run.events.event import Event
+from megastable.run.events.stability_events import AlertEvent, Handover, IncidentEvent
+from megastable.run.events.training_events import Unstable
+from megastable.run.log import RunLog
 from megastable.stability import attribution
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.attribution import Conclusion
@@ -54,10 +58,9 @@ class Casebook:
         source: Source,
         deferring: Deferring,
         memory: Callable[[], PolicyState],
-        note: Callable[..., None],
-        say: Callable[[str], None],
+        log: RunLog,
     ) -> None:
-        self.run, self.source, self.memory, self.note, self.say = run, source, memory, note, say
+        self.run, self.source, self.memory, self.log = run, source, memory, log
         self.deferring = deferring
         self.incident: Incident | None = None
         self.count = 0
@@ -72,7 +75,7 @@ class Casebook:
         if incident is not None and incident.outcome == "handed over":
             incident.outcome = "open"
             incident.steps_lost += max(0, incident.step - step)
-            self._note("restarted", step=step)
+            self._tell("restarted", step=step)
 
     def open(
         self, decision: Decision, state: RunState, window: Sequence[Trained], grad_norm: float
@@ -90,10 +93,9 @@ class Casebook:
         incident.batches_discarded += sum(not t.applied for t in window)
         incident.loss_peak = _peak(incident.loss_peak, [float(t.losses.mean()) for t in window])
         incident.norm_peak = _peak(incident.norm_peak, [grad_norm])
-        self.say(f"step {state.step}: incident {incident.number}: {decision.reason}")
-        self._note(
-            "opened", step=state.step, verdict=finding.verdict, onset=finding.onset, action=decision.action,
-            reason=decision.reason,
+        self._tell(
+            "opened", f"step {state.step}: incident {incident.number}: {decision.reason}", step=state.step,
+            verdict=finding.verdict, onset=finding.onset, action=decision.action, reason=decision.reason,
         )  # fmt: skip
         return incident
 
@@ -106,12 +108,12 @@ class Casebook:
             cause=Cause.STORAGE, actions=[Action.RESTART], reasons=[f"went on from step {step}, of an older one"],
             steps_lost=newest - step, outcome="healed", failure="; ".join(rejected.values()),
         )  # fmt: skip
-        told = {"number": self.count, "summary": summary.model_dump(mode="json")}
-        self.note("incident", what="closed", step=step, **told)
+        told = summary.model_dump(mode="json")
+        self.log.emit(IncidentEvent(what="closed", step=step, number=self.count, summary=told))
 
     def _number(self) -> None:
         """Of a new incident: the supervisor has some of its own."""
-        events = first(lambda: [event.get("number") for event in self.run.events("incident")])
+        events = first(lambda: [event.get("number") for event in self.run.events(IncidentEvent)])
         self.count = max([self.count, *(n for n in events if isinstance(n, int))]) + 1
 
     def adjacent(self, window: Sequence[Trained]) -> bool:
@@ -187,7 +189,7 @@ class Casebook:
         if swap is not None:
             because = f"corpus {swap} was guilty again and again"
             self._skip_positions([(min(found.guilty), LAST_POSITION)], because, swap)
-            self.say(f"  swapped out: corpus {swap}")
+            self.log.say(f"  swapped out: corpus {swap}")
         convicted = set(found.convicted)
         told = [s for n, s in enumerate(found.suspects) if n < SHOWN or s.position in convicted][:NAMED]
         incident.cause = found.cause
@@ -196,18 +198,19 @@ class Casebook:
         incident.positions = sorted({*incident.positions, *skipped})
         incident.steps_lost += lost
         incident.seconds = round(incident.seconds + seconds, 3)
-        self._commit(
-            "incident", what="attributed", cause=found.cause, positions=skipped, reason=found.reason, action=action,
+        event = IncidentEvent(
+            what="attributed", cause=found.cause, positions=skipped, reason=found.reason, action=action,
             remedy=remedy, suspects=[asdict(s) for s in told], odds=round(found.odds, 2),
             region=None if found.region is None else asdict(found.region), inferred=len(found.inferred),
             deferred=ranges_of(deferred.positions), returns=ranges_of(deferred.returns), lost=deferred.lost.size,
+            **self._story(),
         )  # fmt: skip
-        self.say(f"  cause: {found.cause}: {found.reason}")
+        self._commit(event, f"  cause: {found.cause}: {found.reason}")
         if skipped:
             count = _count(skipped)
             of = f" of {len(incident.documents)} documents" if incident.documents else ""
             how = "in this and every later epoch" if found.cause is Cause.DATA else "in this epoch"
-            self.say(f"  skipped {how}: {count} samples{of} (positions {_readable(skipped)})")
+            self.log.say(f"  skipped {how}: {count} samples{of} (positions {_readable(skipped)})")
 
     def release(self, positions: Sequence[int], cursor: int, reason: str) -> None:
         """Withdraw the conviction of the samples at some positions: incidents of this run named them. What a person, or
@@ -229,11 +232,13 @@ class Casebook:
         incident.positions = Skips.of(incident.positions).minus(Skips.of_numbers(freed)).ranges
         incident.released += freed.size
         again, passed = ranges_of(freed[freed >= cursor]), ranges_of(freed[freed < cursor])
-        self._commit("incident", what="released", reason=reason, positions=again, next_epoch=passed)
         here = f"{_count(again)} are read again from position {again[0][0]} on" if again else ""
         later = f"{_count(passed)} were passed and are read in the next epoch" if passed else ""
         how = ", ".join(filter(None, [here, later])) or "other lines of the ledger name all of them"
-        self.say(f"  released: {plural(freed.size, 'sample')} ({reason}): {how}")
+        event = IncidentEvent(
+            what="released", reason=reason, positions=again, next_epoch=passed, **self._story()
+        )
+        self._commit(event, f"  released: {plural(freed.size, 'sample')} ({reason}): {how}")
 
     def skip(
         self,
@@ -258,19 +263,19 @@ class Casebook:
                 loss_before=loss, loss_after=loss, batches_discarded=sum(not t.applied for t in window),
                 loss_peak=_peak(None, [float(t.losses.mean()) for t in window]), outcome="healed",
             )  # fmt: skip
-        self.say(f"step {state.step}: incident {self._present().number}: {seen}")
+        self.log.say(f"step {state.step}: incident {self._present().number}: {seen}")
         self.attribute(
             found, window, Action.SKIP, "the guilty samples are skipped, nothing is undone", 0, seconds
         )
         if alone:
-            self._note("closed", step=state.step)
+            self._tell("closed", step=state.step)
             self.incident = None
 
     def rewound(self, step: int, cursor: int, seconds: float = 0.0) -> None:
         """The run goes on after `step`, from the position `cursor`. seconds: that this took since `attribute`."""
         incident = self._present()
         incident.seconds = round(incident.seconds + seconds, 3)
-        self._note("rewound", to_step=step, cursor=cursor)
+        self._tell("rewound", to_step=step, cursor=cursor)
 
     def close(self, state: RunState, outcome: Outcome) -> None:
         """The last action is proven, or the run ends without a proof."""
@@ -279,13 +284,13 @@ class Casebook:
         incident = self.incident
         incident.outcome = outcome
         incident.loss_after = _usual(state)
-        self._note("closed", step=state.step)
-        self.incident = None
         how = "over: on the trend again" if outcome == "healed" else "not proven to be over"
-        self.say(
+        text = (
             f"step {state.step}: incident {incident.number} is {how}, loss {number(incident.loss_after)}; "
             f"{plural(incident.steps_lost, 'step')} lost, {plural(incident.batches_discarded, 'update')} refused"
         )
+        self._tell("closed", text, step=state.step)
+        self.incident = None
 
     def alert(self, reason: str, state: RunState) -> None:
         """Nothing more is done about the present incident: training goes on, and a person is told. Raises
@@ -295,10 +300,10 @@ class Casebook:
             incident.actions.append(Action.ALERT)
             incident.reasons.append(reason)
         incident.kind = "divergent"
-        self._commit("alert", what="begun", step=state.step, reason=reason)
-        self.say(
+        self._commit(
+            AlertEvent(what="begun", step=state.step, reason=reason, **self._story()),
             f"ALERT: step {state.step}: incident {incident.number}: {reason}. Nothing more is done automatically: "
-            "training goes on, and single updates that stand out are refused. Look at the run, or stop it"
+            "training goes on, and single updates that stand out are refused. Look at the run, or stop it",
         )
 
     def give_up(
@@ -326,11 +331,10 @@ class Casebook:
         if not handover:
             incident.kind = "divergent"
         # What is handed over is proven, or not, by the next process.
-        self._note("handed over" if handover else "closed")
-        self._commit(
-            "handover" if handover else "unstable", step=state.step,
-            before=decision.finding.onset if before is None else before, reason=decision.reason,
-        )  # fmt: skip
+        self._tell("handed over" if handover else "closed")
+        ending = Handover if handover else Unstable
+        before = decision.finding.onset if before is None else before
+        self._commit(ending(step=state.step, before=before, reason=decision.reason, **self._story()))
         self.incident = None
         return incident
 
@@ -379,12 +383,12 @@ class Casebook:
         incident.lost += found.lost.size
         if deferred:
             when = self.deferring.step_of(returns[0][0], step, begin)
-            self.say(
+            self.log.say(
                 f"  deferred: {plural(found.positions.size, 'sample')} (positions {_readable(deferred)}), "
                 f"read again from position {returns[0][0]} (about step {when})"
             )
         if lost:
-            self.say(
+            self.log.say(
                 f"  lost in this epoch: {plural(found.lost.size, 'sample')}: the run ends before there is room"
             )
         return found, lost
@@ -407,12 +411,12 @@ class Casebook:
     def _skip(self, entries: Sequence[AnyEntry]) -> None:
         wanted(self.run.skips, entries, f"incident {self._present().number} wants skipped")
 
-    def _note(self, what: str, **fields: Any) -> None:
-        self.note("incident", what=what, **fields, **self._story())
+    def _tell(self, what: str, say: str = "", **fields: Any) -> None:
+        self.log.emit(IncidentEvent(what=what, **fields, **self._story()), say=say)
 
-    def _commit(self, event: str, **fields: Any) -> None:
-        """As `_note`, but it must be on the disk before anything else happens."""
-        first(lambda: self.run.commit(event, **fields, **self._story()))
+    def _commit(self, event: Event, say: str = "") -> None:
+        """It must be on the disk before anything else happens."""
+        first(lambda: self.log.commit(event, say=say))
 
     def _story(self) -> dict[str, Any]:
         """What every event carries, so that the next process can go on from it."""

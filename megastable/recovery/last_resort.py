@@ -17,6 +17,8 @@ from megastable.recovery.incident_log import Casebook
 from megastable.recovery.origin import Origin
 from megastable.recovery.sample_replay import Trained
 from megastable.run.directory import RunDirectory
+from megastable.run.events.stability_events import AlertEvent
+from megastable.run.log import RunLog
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.policy import Policy
 
@@ -32,12 +34,11 @@ class LastResort:
         origin: Origin,
         policy: Callable[[], Policy],
         since: Callable[[int], Sequence[Trained]],
-        note: Callable[..., None],
-        say: Callable[[str], None],
+        log: RunLog,
         settle: Callable[[], None],
     ) -> None:
         self.run, self.casebook, self.origin, self.policy, self.since = run, casebook, origin, policy, since
-        self.note, self.say, self.settle = note, say, settle
+        self.log, self.settle = log, settle
         self._alerted = False  # as was said last
 
     def begin(self) -> None:
@@ -77,8 +78,7 @@ class LastResort:
         if alert is not None:
             self.casebook.alert(alert.reason, state)
         else:
-            self.note("alert", what="over", step=state.step)
-            self.say(f"step {state.step}: the alert is over")
+            self.log.emit(AlertEvent(what="over", step=state.step), say=True)
 
     def end(self, decision: Decision, state: RunState, cause: Cause) -> MegastableError:
         """What ends this process. A hand-over defers the window if the cause is not known: its data may be guilty."""

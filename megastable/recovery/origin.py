@@ -20,6 +20,9 @@ from megastable.checkpoint.vitals import fallen_behind
 from megastable.config.tree import RunConfig
 from megastable.recovery.persisted_state import tried
 from megastable.run.directory import RunDirectory
+from megastable.run.events.stability_events import Handover
+from megastable.run.events.training_events import CheckpointSuspect, Training, Warned
+from megastable.run.log import RunLog
 
 Floats = npt.NDArray[np.float64]
 
@@ -33,12 +36,10 @@ class Origin:
     """Of one process. step: of the checkpoint it went on from, 0 = of none; proven: the step up to which trouble may be
     the checkpoint's; reason: why it is convicted, "" = it is not."""
 
-    def __init__(
-        self, run: RunDirectory, config: RunConfig, changed: Sequence[str], note: Callable[..., None]
-    ) -> None:
+    def __init__(self, run: RunDirectory, config: RunConfig, changed: Sequence[str], log: RunLog) -> None:
         """changed: what differs from the recipes that the run was started with before and that the checkpoint was
         written with, as "key: old -> new"."""
-        self._run, self._config, self._note = run, config.checkpoint.vitals, note
+        self._run, self._config, self._log = run, config.checkpoint.vitals, log
         self._verify, self._batch = config.stability.policy.verify_steps, config.train.global_batch
         self._other_measure, self._other_cause = (
             any(text.startswith(part) for text in changed for part in parts) for parts in (MEASURES, CAUSES)
@@ -93,7 +94,7 @@ class Origin:
         same checkpoint would lead to the same end.
         """
         events = self._run.events
-        steps = [onset, *first(lambda: tried(events("handover", "training"), clock, self._verify))]
+        steps = [onset, *first(lambda: tried(events(Handover, Training), clock, self._verify))]
         if self.reason and self.step:
             steps.append(self.step)
         return min(steps)
@@ -111,9 +112,8 @@ class Origin:
         try:
             marked = first(mark)
         except CheckpointError as error:
-            self._note(
-                "warning", step=self.step, text=f"{error}: it is put aside by the restart all the same"
-            )
+            text = f"{error}: it is put aside by the restart all the same"
+            self._log.emit(Warned(step=self.step, text=text))
             return
         if marked:
-            self._note("checkpoint_suspect", name=name, reason=reason)
+            self._log.emit(CheckpointSuspect(name=name, reason=reason))

@@ -13,13 +13,16 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from megastable.run.events.event import Event
+from megastable.run.events.stability_events import AlertEvent, Handover, IncidentEvent
+from megastable.run.events.training_events import CheckpointSaved, Training, Unstable
 from megastable.stability.guard import GuardState
 from megastable.stability.incident import Incident, LeftOutSamples
 from megastable.stability.policy_state import PolicyState
 from megastable.stability.sample_history import WatchState
 from megastable.stability.signs import SignsState
 
-TELLING = ("incident", "handover", "alert", "unstable")  # events of the journal that may carry all this
+TELLING = (IncidentEvent, Handover, AlertEvent, Unstable)  # events of the journal that may carry all this
 
 
 class PersistedState(BaseModel):
@@ -51,7 +54,7 @@ class _Told(BaseModel):
 
 
 def recall(
-    saved: dict[str, Any], events: Iterable[dict[str, Any]], simulated: bool = False
+    saved: dict[str, Any], events: Iterable[Event], simulated: bool = False
 ) -> tuple[PersistedState, list[str]]:
     """What is known at a start, and what of it was lost: saved by another version, or by another hand.
 
@@ -69,9 +72,9 @@ def recall(
         if "policy" not in event:
             continue
         try:
-            told = _Told.model_validate(event)
+            told = _Told.model_validate(event.fields)
         except ValidationError as error:
-            problem = f"{event['event']} of the journal: {_what(error)}"
+            problem = f"{event.event} of the journal: {_what(error)}"
             continue
         problem = ""
         # A dry run has a clock of its own.
@@ -84,7 +87,7 @@ def recall(
     return memory, [*lost, problem] if problem else lost
 
 
-def interrupted(events: Iterable[dict[str, Any]]) -> tuple[int, set[str]] | None:
+def interrupted(events: Iterable[Event]) -> tuple[int, set[str]] | None:
     """What the last process went back behind and had not put away when it died: the first step that was undone, and the
     checkpoints that were written after that, which are good.
 
@@ -93,18 +96,18 @@ def interrupted(events: Iterable[dict[str, Any]]) -> tuple[int, set[str]] | None
     undone, since = None, set[str]()
     for event in events:
         what = event.get("what")
-        if event["event"] == "training" or (what == "closed" and "policy" in event):
+        if isinstance(event, Training) or (what == "closed" and "policy" in event):
             undone = None
         elif what == "opened" and "policy" in event:
             undone, since = event.get("onset"), set()
         elif what == "rewound" and isinstance(event.get("to_step"), int):
             undone, since = event["to_step"] + 1, set()
-        elif event["event"] == "checkpoint":
+        elif isinstance(event, CheckpointSaved):
             since.add(str(event.get("name")))
     return (undone, since) if isinstance(undone, int) else None
 
 
-def tried(events: Iterable[dict[str, Any]], clock: int, verify_steps: int) -> list[int]:
+def tried(events: Iterable[Event], clock: int, verify_steps: int) -> list[int]:
     """The steps of the checkpoints that processes went on from after a handover that no new ground followed: none of
     them is to be gone on from again.
 
@@ -113,7 +116,7 @@ def tried(events: Iterable[dict[str, Any]], clock: int, verify_steps: int) -> li
     """
     steps, barren = list[int](), False
     for event in events:
-        if event["event"] == "handover":
+        if isinstance(event, Handover):
             policy = event.get("policy")
             then = policy.get("clock") if isinstance(policy, dict) else None
             barren = isinstance(then, int) and clock - then <= verify_steps

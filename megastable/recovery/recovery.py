@@ -35,6 +35,18 @@ from megastable.recovery.sample_watch import SampleWatch
 from megastable.recovery.skipping import Skipping
 from megastable.recovery.start_signs import StartSigns
 from megastable.run.directory import RunDirectory
+from megastable.run.events.data_events import MixChanged, SkipsRefused
+from megastable.run.events.stability_events import (
+    BaselineReset,
+    FellBack,
+    Located,
+    RateLifted,
+    Returned,
+    StabilityStateDropped,
+    Would,
+)
+from megastable.run.events.training_events import Warned
+from megastable.run.log import RunLog
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.guard import Guard
 from megastable.stability.signals import Finding, Signals, Verdict
@@ -47,8 +59,8 @@ Floats = npt.NDArray[np.float64]
 
 
 class Recovery:
-    """The stability system of one training process. skipping: what it leaves out, and adds to; note, say, phase: the
-    trainer's journal, console and heartbeat; settle: waits until no checkpoint is under way, so that those that are
+    """The stability system of one training process. skipping: what it leaves out, and adds to; phase: the
+    trainer's heartbeat; settle: waits until no checkpoint is under way, so that those that are
     there can be counted; changed: as `Origin` has it."""
 
     def __init__(
@@ -58,15 +70,14 @@ class Recovery:
         source: Source,
         run: RunDirectory,
         skipping: Skipping,
-        note: Callable[..., None],
-        say: Callable[[str], None],
+        log: RunLog,
         phase: Callable[[str], None],
         settle: Callable[[], None] = lambda: None,
         changed: Sequence[str] = (),
     ) -> None:
         self.config, self.settings = config, config.stability
         self.engine, self.source, self.run, self.skipping = engine, source, run, skipping
-        self.note, self.say, self.phase = note, say, phase
+        self.log, self.phase = log, phase
         self.decision: Decision | None = None
         self.indicators: dict[str, float] = {}
         self._mixed = False  # whether the coming step is the first of another data mix
@@ -77,19 +88,19 @@ class Recovery:
         self.guard = Guard(c, simulated=c.dry_run, fp8=engine.fp8 is not None)
         self.replays = Replays(engine, config.run.deterministic)
         deferring = Deferring(config, run, source, self._selection)
-        self.casebook = Casebook(run, source, deferring, lambda: self.guard.policy.state, note, say)
-        self.samples = SampleWatch(c, self.casebook, note, say, phase, self._selection)
-        self.signs = StartSigns(config, source, SignsState(), note, say)
+        self.casebook = Casebook(run, source, deferring, lambda: self.guard.policy.state, log)
+        self.samples = SampleWatch(c, self.casebook, log, phase, self._selection)
+        self.signs = StartSigns(config, source, SignsState(), log)
         self._before = self.guard.detector.state
-        self.origin = Origin(run, config, changed, note)
-        self.points = Points(c, engine, self.origin, config.train.global_batch, note, say)
+        self.origin = Origin(run, config, changed, log)
+        self.points = Points(c, engine, self.origin, config.train.global_batch, log)
         self.rates = Rates(self.points.trained.maxlen or 1)
         self.last_resort = LastResort(
-            run, self.casebook, self.origin, lambda: self.guard.policy, self.points.since, note, say, settle
+            run, self.casebook, self.origin, lambda: self.guard.policy, self.points.since, log, settle
         )
         self.rewinding = Rewinding(
             config, engine, source, self.points, self.replays, self.rates, self.casebook, self.origin,
-            self.samples, self.last_resort, lambda: self.guard, self._selection, note, say, phase,
+            self.samples, self.last_resort, lambda: self.guard, self._selection, log, phase,
         )  # fmt: skip
 
     # Starting
@@ -104,7 +115,7 @@ class Recovery:
         self.rates.resume(state.step, memory.rate)
         self.casebook.restore(memory.incident, memory.incidents, state.step, memory.left_out)
         self.samples.rewind(memory.samples)
-        self.signs = StartSigns(self.config, self.source, memory.signs, self.note, self.say)
+        self.signs = StartSigns(self.config, self.source, memory.signs, self.log)
         self.origin.resumed(state)
         self.points.begin(loader, self.acts)
         if self.acts:
@@ -116,8 +127,7 @@ class Recovery:
         While an incident is open, too: its proof is then judged by the new level."""
         self._mixed = True
         if self.settings.enabled:
-            self.note("mix_changed", step=step, old=old, new=new)
-            self.say(f"step {step}: data mix changed; another level of the loss is no incident")
+            self.log.emit(MixChanged(step=step, old=old, new=new), say=True)
 
     def memory(self) -> dict[str, Any]:
         """For the checkpoint."""
@@ -138,8 +148,10 @@ class Recovery:
             lambda: recall(state.stability, self.run.events(*TELLING), self.settings.dry_run)
         )
         for problem in lost:
-            self.note("stability_state_dropped", step=state.step, problem=problem)
-            self.say(f"WARNING: what was remembered of stability cannot be read and starts anew: {problem}")
+            self.log.emit(
+                StabilityStateDropped(step=state.step, problem=problem),
+                say=f"WARNING: what was remembered of stability cannot be read and starts anew: {problem}",
+            )
         return memory
 
     @property
@@ -166,11 +178,12 @@ class Recovery:
         if wanted == self._in_fp8:
             return
         self._in_fp8 = wanted
-        event, other = ("returned", "FP8") if wanted else ("fell_back", self.config.precision.kind)
-        self.note(
-            event, step=state.step, to=other, reason=policy.precision, fallbacks=len(policy.state.fallbacks)
+        change, other = (Returned, "FP8") if wanted else (FellBack, self.config.precision.kind)
+        count = len(policy.state.fallbacks)
+        self.log.emit(
+            change(step=state.step, to=other, reason=policy.precision, fallbacks=count),
+            say=f"step {state.step}: goes on in {other}: {policy.precision}",
         )
-        self.say(f"step {state.step}: goes on in {other}: {policy.precision}")
 
     # Before the update
 
@@ -266,8 +279,8 @@ class Recovery:
             return state
         self._warn(decision, state)
         if decision.finding.reset:
-            self.note("baseline_reset", step=state.step, reason=decision.finding.reason)
-            self.say(f"step {state.step}: {decision.finding.reason}")
+            reason = decision.finding.reason
+            self.log.emit(BaselineReset(step=state.step, reason=reason), say=f"step {state.step}: {reason}")
         if decision.healed:
             self.casebook.close(state, "healed")
         if decision.action.rewinds:
@@ -313,9 +326,8 @@ class Recovery:
         """Where the first number that is not finite arose; not empty when it was in the state already."""
         self.phase("locate")
         found = nan_locator.locate(self.engine, batch.micro_batches)
-        self.note("located", step=state.step, **asdict(found))
         self._located = found.sentence
-        self.say(f"step {state.step}: {found.sentence}")
+        self.log.emit(Located(step=state.step, **asdict(found)), say=True)
         self.replays.finite_again = state.step if not found.reproduced else None
         return found.sentence if found.kind == "state" else ""
 
@@ -324,13 +336,11 @@ class Recovery:
         if decision.finding.warnings and state.step >= self._quiet_until:
             self._quiet_until = state.step + QUIET
             for text in decision.finding.warnings:
-                self.note("warning", step=state.step, text=text)
-                self.say(f"step {state.step}: warning: {text}")
+                self.log.emit(Warned(step=state.step, text=text), say=True)
 
     def _rehearse(self, decision: Decision, state: RunState) -> None:
         if decision.action is not Action.APPLY:
-            self.note("would", step=state.step, action=decision.action, reason=decision.reason)
-            self.say(f"step {state.step}: would {decision.action.value}: {decision.reason}")
+            self.log.emit(Would(step=state.step, action=decision.action, reason=decision.reason), say=True)
 
     # Going back
 
@@ -352,13 +362,12 @@ class Recovery:
         if self.rates.coming is None:
             return
         for reason in self.guard.policy.relax(finding, state.updates, self.rates.coming):
-            self.note("rate_lifted", step=state.step, reason=reason)
-            self.say(f"step {state.step}: a limit of the learning rate is lifted: {reason}")
+            self.log.emit(RateLifted(step=state.step, reason=reason), say=True)
 
     def _selection(self) -> Selection:
         found, odd = self.skipping.usable(self.source.order)
         for problem in odd:
-            self.note("skips_refused", problem=problem)
+            self.log.emit(SkipsRefused(problem=problem))
         return found
 
     def finish(self, state: RunState) -> None:

@@ -23,6 +23,8 @@ from megastable.recovery import snapshot_budget
 from megastable.recovery.origin import Origin
 from megastable.recovery.sample_replay import Laboratory, Trained, harmless
 from megastable.recovery.snapshot import Ring, Snapshot
+from megastable.run.events.stability_events import NoSnapshots, SnapshotRejected
+from megastable.run.log import RunLog
 from megastable.stability import attribution
 from megastable.stability.attribution import Conclusion
 from megastable.stability.detector_state import DetectorState
@@ -49,11 +51,10 @@ class Points:
         engine: Engine,
         origin: Origin,
         batch: int,
-        note: Callable[..., None],
-        say: Callable[[str], None],
+        log: RunLog,
     ) -> None:
         self.config, self.engine, self.origin, self.batch = config, engine, origin, batch
-        self.note, self.say = note, say
+        self.log = log
         c = config.snapshots
         self.ring = Ring(engine, 0, c.interval)
         self.may_look = False  # whether there is room for the present state beside the points
@@ -78,9 +79,10 @@ class Points:
             free_memory.demand(state, self.engine.masters, self.engine.flat_state().moments, pinned)
         )
         found = agree(lambda: snapshot_budget.plan(everyone, c))
-        if not found.points:
-            self.note("no_snapshots", bytes=found.snapshot, budget=found.budget)
-        self.say(found.text)
+        if found.points:
+            self.log.say(found.text)
+        else:
+            self.log.emit(NoSnapshots(bytes=found.snapshot, budget=found.budget), say=found.text)
         self.may_look = found.aside
         return found.points
 
@@ -124,8 +126,10 @@ class Points:
             if finite and self.finite is None:
                 self.finite = snapshot
             why = "is worse on what it was trained on" if finite else "is not finite"
-            self.note("snapshot_rejected", step=snapshot.step, reason=why)
-            self.say(f"  the state after step {snapshot.step} {why} already: further back")
+            self.log.emit(
+                SnapshotRejected(step=snapshot.step, reason=why),
+                say=f"  the state after step {snapshot.step} {why} already: further back",
+            )
             self.ring.forget_from(snapshot.step)
             onset = snapshot.step
         return None
@@ -168,7 +172,9 @@ class Points:
         if not all(gathered(whole)):
             return snapshot
         self.restore(older)
-        self.say(f"  the bad region begins before step {snapshot.step}: further back, to step {older.step}")
+        self.log.say(
+            f"  the bad region begins before step {snapshot.step}: further back, to step {older.step}"
+        )
         return older
 
     # What is measured on the state that the engine was put back to

@@ -24,6 +24,8 @@ from megastable.recovery.rewind_points import Points
 from megastable.recovery.sample_replay import Trained
 from megastable.recovery.sample_watch import UNKNOWN, SampleWatch
 from megastable.recovery.snapshot import Snapshot
+from megastable.run.events.stability_events import RateCut
+from megastable.run.log import RunLog
 from megastable.stability import groups
 from megastable.stability.actions import Action, Cause, Decision, Remedy
 from megastable.stability.attribution import Conclusion
@@ -66,15 +68,14 @@ class Rewinding:
         last_resort: LastResort,
         guard: Callable[[], Guard],
         selection: Callable[[], Selection],
-        note: Callable[..., None],
-        say: Callable[[str], None],
+        log: RunLog,
         phase: Callable[[str], None],
     ) -> None:
         self.config, self.engine, self.source = config, engine, source
         self.points, self.replays, self.rates = points, replays, rates
         self.casebook, self.origin, self.samples, self.last_resort = casebook, origin, samples, last_resort
         self.guard, self.selection = guard, selection
-        self.note, self.say, self.phase = note, say, phase
+        self.log, self.phase = log, phase
 
     def go_back(self, t: Tripped, loader: Loader) -> RunState:
         """Where the run stands then. Raises HandoverError, UnstableError and SpaceError."""
@@ -208,7 +209,7 @@ class Rewinding:
             self.casebook.release(remedy.release, snapshot.extra.state.cursor, remedy.reason)
         if remedy.action in (Action.CUT_LR, Action.CAP_LR):
             limits = [limit.model_dump() for limit in self.guard().policy.state.limits]
-            self.note("rate_cut", step=state.step, reason=remedy.reason, limits=limits)
+            self.log.emit(RateCut(step=state.step, reason=remedy.reason, limits=limits))
         if remedy.action.ends:
             decision = replace(decision, action=remedy.action, reason=remedy.reason)
             raise self.last_resort.end(decision, state, found.cause)
@@ -254,7 +255,7 @@ class Rewinding:
         self.rates.forget_after(snapshot.step)
         seconds, lost = time.perf_counter() - begin, state.step - back.step
         self.casebook.rewound(back.step, back.cursor, seconds - told)
-        self.say(
+        self.log.say(
             f"  rewound {lost} step{'' if lost == 1 else 's'} to step {back.step}, without a restart: found and "
             f"undone in {seconds:.1f} s; {reason}"
         )

@@ -25,6 +25,9 @@ from megastable.recovery.by_heart import ByHeart
 from megastable.recovery.incident_log import Casebook
 from megastable.recovery.sample_replay import Laboratory, Trained, harmless
 from megastable.recovery.trickle import Trickle
+from megastable.run.events.stability_events import DiscardExamined, SamplesDropped, SamplesExamined, Would
+from megastable.run.events.training_events import Warned
+from megastable.run.log import RunLog
 from megastable.stability import novelty, suspects
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.attribution import Conclusion
@@ -47,21 +50,19 @@ WaitingKind = Literal["trickle", "batch", "easy"]
 
 
 class SampleWatch:
-    """Of one process. note, say, phase: the trainer's journal, console and heartbeat; selection: what is left out, by
-    the ledger of now."""
+    """Of one process. phase: the trainer's heartbeat; selection: what is left out, by the ledger of now."""
 
     def __init__(
         self,
         config: StabilityConfig,
         casebook: Casebook,
-        note: Callable[..., None],
-        say: Callable[[str], None],
+        log: RunLog,
         phase: Callable[[str], None],
         selection: Callable[[], Selection],
         state: WatchState | None = None,
     ) -> None:
         self.config, self.casebook = config, casebook
-        self.note, self.say, self.phase, self.selection = note, say, phase, selection
+        self.log, self.phase, self.selection = log, phase, selection
         self._names = [corpus.name for corpus in casebook.source.order.corpora]
         self._looked, self._rest, self._kinds = 0, Rest(), Rest()
         self.rewind(state or WatchState())
@@ -125,8 +126,8 @@ class SampleWatch:
 
     def _suspect(self, kind: WaitingKind, alarm: Alarm, reason: str, step: int) -> None:
         if self.config.dry_run:
-            self.note("would", step=step, action=Action.SKIP, reason=reason)
-            self.say(f"step {step}: would examine samples: {reason}")
+            event = Would(step=step, action=Action.SKIP, reason=reason)
+            self.log.emit(event, say=f"step {step}: would examine samples: {reason}")
             return
         before = [case for case in self._waiting if case.kind == kind]
         self._waiting = [case for case in self._waiting if case.kind != kind]
@@ -165,13 +166,13 @@ class SampleWatch:
         they rest, and twice as long where that comes again soon."""
         if case.kind == "batch":
             self._rest = self._rest.after(step)
-        event = "discard_examined" if case.kind == "discard" else "samples_examined"
+        examined = DiscardExamined if case.kind == "discard" else SamplesExamined
         reason = "; ".join(filter(None, [found.reason, case.located]))
-        self.note(
-            event, step=step, first=case.first, last=case.last, suspected=case.reason,
+        event = examined(
+            step=step, first=case.first, last=case.last, suspected=case.reason,
             positions=case.positions, reason=reason, seconds=round(seconds, 3),
         )  # fmt: skip
-        self.say(f"step {step}: {case.reason}; examined: {reason}: nothing is skipped")
+        self.log.emit(event, say=f"step {step}: {case.reason}; examined: {reason}: nothing is skipped")
 
     def convicted(self, case: Waiting) -> None:
         """Somebody of a case is guilty: the next rest of its sort is a short one."""
@@ -242,8 +243,7 @@ class SampleWatch:
             # On every rank. What cannot be read again has been trained on all the same.
             self._kinds = self._kinds.after(step)
             text = f"new kinds of text are not looked for until step {self._kinds.until}: {error}"
-            self.note("warning", step=step, text=text)
-            self.say(f"step {step}: warning: {text}")
+            self.log.emit(Warned(step=step, text=text), say=True)
             return []
 
     def _wait(self, case: Waiting) -> None:
@@ -254,11 +254,11 @@ class SampleWatch:
 
     def drop(self, case: Waiting, step: int, reason: str) -> None:
         """Write down that a case is not examined, and why."""
-        self.note(
-            "samples_dropped", step=step, first=case.first, last=case.last, suspected=case.reason,
+        event = SamplesDropped(
+            step=step, first=case.first, last=case.last, suspected=case.reason,
             positions=case.positions, reason=reason,
         )  # fmt: skip
-        self.say(f"step {step}: {case.reason}; not examined: {reason}")
+        self.log.emit(event, say=f"step {step}: {case.reason}; not examined: {reason}")
 
     def _examine(
         self, case: Waiting, state: RunState, trained: Sequence[Trained], laboratory: Laboratory

@@ -5,7 +5,6 @@ All methods are collective: every rank hears the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 
 from megastable.base.collectives import first
@@ -15,24 +14,25 @@ from megastable.data.source import Source
 from megastable.data.statistics import sample_entropy
 from megastable.engine.layer_stats import LayerStatistics
 from megastable.optim.schedule import rate
+from megastable.run.events.training_events import Warned
+from megastable.run.log import RunLog
 from megastable.stability.signs import RECENT, Sign, Signs, SignsState, due
 
 START = 20_000  # updates: a sum of rates that is reached later says nothing of the start
 
 
 class StartSigns:
-    """Of one training process. state: what the checkpoint remembers; note, say: the trainer's journal and console."""
+    """Of one training process. state: what the checkpoint remembers."""
 
     def __init__(
         self,
         config: RunConfig,
         source: Source,
         state: SignsState,
-        note: Callable[..., None],
-        say: Callable[[str], None],
+        log: RunLog,
     ) -> None:
         c = config
-        self.config, self.source, self.note, self.say = config, source, note, say
+        self.config, self.source, self.log = config, source, log
         self.settings = c.stability.signs
         self.enabled = c.stability.enabled and self.settings.enabled
         self.signs = Signs(self.settings, c.model.hidden, state)
@@ -63,8 +63,10 @@ class StartSigns:
         if undisturbed and 0 < self._due <= state.updates < self._due + RECENT and not self.signs.compared:
             found += self.signs.unigram(state.recent_losses, self._unigram_entropy(), self._rates)
         for sign in found:
-            self.note("warning", step=state.step, text=sign.text, sign=sign.name, numbers=sign.numbers)
-            self.say(f"step {state.step}: WARNING: {sign.text}")
+            self.log.emit(
+                Warned(step=state.step, text=sign.text, sign=sign.name, numbers=sign.numbers),
+                say=f"step {state.step}: WARNING: {sign.text}",
+            )
 
     def _unigram_entropy(self) -> float:
         """Of the first samples of the run's order, which are drawn from its corpora as they are blended; nats."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megastable.base.errors import DataError, user_errors
-from megastable.base.text import duration, number, put_off, ranges, sentence, visible
+from megastable.base.text import duration, number, put_off, ranges, visible
 from megastable.config.recipe import find, load
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
@@ -21,6 +21,8 @@ from megastable.data.tokenizer import load_tokenizer
 from megastable.report.postmortem import costs_of, sentences
 from megastable.report.postmortem.facts import Cost, IncidentFacts
 from megastable.run.directory import RunDirectory
+from megastable.run.events.data_events import LookedAhead
+from megastable.run.events.stability_events import Would
 
 CLEAN = Path("data/stdlib")
 NAMED = 5  # documents
@@ -80,13 +82,13 @@ def _instead(run: Path, config: RunConfig) -> Iterator[str]:
     if not config.stability.enabled:
         yield "stability.enabled=false: nobody looked for spikes."
     elif config.stability.dry_run:
-        for event in RunDirectory(run).events("would"):
-            yield f"step {event['step']:<7} would {event['action']}: {event['reason']}"
+        for would in RunDirectory(run).events(Would):
+            yield f"step {would['step']:<7} would {would['action']}: {would['reason']}"
         yield "stability.dry_run=true: nothing was done."
     else:
-        told = list(RunDirectory(run).events("looked_ahead"))
+        told = list(RunDirectory(run).events(LookedAhead))
         for event in told:
-            yield f"ahead        {sentence(event)}"
+            yield f"ahead        {event.sentence()}"
         yield "No incident."
 
 

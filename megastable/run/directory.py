@@ -9,21 +9,25 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import yaml
 
 from megastable.base import durable, jsonl
-from megastable.base.errors import ConfigError, DataError, SpaceError
+from megastable.base.errors import ConfigError, DataError
 from megastable.config.supervise import SECRETS, redacted
 from megastable.config.tree import ModelConfig, RunConfig
+from megastable.run.events.event import Event
+from megastable.run.events.reading import read_events
+from megastable.run.events.stability_events import Handover
+from megastable.run.events.training_events import Training
 
 log = logging.getLogger(__name__)
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, where it is there: 20 times as fast
+Kind = TypeVar("Kind", bound=Event)
 
 # Parts of the tree without which the weights in the directory mean something else.
 IDENTITY = ("model", "run.seed")
@@ -49,66 +53,38 @@ class RunDirectory:
         self.control = root / "control.json"
         self.logs = root / "logs"
         self.incidents = root / "incidents"
-        self.waiting: list[str] = []  # events that the disk refused so far
+        self.waiting: list[str] = []  # events that the disk refused so far (log.py)
 
-    def note(self, event: str, **fields: Any) -> None:
-        """Put an event into the journal; durable when this returns. One rank of a run calls it.
+    @overload
+    def events(self) -> Iterator[Event]: ...
 
-        A disk that refuses does not end a run: the events wait in memory for the next call, and are logged.
-        """
-        try:
-            self._write(event, fields)
-        except DataError as error:
-            log.warning("%s; waiting in memory: %s", error, self.waiting[-1])
+    @overload
+    def events(self, *kinds: type[Kind]) -> Iterator[Kind]: ...
 
-    def commit(self, event: str, **fields: Any) -> None:
-        """As `note`, for what a restart depends on. Raises SpaceError when the event is not on the disk."""
-        try:
-            self._write(event, fields)
-        except DataError as error:
-            raise SpaceError(
-                f"{error}. A restart would not know of this: {event}: make room, then start again from the newest "
-                "checkpoint"
-            ) from None
-
-    def _write(self, event: str, fields: dict[str, Any]) -> None:
-        entry = {"time": round(time.time(), 3), "event": event, **fields}
-        self.waiting.append(as_json(entry))
-        self.flush()
-
-    def flush(self) -> None:
-        """Try again what is waiting. Raises DataError when the disk still refuses."""
-        while self.waiting:
-            jsonl.append(self.journal, self.waiting[0])
-            self.waiting.pop(0)
-
-    def events(self, *kinds: str) -> Iterator[dict[str, Any]]:
+    def events(self, *kinds: type[Event]) -> Iterator[Event]:
         """The journal's events in order, of `kinds` only when given. A torn last line is left out, with a warning.
 
         Raises DataError for a line that is no event.
         """
         return (event for _, event in self._numbered(*kinds))
 
-    def _numbered(self, *kinds: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _numbered(self, *kinds: type[Event]) -> Iterator[tuple[int, Event]]:
         """With the numbers of their lines."""
         lines, torn = jsonl.read(self.journal)
         if torn:
             log.warning("%s: the last line was torn by a crash and is ignored", self.journal)
-        for number, line in enumerate(lines, start=1):
-            try:
-                entry = json.loads(line)
-                kind = entry["event"]
-            except (ValueError, KeyError, TypeError):
+        for number, event in enumerate(read_events(lines), start=1):
+            if "event" not in event:
                 raise DataError(
                     f"{self.journal}: line {number} is not an event in JSON: mend or remove that line"
-                ) from None
-            if not kinds or kind in kinds:
-                yield number, entry
+                )
+            if not kinds or isinstance(event, kinds):
+                yield number, event
 
     def handed_over(self) -> int | None:
         """The step before which a checkpoint must be, when the last process ended with that wish."""
-        told = list(self._numbered("handover", "training"))
-        if not told or told[-1][1]["event"] == "training":
+        told = list(self._numbered(Handover, Training))
+        if not told or isinstance(told[-1][1], Training):
             return None
         number, last = told[-1]
         if not isinstance(last.get("before"), int):

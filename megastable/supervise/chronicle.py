@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megastable.base.errors import HANDOVER, NO_SPACE, STOPPED, UNSTABLE
-from megastable.base.text import TOLD, Event, read_later, say, visible
-from megastable.supervise.follow import PASSED
+from megastable.base.text import visible
+from megastable.run.events.event import Event, Other, read_later, real, whole
+from megastable.run.events.stability_events import AlertEvent, Discarded
+from megastable.run.events.supervisor_events import Ended, Launched, Restart, SupervisorEvent
+from megastable.run.events.training_events import CheckpointSaved, Evaluated, Finished, Training
+from megastable.supervise.follow import PassedOver
 
 TAIL = 30  # events that are kept in words
-LARGEST = 2**53  # up to it a float is exact
 KEPT = 20  # of evaluations, attempts and restarts
 WORKS = ("training", "resumed", "launched")  # someone was at work then
 OTHERS = ("supervisor", "hook_failed", "hang", "ended", "restart")  # no sign of a training process
@@ -80,90 +85,89 @@ class Chronicle:
     sizes: dict[str, int] = field(default_factory=dict)  # of checkpoints, bytes
     _tail: deque[Event] = field(default_factory=lambda: deque(maxlen=TAIL))
     goodbye: Event | None = None
-    supervisor: Event | None = None
-    started: Event = field(default_factory=dict)
+    supervisor: SupervisorEvent | None = None
+    started: Mapping[str, Any] = field(default_factory=dict)
     word: str = ""
-    restart: Event | None = None  # that is being waited for
-    alert: Event | None = None  # the one that is not over
+    restart: Restart | None = None  # that is being waited for
+    alert: AlertEvent | None = None  # the one that is not over
 
     def add(self, event: Event) -> None:
         """Take in one event; whatever it lacks, or has of a wrong kind, is passed over."""
-        kind, moment = str(event.get("event")), real(event.get("time"))
+        name, moment = event.event, event.time
         if moment is not None:
             self.began = self.began if self.began is not None else moment
-            self.last = self.last if kind in OTHERS else moment
-        if kind in TOLD:
+            self.last = self.last if name in OTHERS else moment
+        if not isinstance(event, Other | PassedOver):
             self._tail.append(event)
         if (step := whole(event.get("to_step" if "to_step" in event else "step"))) is not None:
             self.step = step
-        if kind in (*WORKS, *ENDS, "ended", "hang", "restart"):
-            self.word = kind
-            self.goodbye = event if kind in ENDS else None if kind in WORKS else self.goodbye
-            self.restart = event if kind == "restart" else None
-            if kind in WORKS and (self.supervisor or {}).get("what") == "ended":
+        if name in (*WORKS, *ENDS, "ended", "hang", "restart"):
+            self.word = name
+            self.goodbye = event if name in ENDS else None if name in WORKS else self.goodbye
+            self.restart = event if isinstance(event, Restart) else None
+            if name in WORKS and self.supervisor is not None and self.supervisor.what == "ended":
                 self.supervisor = None
-        if kind == "training":
-            self.starts += 1
-            self.world = whole(event.get("world"))
-        elif kind == "discarded":
-            self.refused += 1
-        elif kind == PASSED:
-            self.refused += whole(event.get("refused")) or 0
-        elif kind == "alert":
-            self.alert = event if event.get("what") == "begun" else None
-        elif kind == "evaluated":
-            loss = real(event.get("loss"))
-            if loss is not None and step is not None:
-                self.validation.append((step, loss))
-        elif kind == "checkpoint":
-            self._checkpoint(event)
-        elif kind == "finished":
-            self.step = whole(event.get("steps")) or self.step
-        elif kind == "supervisor":
-            self.supervisor = event
-            if event.get("what") != "ended":
-                self.word, self.started = "supervisor", event
-        elif kind in ("launched", "ended"):
-            self._attempt(kind, event, moment)
-        elif kind == "restart":
-            number = whole(event.get("attempt"))
-            self.restarts[self._how(number)] += 1
+        match event:
+            case Training():
+                self.starts += 1
+                self.world = event.world
+            case Discarded():
+                self.refused += 1
+            case PassedOver():
+                self.refused += event.refused or 0
+            case AlertEvent():
+                self.alert = event if event.what == "begun" else None
+            case Evaluated():
+                if event.loss is not None and step is not None:
+                    self.validation.append((step, event.loss))
+            case CheckpointSaved():
+                self._checkpoint(event)
+            case Finished():
+                self.step = event.steps or self.step
+            case SupervisorEvent():
+                self.supervisor = event
+                if event.what != "ended":
+                    self.word, self.started = name, event.fields
+            case Launched():
+                self._launched(event)
+            case Ended():
+                self._ended(event)
+            case Restart():
+                self.restarts[self._how(event.attempt)] += 1
         if isinstance(summary := event.get("summary"), dict):
             self._incident(summary)
 
     @property
     def over(self) -> bool:
         """Whether the training process or the supervisor said goodbye, and nobody was at work since."""
-        return self.goodbye is not None or (self.supervisor or {}).get("what") == "ended"
+        return self.goodbye is not None or (self.supervisor is not None and self.supervisor.what == "ended")
 
     @property
     def tail(self) -> tuple[Said, ...]:
         """The last events in words. Put only when asked for: most of a long journal is never shown."""
-        return tuple(Said(real(e.get("time")) or 0.0, str(e["event"]), say(e)) for e in self._tail)
+        return tuple(Said(e.time or 0.0, e.event, e.line()) for e in self._tail)
 
-    def _checkpoint(self, event: Event) -> None:
-        if (size := whole(event.get("bytes"))) is not None:
+    def _checkpoint(self, event: CheckpointSaved) -> None:
+        if event.bytes is not None:
             name = str(event.get("name"))
             self.sizes.pop(name, None)
-            self.sizes[name] = size
+            self.sizes[name] = event.bytes
             for old in list(self.sizes)[:-KEPT]:
                 del self.sizes[old]
 
-    def _attempt(self, kind: str, event: Event, moment: float | None) -> None:
-        number = whole(event.get("attempt"))
-        if number is None:
-            return
-        if kind == "launched":
-            self.attempts[number] = AttemptSummary(number, moment)
+    def _launched(self, event: Launched) -> None:
+        if event.attempt is not None:
+            self.attempts[event.attempt] = AttemptSummary(event.attempt, event.time)
             for old in list(self.attempts)[:-KEPT]:
                 del self.attempts[old]
-            return
-        known = self.attempts.get(number)
-        self.attempts[number] = AttemptSummary(
-            number, known.began if known else None, kind_of_end(event), whole(event.get("code")),
-            whole(event.get("signal")), step=whole(event.get("step")),
-            failure=visible(event.get("failure") or "", 300),
-        )  # fmt: skip
+
+    def _ended(self, event: Ended) -> None:
+        if event.attempt is not None:
+            known = self.attempts.get(event.attempt)
+            self.attempts[event.attempt] = AttemptSummary(
+                event.attempt, known.began if known else None, kind_of_end(event), event.code, event.signal,
+                step=event.step, failure=visible(event.get("failure") or "", 300),
+            )  # fmt: skip
 
     def _how(self, number: int | None) -> str:
         """Why there is a restart: how the attempt ended, its own number or the one before the one to come."""
@@ -172,7 +176,7 @@ class Chronicle:
                 return self.attempts[known].how
         return "unknown"
 
-    def _incident(self, told: Event) -> None:
+    def _incident(self, told: Mapping[str, Any]) -> None:
         number = whole(told.get("number"))
         if number is None:
             return
@@ -195,7 +199,7 @@ class Chronicle:
         )
 
 
-def kind_of_end(event: Event) -> str:
+def kind_of_end(event: Ended) -> str:
     """Why an attempt ended, of an `ended` event: one of a handful of words, for counting."""
     if event.get("hung"):
         return "hang"
@@ -204,21 +208,3 @@ def kind_of_end(event: Event) -> str:
     code = event.get("code")
     known = {0: "done", STOPPED: "stopped", UNSTABLE: "unstable", NO_SPACE: "no_space", HANDOVER: "handover"}
     return known.get(code, "crash") if isinstance(code, int) else "crash"
-
-
-def real(value: object) -> float | None:
-    """A number of a JSON file: "nan" and "inf" are numbers there, true is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return None
-
-
-def whole(value: object) -> int | None:
-    """A whole number of a JSON file, of a size that a program gave it."""
-    number = real(value) if isinstance(value, int | float) else None
-    if number is None or not abs(number) < LARGEST or number != int(number):
-        return None
-    return int(number)

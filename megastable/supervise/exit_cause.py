@@ -14,6 +14,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from megastable.base import errors
+from megastable.run.events.event import Event
+from megastable.run.events.stability_events import Handover
+from megastable.run.events.training_events import Finished, Stopped, Unstable
 from megastable.run.rank_ipc import BEREFT, LastWords, Progress
 from megastable.supervise.processes import Fate
 
@@ -24,11 +27,11 @@ LAUNCHER = re.compile(
 )
 # What a process prints of an error that its user can act on (errors.user_errors).
 TOLD = re.compile(r"^error: (\S.*)$", re.MULTILINE)
-SAID = {
-    "finished": errors.OK,
-    "stopped": errors.STOPPED,
-    "handover": errors.HANDOVER,
-    "unstable": errors.UNSTABLE,
+SAID: dict[type[Event], int] = {
+    Finished: errors.OK,
+    Stopped: errors.STOPPED,
+    Handover: errors.HANDOVER,
+    Unstable: errors.UNSTABLE,
 }
 
 
@@ -54,7 +57,7 @@ class End(BaseModel):
 
 
 def end_of(
-    events: Iterable[Mapping[str, Any]],
+    events: Iterable[Event],
     words: Sequence[LastWords],
     fates: Mapping[int, Fate],
     code: int | None,
@@ -64,7 +67,7 @@ def end_of(
 ) -> End:
     """events: the journal's since the attempt began. words: of its ranks. fates: of those on this host, `here`. code:
     the launcher's, None = unknown. log: the end of its output. progress: its last."""
-    said = [SAID[event["event"]] for event in events if event["event"] in SAID]
+    said = [SAID[type(event)] for event in events if type(event) in SAID]
     if said:
         return End(code=said[-1], certain=True)
     step = cursor = None

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
+
+from megastable.run.events.event import Event, Whole
+from megastable.run.events.reading import event_of_line
 
 ANCHOR = 4096  # bytes before the offset by which a file is known again
 BLOCK = 1 << 22  # bytes that are read at once
-PASSED = "passed over"  # an event that tells of lines that were left out
+
+
+class PassedOver(Event):
+    """Of no journal: lines that were left out tell of so many refused updates."""
+
+    NAME = "passed over"
+    refused: Whole
 
 
 class Follower:
@@ -23,8 +31,8 @@ class Follower:
     the beginnings, from 1 on: where it is another after a reading than before, all that this reading gave may have been
     given before. Learn from it anew, but do not act on it: nobody wants to be told of all incidents twice.
 
-    skim: which lines of a long block count, and how many refused updates the others tell of (skim.py); these come as an
-    event, PASSED, after those of the block.
+    skim: which lines of a long block count, and how many refused updates the others tell of (skim.py); these come
+    as an event, `PassedOver`, after those of the block.
     """
 
     def __init__(self, path: Path, skim: Callable[[bytes], tuple[list[bytes], int]] | None = None) -> None:
@@ -37,11 +45,11 @@ class Follower:
         self._again = False  # begins anew with the next line: a file that was emptied is about to be written
         self._seen: tuple[int, ...] | None = None
 
-    def new(self) -> list[dict[str, Any]]:
+    def new(self) -> list[Event]:
         """The events since the last call. Never raises."""
         return list(self.stream())
 
-    def stream(self) -> Iterator[dict[str, Any]]:
+    def stream(self) -> Iterator[Event]:
         """As `new`, one at a time: the first reading of a long file does not fill the memory."""
         self.problem = ""
         try:
@@ -64,7 +72,7 @@ class Follower:
         file.seek(self._offset - len(self._anchor))
         return file.read(len(self._anchor)) == self._anchor
 
-    def _rest(self, file: IO[bytes]) -> Iterator[dict[str, Any]]:
+    def _rest(self, file: IO[bytes]) -> Iterator[Event]:
         file.seek(self._offset)
         while block := file.read(BLOCK):
             block += file.readline()
@@ -80,9 +88,9 @@ class Follower:
                     yield entry
                 elif line.strip():
                     self.damaged += 1
-            yield {"event": PASSED, "refused": refused}
+            yield PassedOver(refused=refused)
 
-    def _each(self, block: bytes) -> Iterator[dict[str, Any]]:
+    def _each(self, block: bytes) -> Iterator[Event]:
         for line in io.BytesIO(block):
             entry = _event(line)
             # An object that is closed is whole, also without its newline; anything else may still grow.
@@ -103,11 +111,8 @@ class Follower:
         self._anchor = (self._anchor + lines)[-ANCHOR:]
 
 
-def _event(line: bytes) -> dict[str, Any] | None:
+def _event(line: bytes) -> Event | None:
     if not line.rstrip().endswith(b"}"):
         return None
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return entry if isinstance(entry, dict) and isinstance(entry.get("event"), str) else None
+    event = event_of_line(line)
+    return event if event.named else None

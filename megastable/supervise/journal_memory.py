@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from pydantic import ValidationError
 
+from megastable.run.events.event import Event
+from megastable.run.events.stability_events import Handover, IncidentEvent
+from megastable.run.events.supervisor_events import Ended, Launched, Restart, SupervisorEvent
+from megastable.run.events.training_events import (
+    CheckpointRejected,
+    CheckpointSaved,
+    Finished,
+    Stopped,
+    Training,
+    Unstable,
+)  # fmt: skip
 from megastable.stability.failures import Failure
 from megastable.stability.incident import Breakdown, Incident
 
@@ -37,49 +48,46 @@ class JournalMemory:
         self.predecessor: tuple[int, str] | None = None
         self.number = 0
         self.open: dict[int, Incident] = {}
-        self.since: list[dict[str, Any]] = []
+        self.since: list[Event] = []
 
-    def hear(self, event: Mapping[str, Any]) -> None:
+    def hear(self, event: Event) -> None:
         """Take in one event. What is not as it should be is left out: it is not for this process to mend."""
-        handler = getattr(self, f"_{event.get('event')}", None)
-        if handler is not None:
-            try:
-                handler(event)
-            except (KeyError, TypeError, ValueError):
-                return
+        with suppress(KeyError, TypeError, ValueError):
+            self._hear(event)
 
-    def _supervisor(self, event: Mapping[str, Any]) -> None:
+    def _hear(self, event: Event) -> None:
+        match event:
+            case SupervisorEvent():
+                self._supervisor(event)
+            case Launched():
+                self.attempt, self.under_way = int(event["attempt"]), True
+                self.rejected = 0
+                self.since.clear()
+                self.unmended = None
+            case Restart():
+                self.unmended = None
+            case Training():
+                self.began = int(event["step"])
+                self.clock = max(self.clock, self.began)
+            case CheckpointSaved():
+                self.clock = max(self.clock, int(event["step"]))
+            case CheckpointRejected():
+                self.rejected = max(self.rejected, int(str(event["name"]).removeprefix("step-")))
+            case Finished() | Stopped() | Handover() | Unstable():
+                self.since.append(event)
+            case Ended():
+                self._ended(event)
+            case IncidentEvent():
+                self._incident(event)
+
+    def _supervisor(self, event: SupervisorEvent) -> None:
         if event["what"] == "started":
             self.failures.clear()
         if event["what"] == "ended":
             self.unmended = None
         self.predecessor = None if event["what"] == "ended" else (int(event["pid"]), str(event["host"]))
 
-    def _launched(self, event: Mapping[str, Any]) -> None:
-        self.attempt, self.under_way = int(event["attempt"]), True
-        self.rejected = 0
-        self.since.clear()
-        self.unmended = None
-
-    def _restart(self, event: Mapping[str, Any]) -> None:
-        self.unmended = None
-
-    def _training(self, event: Mapping[str, Any]) -> None:
-        self.began = int(event["step"])
-        self.clock = max(self.clock, self.began)
-
-    def _checkpoint(self, event: Mapping[str, Any]) -> None:
-        self.clock = max(self.clock, int(event["step"]))
-
-    def _checkpoint_rejected(self, event: Mapping[str, Any]) -> None:
-        self.rejected = max(self.rejected, int(str(event["name"]).removeprefix("step-")))
-
-    def _finished(self, event: Mapping[str, Any]) -> None:
-        self.since.append(dict(event))
-
-    _stopped = _handover = _unstable = _finished
-
-    def _ended(self, event: Mapping[str, Any]) -> None:
+    def _ended(self, event: Ended) -> None:
         self.under_way = False
         self.clock = max(self.clock, int(event["clock"]))
         if event.get("what"):
@@ -96,7 +104,7 @@ class JournalMemory:
                 )
             )  # fmt: skip
 
-    def _incident(self, event: Mapping[str, Any]) -> None:
+    def _incident(self, event: IncidentEvent) -> None:
         self.number = max(self.number, int(event["number"]))
         if event["what"] == "restarted":
             self.failed = None

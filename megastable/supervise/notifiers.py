@@ -16,9 +16,14 @@ from rich.console import Console
 from rich.live import Live
 
 from megastable.base.errors import MegastableError
-from megastable.base.text import sentence, visible
+from megastable.base.text import visible
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
+from megastable.run.events.data_events import LookAheadFailed, LookAheadSpent
+from megastable.run.events.event import Event, tree
+from megastable.run.events.stability_events import AlertEvent, IncidentEvent
+from megastable.run.events.supervisor_events import Ended, HookFailed, SupervisorEvent
+from megastable.run.log import RunLog
 from megastable.supervise import hooks
 from megastable.supervise.metrics import Metrics
 from megastable.supervise.status import RunWatch, Status
@@ -95,27 +100,28 @@ class Reports:
 
 
 class Audience:
-    """All of them. note: the supervisor's journal. Raises ConfigError where a port cannot be used."""
+    """All of them. Raises ConfigError where a port cannot be used."""
 
-    def __init__(self, config: RunConfig, run: RunDirectory, note: Callable[..., None]) -> None:
+    def __init__(self, config: RunConfig, run: RunDirectory) -> None:
         self.config, self.run = config, run
         c = config.supervise
         self.console = Console(highlight=False)
-        self.hooks = hooks.Hooks(c, lambda kind, problem: note("hook_failed", kind=kind, problem=problem))
+        log = RunLog(run)
+        self.hooks = hooks.Hooks(c, lambda kind, problem: log.emit(HookFailed(kind=kind, problem=problem)))
         self.metrics = Metrics(c.metrics_port) if c.metrics_port else None
         self.reports = Reports(run, self.say)
         self.live: Live | None = None
         self._watch: RunWatch | None = None
         self._looked = 0.0
 
-    def event(self, event: dict[str, Any]) -> None:
+    def event(self, event: Event) -> None:
         """Something was written into the journal."""
-        kind, what = str(event.get("event")), event.get("what")
-        if kind in ("ended", "alert") or (kind == "incident" and what in NEWS):
+        name, what = event.event, event.get("what")
+        if isinstance(event, Ended | AlertEvent) or (isinstance(event, IncidentEvent) and what in NEWS):
             self.reports.due()  # once more at the end: by then the steps after it are known
         if text := news(event):
             self.hooks.notify(
-                f"{kind} {what}" if what else kind, f"{self.run.root.name}: {text}", _facts(event, self.run)
+                f"{name} {what}" if what else name, f"{self.run.root.name}: {text}", _facts(event, self.run)
             )
 
     def output(self, text: str) -> None:
@@ -161,25 +167,28 @@ class Audience:
             self.metrics.close()
 
 
-def news(event: dict[str, Any]) -> str:
+def news(event: Event) -> str:
     """What people want to be told of an event; "" = nothing."""
-    summary = event["summary"] if isinstance(event.get("summary"), dict) else {}
-    if event.get("event") == "incident" and event.get("what") in ("opened", "handed over", "closed"):
-        what = f"closed ({summary.get('outcome')})" if event["what"] == "closed" else event["what"]
-        text = f"incident {event.get('number')} (step {summary.get('onset', summary.get('step'))}) {what}"
-        more = summary.get("failure") or "; ".join(summary.get("reasons") or []) or event.get("reason") or ""
-        return f"{text}: {more}" if more else text
-    if event.get("event") in ("look_ahead_spent", "look_ahead_failed", "alert"):
-        return sentence(event)
-    if event.get("event") == "supervisor" and event.get("what") == "ended":
-        if event.get("code") in (None, 0):
-            return "the run is complete"
-        return f"the run ended with code {event['code']}: {event.get('reason')}"
+    match event:
+        case IncidentEvent(what="opened" | "handed over" | "closed"):
+            summary = event.summary
+            what = f"closed ({summary.get('outcome')})" if event.what == "closed" else event.what
+            text = f"incident {event.get('number')} (step {summary.get('onset', summary.get('step'))}) {what}"
+            more = (
+                summary.get("failure") or "; ".join(summary.get("reasons") or []) or event.get("reason") or ""
+            )
+            return f"{text}: {more}" if more else text
+        case LookAheadSpent() | LookAheadFailed() | AlertEvent():
+            return event.sentence()
+        case SupervisorEvent(what="ended"):
+            if event.get("code") in (None, 0):
+                return "the run is complete"
+            return f"the run ended with code {event['code']}: {event.get('reason')}"
     return ""
 
 
-def _facts(event: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
-    summary = event["summary"] if isinstance(event.get("summary"), dict) else {}
+def _facts(event: Event, run: RunDirectory) -> dict[str, Any]:
+    summary = tree(event.get("summary"))
     names = ("step", "onset", "cause", "kind", "verdict", "outcome", "steps_lost", "batches_discarded")
     rest: dict[str, Any] = {key: event[key] for key in ("number", "code", "reason") if key in event}
     return {"run": str(run.root), **{n: summary[n] for n in names if n in summary}, **rest}

@@ -13,7 +13,8 @@ from megastable.base import errors
 from megastable.base.text import duration, visible
 from megastable.config.supervise import SuperviseConfig, redacted_override
 from megastable.run.directory import RunDirectory
-from megastable.supervise.chronicle import WORKS, Chronicle, whole
+from megastable.run.events.event import NOTHING, whole
+from megastable.supervise.chronicle import WORKS, Chronicle
 
 MODULE = "megastable.train"  # what launch/supervise.py starts where it is not told otherwise
 
@@ -68,7 +69,7 @@ def state_of(
         return Stands(State.STARTING if starts else State.RUNNING, reason=doubts)
     if supervised and told.word in ("launched", "supervisor", ""):
         return Stands(State.STARTING)
-    goodbye = told.goodbye or {}
+    goodbye = told.goodbye or NOTHING
     if supervised and (told.word == "restart" or goodbye.get("event") not in ("stopped", "finished")):
         why = (told.restart or goodbye).get("reason") or "its processes have ended: why is being looked into"
         return Stands(State.WAITING, reason=visible(why, 300))
@@ -87,12 +88,12 @@ def _doubts(told: Chronicle, supervised: bool | None, training: bool | None, age
 
 def _orphaned(told: Chronicle, supervised: bool | None) -> bool:
     """Whether there was a supervisor, and is none, though it did not take leave."""
-    return supervised is False and (told.supervisor or {}).get("what") in ("started", "took over")
+    return supervised is False and (told.supervisor or NOTHING).get("what") in ("started", "took over")
 
 
 def _ended(told: Chronicle) -> Stands:
     """After the supervisor's last word or, where it had none, the training process's."""
-    last, goodbye = told.supervisor or {}, told.goodbye or {}
+    last, goodbye = told.supervisor or NOTHING, told.goodbye or NOTHING
     reason = visible(last.get("reason") or goodbye.get("reason") or "", 500)
     if last.get("what") == "ended" and (code := whole(last.get("code"))) is not None:
         known = {errors.OK: State.FINISHED, errors.STOPPED: State.STOPPED}
@@ -131,7 +132,7 @@ def advice(stands: Stands, run: RunDirectory, told: Chronicle, supervised: bool 
         case State.HUNG:
             return f"a supervisor ends it and starts it again: {again}"
         case State.UNKNOWN:
-            host = visible((told.supervisor or {}).get("host") or "the host that it was started on", 80)
+            host = visible((told.supervisor or NOTHING).get("host") or "the host that it was started on", 80)
             return f"look on {host}; if nobody is at work there, to go on: {again}"
         case State.STOPPED | State.INTERRUPTED:
             return f"to go on: {again}"

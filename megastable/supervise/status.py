@@ -14,7 +14,7 @@ import socket
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -31,7 +31,8 @@ from megastable.base.text import visible
 from megastable.config.supervise import SuperviseConfig
 from megastable.run import directory
 from megastable.run.directory import RunDirectory
-from megastable.supervise.chronicle import AttemptSummary, Chronicle, IncidentSummary, Said, real, whole
+from megastable.run.events.event import NOTHING, real, whole
+from megastable.supervise.chronicle import AttemptSummary, Chronicle, IncidentSummary, Said
 from megastable.supervise.follow import Follower
 from megastable.supervise.skim import skim
 from megastable.supervise.state import Stands, State, advice, patience, state_of
@@ -171,7 +172,7 @@ class RunWatch:
         attempt = next(reversed(s.attempts), whole(progress.get("attempt")))
         # What an earlier attempt wrote says nothing about the processes of this one.
         stale = bool(s.attempts) and whole(progress.get("attempt")) not in (attempt, None)
-        supervisor = self._process(".supervisor.lock", s.supervisor or {})
+        supervisor = self._process(".supervisor.lock", s.supervisor.fields if s.supervisor else NOTHING)
         trainer = self._process(".lock", {} if stale else progress)
         phase = "" if stale else visible(progress.get("phase") or "", 20)
         step, steps = self._step(progress), self._recipe.steps or whole(progress.get("steps"))
@@ -285,7 +286,7 @@ class RunWatch:
             rows |= {row[0]: row for row in zip(*(c.to_pylist() for c in table.columns), strict=True)}
         self._records = [rows[step] for step in sorted(rows)][-RECENT:]
 
-    def _process(self, lock: str, told: dict[str, Any]) -> Process:
+    def _process(self, lock: str, told: Mapping[str, Any]) -> Process:
         return Process(
             _held(self.run.root / lock), whole(told.get("pid")), visible(told.get("host") or "", 80)
         )

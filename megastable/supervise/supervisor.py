@@ -25,6 +25,10 @@ from megastable.config.tree import RunConfig
 from megastable.data.skip_ledger import append_all
 from megastable.data.skips import Range
 from megastable.run.directory import RunDirectory
+from megastable.run.events.event import Event
+from megastable.run.events.stability_events import IncidentEvent
+from megastable.run.events.supervisor_events import Ended, Hang, Launched, Restart, SupervisorEvent
+from megastable.run.log import RunLog
 from megastable.run.rank_ipc import Progress, folder_of, log_of
 from megastable.stability.actions import Action, Cause, Remedy
 from megastable.stability.attribution import ranges
@@ -51,7 +55,7 @@ FINAL = (errors.OK, errors.STOPPED, errors.UNSTABLE, errors.HANDOVER, errors.SUP
 class Listener(Protocol):
     """Who is told: a terminal, people, metrics, reports."""
 
-    def event(self, event: dict[str, Any]) -> None: ...
+    def event(self, event: Event) -> None: ...
 
     def output(self, text: str) -> None: ...
 
@@ -77,6 +81,7 @@ class Supervisor:
         self.recipe, self.given, self.module = recipe, list(given), module
         # The ranks tell nobody: they need no password, and other users see their arguments.
         self.overrides = [redacted_override(text) for text in overrides]
+        self.log = RunLog(run, audience.say)
         self.here = socket.gethostname()
         self.memory = JournalMemory()
         self.patience = Patience(config.supervise)
@@ -116,10 +121,10 @@ class Supervisor:
             if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:  # nohup
                 signal.signal(number, self._asked)
         self._refuse_another_host(predecessor)
-        self.note(
-            "supervisor", what="started" if predecessor is None else "took over", pid=os.getpid(), host=self.here,
+        self.emit(SupervisorEvent(
+            what="started" if predecessor is None else "took over", pid=os.getpid(), host=self.here,
             recipe=self.recipe, overrides=self.overrides, given=self.given, module=self.module,
-        )  # fmt: skip
+        ))  # fmt: skip
         code, reason = errors.FAILED, "an unforeseen error"
         try:
             code, reason = self._until_the_end(predecessor)
@@ -130,7 +135,8 @@ class Supervisor:
             raise
         finally:
             self.scout.close()
-            self.note("supervisor", what="ended", pid=os.getpid(), host=self.here, code=code, reason=reason)
+            last = SupervisorEvent(what="ended", pid=os.getpid(), host=self.here, code=code, reason=reason)
+            self.emit(last)
             self._listen()
         return code
 
@@ -175,9 +181,8 @@ class Supervisor:
             return None
         self.say(f"attempt {attempt.number} runs already, and is watched from here on")
         if not self.memory.under_way:
-            self.note(
-                "launched", attempt=attempt.number, command=[], log=str(log_of(self.run, attempt.number))
-            )
+            log = str(log_of(self.run, attempt.number))
+            self.emit(Launched(attempt=attempt.number, command=[], log=log))
         self.wire.adopt(attempt.number)
         if predecessor is not None:
             text = f"the supervisor, process {predecessor[0]} on {predecessor[1]}, ended without a word"
@@ -193,7 +198,7 @@ class Supervisor:
         log = log_of(self.run, number)
         arguments = command(self.run, number, self.module, self.recipe, self.overrides, self.given)
         # Before it is done: whoever comes after this process looks for it.
-        self.note("launched", attempt=number, command=arguments, log=str(log.relative_to(self.run.root)))
+        self.emit(Launched(attempt=number, command=arguments, log=str(log.relative_to(self.run.root))))
         self._listen()
         self._read = 0
         self.patience.began()
@@ -230,11 +235,11 @@ class Supervisor:
         self._insist(lambda: self.wire.only(attempt.number + 1))
         self._failed = time.monotonic()
         if hung:
-            self.note(
-                "hang", attempt=attempt.number, phase=self.patience.phase, waited=round(self.patience.waited, 1),
+            self.emit(Hang(
+                attempt=attempt.number, phase=self.patience.phase, waited=round(self.patience.waited, 1),
                 limit=round(self.patience.limit, 1), step=progress.step if progress is not None else None,
                 silent=attempt.stuck, stacks=stacks,
-            )  # fmt: skip
+            ))  # fmt: skip
         return self._end(attempt, hung)
 
     def _somebody_died(self, attempt: Attempt) -> bool:
@@ -293,10 +298,8 @@ class Supervisor:
             if remedy.skip:
                 skipped = self._skip(end)  # before it is noted that it was done
         silent = None if progress is None else round(max(0.0, time.time() - progress.time), 1)
-        self.note(
-            "ended", attempt=number, clock=clock, silent=silent, skipped=skipped,
-            **end.model_dump() | ({} if failure else {"what": ""}),
-        )  # fmt: skip
+        told = end.model_dump() | ({} if failure else {"what": ""})
+        self.emit(Ended(attempt=number, clock=clock, silent=silent, skipped=skipped, **told))
         self._listen()
         if end.code == errors.OK:
             self._close_all("healed")
@@ -304,7 +307,8 @@ class Supervisor:
         if end.code == errors.STOPPED:
             return errors.STOPPED, "stopped as asked, with a checkpoint"
         if end.code == errors.HANDOVER:
-            self.note("restart", attempt=number, reason="handed over: from a checkpoint of before", delay=0)
+            why = "handed over: from a checkpoint of before"
+            self.emit(Restart(attempt=number, reason=why, delay=0))
             return None
         if end.code == errors.SUPERSEDED:
             return errors.SUPERSEDED, "another supervisor has started the run again"
@@ -342,8 +346,10 @@ class Supervisor:
         delay = pause(memory.failures, self.config.supervise.backoff_seconds)
         if end.code == errors.NO_SPACE:
             delay = max(delay, NO_ROOM)
-        self.note("restart", attempt=number, reason=remedy.reason, delay=delay)
-        self.say(f"starting again{f' in {delay:.0f} s' if delay else ''}: {remedy.reason}")
+        self.emit(
+            Restart(attempt=number, reason=remedy.reason, delay=delay),
+            say=f"starting again{f' in {delay:.0f} s' if delay else ''}: {remedy.reason}",
+        )
         until = time.monotonic() + delay
         while time.monotonic() < until and not self.signals:
             time.sleep(LOOK)
@@ -390,7 +396,7 @@ class Supervisor:
 
     def _tell(self, what: str, incident: Incident, **fields: Any) -> None:
         summary = incident.model_dump(mode="json")
-        self.note("incident", what=what, number=incident.number, summary=summary, **fields)
+        self.emit(IncidentEvent(what=what, number=incident.number, summary=summary, **fields))
         self._listen()
 
     def _proven(self, progress: Progress | None) -> None:
@@ -462,11 +468,13 @@ class Supervisor:
         except OSError:
             return 0
 
-    def note(self, event: str, **fields: Any) -> None:
-        """Journal. What this process does depends on it: a full disk is waited for. SpaceError when told to stop."""
-        self.run.note(event, **fields)
-        if self.run.waiting:
-            self._insist(self.run.flush)
+    def emit(self, event: Event, say: bool | str = False) -> None:
+        """What this process does depends on it: a full disk is waited for. SpaceError when told to stop."""
+        self.log.emit(event)
+        if self.log.waiting:
+            self._insist(self.log.flush)
+        if say:
+            self.say(say if isinstance(say, str) else event.line())
 
     def say(self, text: str) -> None:
         self.audience.say(text)

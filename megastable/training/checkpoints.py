@@ -27,11 +27,26 @@ from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
 from megastable.recovery.persisted_state import interrupted
 from megastable.run.directory import RunDirectory
+from megastable.run.events.stability_events import IncidentEvent
+from megastable.run.events.training_events import (
+    CheckpointFailed,
+    CheckpointHealthy,
+    CheckpointRecovered,
+    CheckpointRejected,
+    CheckpointSaved,
+    CheckpointSuspect,
+    MomentsAnew,
+    Reshaped,
+    Training,
+    Unstable,
+    Warned,
+)
+from megastable.run.log import RunLog
 
 
 class Checkpoints:
-    """Of one run, on this rank. note, say, phase: the trainer's journal, console and heartbeat. recipe: the
-    frozen one. vitals: measures those of the state that the engine holds.
+    """Of one run, on this rank. phase: the trainer's heartbeat. recipe: the frozen one. vitals: measures those of the
+    state that the engine holds.
 
     last: the step of the newest one that counts, -1 where there is none. rejected: those that were passed over at the
     start as they are damaged, and why; passed: those that are good, but have read what is put off by now. ill: the
@@ -43,14 +58,13 @@ class Checkpoints:
         config: RunConfig,
         engine: Engine,
         run: RunDirectory,
-        note: Callable[..., None],
-        say: Callable[[str], None],
+        log: RunLog,
         phase: Callable[[str], None],
         recipe: Callable[[], bytes],
         vitals: Callable[[], Vitals],
     ) -> None:
         self.config, self.engine, self.run, self.folder = config.checkpoint, engine, run, run.checkpoints
-        self.note, self.say, self.phase, self.vitals = note, say, phase, vitals
+        self.log, self.phase, self.vitals = log, phase, vitals
         self.saver = Saver(self.folder, engine, self.config, config.model, recipe)
         self.trend = CalmSteps(self.config.healthy_after)
         self._model = config.model
@@ -74,9 +88,11 @@ class Checkpoints:
             self._recover(Staging(self.config.staging, self.run.root))
         before = first(self.run.handed_over)
         if before is not None:
-            self.say(f"the last process asked for a checkpoint from before step {before}")
+            self.log.say(f"the last process asked for a checkpoint from before step {before}")
             first(lambda: self._only_before(before))
-        elif cut_short := first(lambda: interrupted(self.run.events("training", "incident", "checkpoint"))):
+        elif cut_short := first(
+            lambda: interrupted(self.run.events(Training, IncidentEvent, CheckpointSaved))
+        ):
             first(lambda: self._leave_behind(*cut_short))
         convicted = first(self._convicted)
         unfit = convicted | self._moved
@@ -88,8 +104,8 @@ class Checkpoints:
             rejected, self.passed = rejected | damaged, set()
         told, self.rejected = self.rejected, {name: problem for name, problem in rejected.items() if problem}
         for name, problem in self.rejected.items() - told.items():
-            self.note("checkpoint_rejected", name=name, problem=problem)
-            self.say(f"passed over a damaged checkpoint: {problem}")
+            event = CheckpointRejected(name=name, problem=problem)
+            self.log.emit(event, say=f"passed over a damaged checkpoint: {problem}")
         if found is None and self.rejected:
             raise shared(CheckpointError(self._nothing_left(convicted)))
         return found
@@ -140,11 +156,15 @@ class Checkpoints:
         self.engine.refresh_weights()
         agree(lambda: store.restore_rng(found))
         if saved.layout != layout:
-            self.note("reshaped", old=vars(saved.layout), new=vars(layout))
-            self.say(f"{found.name} was written by another layout ({saved.layout}): reshaped")
+            self.log.emit(
+                Reshaped(old=vars(saved.layout), new=vars(layout)),
+                say=f"{found.name} was written by another layout ({saved.layout}): reshaped",
+            )
         if saved.updates and not saved.adam_step:
-            self.note("moments_anew", step=saved.step)
-            self.say(f"{found.name} holds no optimizer state: Adam's moments begin anew")
+            self.log.emit(
+                MomentsAnew(step=saved.step),
+                say=f"{found.name} holds no optimizer state: Adam's moments begin anew",
+            )
         self.last = saved.step
 
     def proved(self, found: Path, saved: RunState) -> bool:
@@ -167,11 +187,10 @@ class Checkpoints:
         asked = bool(verdict.problem or self._moved)
         ruling = first(lambda: markers.accepted(found)) if asked else None
         if verdict.problem and ruling is not None:
-            self.note(
-                "warning", step=saved.step, text=f"{found.name}: {verdict.problem}; accepted by a person"
-            )
-            self.say(
-                f"WARNING: {found}: {verdict.problem}; a person accepts it: {ruling.reason or 'no reason given'}"
+            why = ruling.reason or "no reason given"
+            self.log.emit(
+                Warned(step=saved.step, text=f"{found.name}: {verdict.problem}; accepted by a person"),
+                say=f"WARNING: {found}: {verdict.problem}; a person accepts it: {why}",
             )
         elif verdict.problem:
             what = (
@@ -204,8 +223,8 @@ class Checkpoints:
         if self.passed:
             reason = f"it has read samples that {self.run.blends.name} puts off since then"
             for name in first(lambda: store.set_aside_newer(self.folder, saved.step, forget=False)):
-                self.note("checkpoint_suspect", name=name, reason=reason)
-                self.say(f"passed over {name}: {reason}")
+                event = CheckpointSuspect(name=name, reason=reason)
+                self.log.emit(event, say=f"passed over {name}: {reason}")
         return True
 
     def _betas(self, found: Path) -> list[tuple[float, float]]:
@@ -229,7 +248,7 @@ class Checkpoints:
 
     def _say_note(self) -> None:
         if note := self.saver.take_note():
-            self.say(note)
+            self.log.say(note)
 
     def _clean(self) -> None:
         try:
@@ -238,13 +257,15 @@ class Checkpoints:
             raise SpaceError(f"{self.folder} cannot be written to: {error}") from None
 
     def _recover(self, staging: Staging) -> None:
-        since = first(lambda: next((e["time"] for e in self.run.events("training")), math.inf))
+        since = first(lambda: next((e["time"] for e in self.run.events(Training)), math.inf))
         if (found := recover(staging, self.folder, self._model, since - 0.001)) is None:  # it was rounded
             return
         step, problem = found
-        self.note("checkpoint_recovered", step=step, problem=problem)
         what = problem or f"brought over from the local disks to {self.folder}"
-        self.say(f"the checkpoint of step {step}, which was not uploaded yet: {what}")
+        self.log.emit(
+            CheckpointRecovered(step=step, problem=problem),
+            say=f"the checkpoint of step {step}, which was not uploaded yet: {what}",
+        )
 
     def _only_before(self, before: int) -> None:
         """Leave only those of before a step, if there are any at all; of them only up to the newest healthy one."""
@@ -257,7 +278,7 @@ class Checkpoints:
             )
         healthy = [step for step in steps if step < before and self._is_healthy(step)]
         if steps and not healthy:
-            self.say(
+            self.log.say(
                 "none of the checkpoints from before it has proved healthy yet: the newest of them is taken"
             )
         store.set_aside_newer(self.folder, max(healthy, default=before - 1))
@@ -268,7 +289,7 @@ class Checkpoints:
         if any(step < undone or name in since for step, name in names.items()):
             for name in store.set_aside_newer(self.folder, undone - 1, since):
                 why = f"an incident undid step {undone} and what came after"
-                self.note("checkpoint_suspect", name=name, reason=why)
+                self.log.emit(CheckpointSuspect(name=name, reason=why))
 
     def _steps(self) -> list[int]:
         return [store.step_of(path) for path in store.newest_first(self.folder)]
@@ -314,8 +335,7 @@ class Checkpoints:
         if reason:
             self._doubted.add(state.step)
             text = f"the checkpoint of step {state.step} will not count as healthy: {reason}"
-            self.note("warning", step=state.step, text=text)
-            self.say(f"step {state.step}: warning: {text}")
+            self.log.emit(Warned(step=state.step, text=text), say=True)
         state.vitals = now.model_copy(update={"doubt": reason})
 
     def finish(self) -> None:
@@ -352,15 +372,14 @@ class Checkpoints:
                 return  # a suspect one is better than none
             kept = step
         for name in first(lambda: store.set_aside_newer(self.folder, step)):
-            self.note(
-                "checkpoint_suspect", name=name, reason=f"written after step {step}, which was returned to"
-            )
+            reason = f"written after step {step}, which was returned to"
+            self.log.emit(CheckpointSuspect(name=name, reason=reason))
         self.last = -1 if kept is None else kept
 
     def unstable(self) -> UnstableError:
         """What to raise where a state that is not finite cannot be left. A checkpoint of it would push out a good one,
         and from here on every update is refused anyway."""
-        self.note("unstable", step=self.ill)
+        self.log.emit(Unstable(step=self.ill))
         error = UnstableError(
             f"step {self.ill}: weights or Adam's moments are not finite, so there is no checkpoint of it. Those in "
             f"{self.folder} are from before: start again to go on from the newest; if it recurs, lower optimizer.lr "
@@ -376,25 +395,27 @@ class Checkpoints:
         step = outcome.step
         if outcome.path is not None:
             self.last = max(self.last, step)
-            self.note(
-                "checkpoint", step=step, name=outcome.path.name, bytes=outcome.size,
-                seconds=round(outcome.seconds, 3), blocked=round(outcome.blocked, 3),
-            )  # fmt: skip
+            self.log.emit(CheckpointSaved(
+                step=step, name=outcome.path.name, bytes=outcome.size, seconds=round(outcome.seconds, 3),
+                blocked=round(outcome.blocked, 3),
+            ))  # fmt: skip
             if step not in self._doubted:
                 self._mark(self.trend.saved(step), step)
-            return
-        self.note("checkpoint_failed", step=step, problem=outcome.problem)
-        if not outcome.finite:
-            self.ill = step
             return
         message = (
             f"the checkpoint of step {step} could not be written: {outcome.problem}. Earlier ones are intact"
         )
-        if self.config.on_failure == "stop":
+        goes_on = outcome.finite and self.config.on_failure != "stop"
+        self.log.emit(
+            CheckpointFailed(step=step, problem=outcome.problem),
+            say=goes_on and f"WARNING: {message}; training goes on (checkpoint.on_failure=continue)",
+        )
+        if not outcome.finite:
+            self.ill = step
+        elif not goes_on:
             raise shared(
                 SpaceError(f"{message}. Make room and start again, or set checkpoint.on_failure=continue")
             )
-        self.say(f"WARNING: {message}; training goes on (checkpoint.on_failure=continue)")
 
     def _mark(self, steps: list[int], now: int) -> None:
         """Those of `steps` have proved healthy."""
@@ -405,6 +426,6 @@ class Checkpoints:
             try:
                 markers.mark_healthy(path, now, self.trend.after)
             except CheckpointError as error:
-                self.say(f"WARNING: {error}")
+                self.log.say(f"WARNING: {error}")
             else:
-                self.note("checkpoint_healthy", step=now, name=path.name)
+                self.log.emit(CheckpointHealthy(step=now, name=path.name))

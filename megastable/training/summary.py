@@ -9,7 +9,8 @@ from megastable.config.tree import RunConfig
 from megastable.data.plant import read_planted
 from megastable.model.flops import parameters
 from megastable.run.directory import RunDirectory
-from megastable.run.events import latest
+from megastable.run.events.reading import latest
+from megastable.run.events.stability_events import IncidentEvent
 from megastable.stability.policy_state import PolicyState
 
 if TYPE_CHECKING:  # it needs torch
@@ -24,7 +25,7 @@ def incidents(run: RunDirectory, config: RunConfig) -> list[dict[str, Any]]:
     """
     planted = [read_planted(find(corpus.path)) for corpus in config.data.corpora]
     documents = [d.model_dump() for p in planted if p is not None for d in p.documents]
-    return [_shown(summary, documents) for summary in latest(run.events("incident")).values()]
+    return [_shown(summary, documents) for summary in latest(run.events(IncidentEvent)).values()]
 
 
 def _shown(summary: dict[str, Any], planted: list[dict[str, Any]]) -> dict[str, Any]:

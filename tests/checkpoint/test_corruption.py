@@ -17,6 +17,7 @@ from megastable.checkpoint.files import write_file
 from megastable.checkpoint.parts import write_manifest
 from megastable.checkpoint.store import MANIFEST, RECIPE, STATE
 from megastable.run.directory import RunDirectory
+from megastable.run.events.training_events import CheckpointRejected, Resumed
 from tests.checkpoint.states import LAYOUTS, make_run, recipe_of
 from tests.conftest import tiny
 from tests.distributed import run_ranks
@@ -253,12 +254,12 @@ def test_training_goes_on_from_before_all_the_damage(corpus: Path, tmp_path: Pat
             path, names = at.damage(kind, dice)
         damaged[path.name] = names
     assert run_ranks(1, train, config(100)) == [(0, "")]
-    rejected = {e["name"]: e["problem"] for e in RunDirectory(run).events("checkpoint_rejected")}
+    rejected = {e["name"]: e["problem"] for e in RunDirectory(run).events(CheckpointRejected)}
     assert rejected.keys() == damaged.keys()
     for name, problem in rejected.items():
         assert any(f"{folder / name / file}: " in problem for file in damaged[name]), (problem, damaged[name])
         assert (folder / f"rejected-{name}").is_dir()
-    assert [e["step"] for e in RunDirectory(run).events("resumed")] == [1]
+    assert [e["step"] for e in RunDirectory(run).events(Resumed)] == [1]
     # And it came to where it had been.
     again = read(folder / store.name_of(steps))
     assert [name for name in intact if name.endswith(".safetensors") and again[name] != intact[name]] == []

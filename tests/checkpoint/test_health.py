@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from megastable.checkpoint.health import CalmSteps
 from megastable.run.directory import RunDirectory
+from megastable.run.events.training_events import CheckpointHealthy
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.training.test_failures import batch, train
@@ -200,7 +201,7 @@ def test_a_checkpoint_that_had_to_make_room_is_not_missed(
         checkpoint={"interval": 2, "keep": 1, "healthy_after": 9, "asynchronous": False},
     )  # fmt: skip
     assert run_ranks(1, train, config) == [(0, "")]
-    assert [e["name"] for e in RunDirectory(tmp_path / "run").events("checkpoint_healthy")] == [
+    assert [e["name"] for e in RunDirectory(tmp_path / "run").events(CheckpointHealthy)] == [
         "step-2",
         "step-10",
     ]

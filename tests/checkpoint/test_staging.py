@@ -18,6 +18,7 @@ from megastable.checkpoint.files import write_file
 from megastable.checkpoint.staging import Sealed, Staging, newest_complete, upload
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
+from megastable.run.events.training_events import CheckpointFailed, CheckpointRecovered, Resumed
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.training.test_failures import batch, keep_files_small, train
@@ -45,7 +46,7 @@ def test_a_run_killed_in_an_upload_goes_on_from_the_local_disk(corpus: Path, tmp
     (staged,) = Staging(tmp_path / "disk", run).staged()
     assert staged.part.step == 15
     assert run_ranks(1, train, config) == [(0, "")]
-    events = list(RunDirectory(run).events("checkpoint_recovered", "resumed"))
+    events = list(RunDirectory(run).events(CheckpointRecovered, Resumed))
     assert [(e["event"], e["step"]) for e in events] == [("checkpoint_recovered", 15), ("resumed", 15)]
     assert identical(straight / "checkpoints/step-20", run / "checkpoints/step-20") == 3
     store.verify(run / "checkpoints/step-15")
@@ -68,7 +69,7 @@ def test_a_local_disk_that_is_full(corpus: Path, tmp_path: Path) -> None:
     config = tiny(corpus, tmp_path / "run", train=batch(), checkpoint={"staging": disk})
     ((code, message),) = run_ranks(1, train, config)
     assert code == errors.NO_SPACE and "could not be written" in message
-    (failed, *_) = RunDirectory(tmp_path / "run").events("checkpoint_failed")
+    (failed, *_) = RunDirectory(tmp_path / "run").events(CheckpointFailed)
     assert "disk" in failed["problem"]
     assert not list((tmp_path / "run/checkpoints").iterdir())
 
@@ -147,7 +148,7 @@ def test_a_new_run_in_the_directory_of_an_old_one_takes_nothing_of_it(corpus: Pa
     assert Staging(disk, run).staged()
     shutil.rmtree(run)
     assert run_ranks(1, train, config) == [(0, "")]
-    assert not list(RunDirectory(run).events("checkpoint_recovered", "resumed"))
+    assert not list(RunDirectory(run).events(CheckpointRecovered, Resumed))
     assert not list(disk.rglob("*.safetensors"))
 
 
@@ -167,5 +168,5 @@ def test_what_cannot_be_brought_over_now_is_kept_for_the_next_start(corpus: Path
     )
     run_ranks(1, train_with_small_files, full)
     assert run_ranks(1, train, config) == [(0, "")]
-    events = list(RunDirectory(run).events("checkpoint_recovered"))
+    events = list(RunDirectory(run).events(CheckpointRecovered))
     assert [bool(e["problem"]) for e in events] == [True, False]

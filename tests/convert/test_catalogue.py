@@ -19,6 +19,8 @@ from megastable.convert import catalogue
 from megastable.convert.catalogue import CatalogueEntry, entries, sheet
 from megastable.report.sheet import as_csv, as_html, as_json
 from megastable.run.directory import RunDirectory
+from megastable.run.events.reading import event_of
+from megastable.run.log import RunLog
 from tests.checkpoint.standins import LAYOUT, checkpoint, run_with
 
 
@@ -139,9 +141,9 @@ def test_the_loss_is_the_mean_of_those_that_are_numbers(
 
 
 def note(run: Path, *events: dict[str, Any]) -> None:
-    journal = RunDirectory(run)
+    journal = RunLog(RunDirectory(run))
     for event in events:
-        journal.note(**event)
+        journal.emit(event_of(event))
 
 
 def evaluated(step: int, loss: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from megastable.data.plant import Planted, plant
 from megastable.data.skip_ledger import SkipEntry, append_all, sample_entries
 from megastable.run.directory import RunDirectory
 from tests.conftest import tiny, write_corpus
+from tests.journal import note
 
 
 @pytest.fixture
@@ -68,6 +69,6 @@ def test_documents_that_incidents_name_and_samples_that_were_put_off(
         (2, [other], [[80, 83]]),
     ):
         summary = {"number": number, "documents": documents, "deferred": deferred}
-        run.note("incident", number=number, summary=summary)
+        note(run, "incident", number=number, summary=summary)
     found = fate(run.root, planted)
     assert (found.documents, found.named, found.wrong, found.deferred) == (len(named), 3, 1, 11)

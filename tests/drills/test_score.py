@@ -16,6 +16,8 @@ from drills.scenario import CLEAN, Scenario
 from drills.scenarios import SCENARIOS, choose
 from drills.score import Score, causes_of, compare, is_right, met, score, steps_lost, within
 from megastable.run.directory import RunDirectory
+from megastable.run.events.event import Event
+from megastable.run.events.reading import event_of
 
 BY_NAME = {s.name: s for s in SCENARIOS}
 DATA, RATE, BIT, KILL, DISK = (
@@ -163,8 +165,8 @@ def test_which_causes_are_right(scenario: Scenario, named: set[str], right: bool
 
 
 def test_a_single_refused_update_is_judged_by_what_was_found_of_it() -> None:
-    def located(kind: str) -> dict[str, Any]:
-        return {"event": "located", "kind": kind}
+    def located(kind: str) -> Event:
+        return event_of({"event": "located", "kind": kind})
 
     assert causes_of([], [located("not reproduced")]) == {"hardware"}
     assert causes_of([], [located("state")]) == {"hardware"}
@@ -179,9 +181,14 @@ def test_steps_are_lost_by_rewinds_and_by_restarts() -> None:
         *rewound(72, 60, "state"),
         *rewound(70, 50, "state"),
     ]
-    assert steps_lost(events) == 32
-    assert steps_lost([*events, {"event": "ended", "step": 90}, {"event": "training", "step": 60}]) == 62
-    assert steps_lost([START, {"event": "finished", "steps": 160}]) == 0
+    assert steps_lost(map(event_of, events)) == 32
+    assert (
+        steps_lost(
+            map(event_of, [*events, {"event": "ended", "step": 90}, {"event": "training", "step": 60}])
+        )
+        == 62
+    )
+    assert steps_lost(map(event_of, [START, {"event": "finished", "steps": 160}])) == 0
 
 
 def test_a_run_that_did_not_end(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ from megastable.forensics.oddness.kinds import KINDS
 from megastable.forensics.prescan import FREE, REASON, Scout
 from megastable.report.postmortem.sample_texts import Library
 from megastable.run.directory import RunDirectory, make
+from megastable.run.events.data_events import LookAheadSpent, LookedAhead
 from tests.conftest import tiny
+from tests.journal import note
 
 VOCABULARY, LENGTH = 250, 128
 
@@ -97,7 +99,7 @@ def test_the_scout_writes_what_is_clear_with_its_evidence_once(clean: Path, tmp_
     skipped = left_out(config, run)
     assert skipped.count() >= 18 and all(bad.contains(p) for a, b in skipped.ranges for p in range(a, b))
     assert all(e.reason.startswith(REASON) for e in read_ledger(run.skips))
-    told = list(run.events("looked_ahead"))
+    told = list(run.events(LookedAhead))
     assert sum(e["samples"] for e in told) == skipped.count()
     assert Skips.of((a, b) for e in told for a, b in e["positions"]).ranges == skipped.ranges
     evidence = told[0]["evidence"][0]
@@ -106,7 +108,7 @@ def test_the_scout_writes_what_is_clear_with_its_evidence_once(clean: Path, tmp_
     again = Scout(config, run)
     while again.look():
         pass
-    assert len(list(run.events("looked_ahead"))) == len(told)
+    assert len(list(run.events(LookedAhead))) == len(told)
     # It goes on with the run, and no further than it was told to.
     run.progress.write_text(json.dumps({"step": 3, "cursor": 48}))
     assert (
@@ -123,7 +125,7 @@ def test_the_budget(clean: Path, tmp_path: Path) -> None:
     while scout.look():
         pass
     assert left_out(config, run).count() == FREE
-    (spent,) = run.events("look_ahead_spent")
+    (spent,) = run.events(LookAheadSpent)
     assert spent["left"] < spent["found"] and spent["evidence"]
     scout = Scout(config, run)  # another process has no budget of its own
     while scout.look():
@@ -136,7 +138,7 @@ def test_the_budget_is_of_what_was_looked_at(clean: Path, tmp_path: Path) -> Non
     config, _ = planted(clean, tmp_path, "random", 90, most=0.05)
     run = make(config, Path("recipe.yaml"))
     append_all(run.skips, [SkipEntry(first=0, end=60, reason=f"{REASON}60 random tokens")])
-    run.note("looked_ahead", positions=[[0, 60]], samples=60)
+    note(run, "looked_ahead", positions=[[0, 60]], samples=60)
     run.progress.write_text(json.dumps({"phase": "step", "step": 19, "cursor": 304}))
     scout = Scout(config, run)
     while scout.look():

@@ -24,6 +24,7 @@ from megastable.forensics.shard_set import open_shelf
 from megastable.forensics.skip import skip_documents, swap_out
 from megastable.forensics.whereabouts import document_sheet
 from megastable.report.postmortem.passes import LAST
+from megastable.run.events.data_events import SkipsAdded, SkipsRead
 from tests.conftest import LENGTH, tiny, write_corpus
 from tests.distributed import run_ranks
 from tests.report.runs import data_incident, make_run, note
@@ -185,7 +186,7 @@ def test_documents_are_skipped_while_it_trains_and_no_others(run: tuple[Path, li
     begin = max(p for positions in read[: 10 + taken_up - 5] for p in positions) + 1
     left_out = set(range(begin, history.cursor)) - {*late[-(len(late)) :]} - {*range(60, 70), *range(27, 30)}
     assert left_out == {p for p in range(begin, history.cursor) if bad(p)} and left_out
-    events = list(history.run.events("skips_added", "skips_read"))
+    events = list(history.run.events(SkipsAdded, SkipsRead))
     assert [e["event"] for e in events] == ["skips_read", "skips_added", "skips_read"]
 
 
@@ -216,7 +217,7 @@ def test_a_second_skip_adds_nothing_and_a_corpus_can_go(
     assert once_more.samples == 0 and once_more.already > 0
     assert len(read_ledger(history.run.skips)) == before + again.lines
     assert once_more.text.startswith("nothing to do")
-    told = [event["lines"] for event in history.run.events("skips_added")]
+    told = [event["lines"] for event in history.run.events(SkipsAdded)]
     assert told and 0 not in told  # what was not done is not journaled
     with pytest.raises(DataError, match="does not train on the corpus that the plan was made for"):
         skip_documents(history, "0" * 64, {"part-0": DOCUMENTS}, "bad")

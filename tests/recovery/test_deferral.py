@@ -20,6 +20,8 @@ from megastable.data.corpora import open_corpora
 from megastable.data.skip_ledger import append
 from megastable.forensics.history import History
 from megastable.run.directory import RunDirectory
+from megastable.run.events.data_events import ExchangesUndone
+from megastable.run.events.training_events import CheckpointRejected, CheckpointSuspect, Resumed
 from tests.conftest import write_corpus
 from tests.distributed import run_ranks
 from tests.recovery.test_recovery import incidents, recipe, spoil, train
@@ -83,7 +85,7 @@ def test_handed_over_resumed_twice_and_made_longer(corpora: list[dict[str, Any]]
     assert run_ranks(1, train, config) == [(0, "")]
     longer = recipe(tmp_path, run, train=sizes(56, 8), **parts)
     assert run_ranks(1, train, longer) == [(0, "")]
-    assert [e["step"] for e in RunDirectory(run).events("resumed")][:2] == [30, 37]
+    assert [e["step"] for e in RunDirectory(run).events(Resumed)][:2] == [30, 37]
     assert not (run / "skips.jsonl").exists()
     read = what_was_read(run)
     assert read == without_trouble(config, 8 * 56) and max(epoch for _, epoch, _ in read) >= 1
@@ -140,16 +142,16 @@ def test_a_checkpoint_of_behind_what_was_put_off_since(
     longer = recipe(tmp_path, run, train=sizes(40, 8), data=data)
     assert run_ranks(world, train, longer) == [(0, "")] * world
     events = RunDirectory(run).events
-    assert [e["step"] for e in events("resumed")] == [taken]
-    assert {e["name"] for e in events("checkpoint_suspect")} == {f"step-{step}" for step in newer}
-    assert [e["lines"] for e in events("exchanges_undone")] == ([] if newer else [3])
+    assert [e["step"] for e in events(Resumed)] == [taken]
+    assert {e["name"] for e in events(CheckpointSuspect)} == {f"step-{step}" for step in newer}
+    assert [e["lines"] for e in events(ExchangesUndone)] == ([] if newer else [3])
     aside = {path.name for path in folder.glob("suspect-*")}
     assert aside == {f"suspect-step-{step}" for step in [5, *newer]} and not incidents(run)
     assert len(read_blends(run / "blends.jsonl")) == (4 if newer else 7)
     assert what_was_read(run) == without_trouble(longer, 8 * 40)
     # And again: nothing is done twice.
     assert run_ranks(1, train, recipe(tmp_path, run, train=sizes(42, 8), data=data)) == [(0, "")]
-    assert [e["step"] for e in events("resumed")][-1] == 40 and len(list(events("exchanges_undone"))) <= 1
+    assert [e["step"] for e in events(Resumed)][-1] == 40 and len(list(events(ExchangesUndone))) <= 1
 
 
 def test_where_the_older_one_is_no_good_the_newest_is_taken_after_all(
@@ -163,10 +165,10 @@ def test_where_the_older_one_is_no_good_the_newest_is_taken_after_all(
     poison(folder, "weight", step=10)
     assert run_ranks(1, train, recipe(tmp_path, run, train=sizes(32, 8), data=data)) == [(0, "")]
     events = RunDirectory(run).events
-    assert [e["step"] for e in events("resumed")] == [30] and not list(events("checkpoint_suspect"))
-    assert [e["name"] for e in events("checkpoint_rejected")] == ["step-10"]
+    assert [e["step"] for e in events(Resumed)] == [30] and not list(events(CheckpointSuspect))
+    assert [e["name"] for e in events(CheckpointRejected)] == ["step-10"]
     assert {path.name for path in folder.glob("*-step-*")} == {"rejected-step-10"}
-    assert [e["lines"] for e in events("exchanges_undone")] == [3]
+    assert [e["lines"] for e in events(ExchangesUndone)] == [3]
 
 
 def test_an_older_one_that_is_damaged_is_none(
@@ -178,4 +180,4 @@ def test_an_older_one_that_is_damaged_is_none(
     put_off(run)
     (run / "checkpoints" / "step-10" / "state.json").unlink()
     assert run_ranks(1, train, recipe(tmp_path, run, train=sizes(32, 8), data=data)) == [(0, "")]
-    assert [e["step"] for e in RunDirectory(run).events("resumed")] == [30]
+    assert [e["step"] for e in RunDirectory(run).events(Resumed)] == [30]

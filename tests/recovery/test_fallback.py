@@ -19,6 +19,7 @@ from megastable.config.tree import RunConfig
 from megastable.data.plant import Planted
 from megastable.run import records
 from megastable.run.directory import RunDirectory
+from megastable.run.events.stability_events import FellBack, Located, Returned, Would
 from tests.distributed import run_ranks
 from tests.recovery.test_recovery import LAYOUTS, easy, incidents, planted, recipe, train
 from tests.training.test_failures import terminate
@@ -69,7 +70,7 @@ def by_hand(config: RunConfig, left: int, returned: int) -> tuple[int, str]:
 
 
 def changes(run: Path) -> list[tuple[str, int]]:
-    return [(e["event"], e["step"]) for e in RunDirectory(run).events("fell_back", "returned")]
+    return [(e["event"], e["step"]) for e in RunDirectory(run).events(FellBack, Returned)]
 
 
 @pytest.mark.parametrize("name", ["one", "pp2", "zero3-dp2"] if EVERY else ["pp2"])
@@ -108,8 +109,8 @@ def test_a_kernel_that_stays_broken_is_left_for_good(factor: float, easy: Path, 
     assert [event for event, _ in changes(run)] == ["fell_back", "returned", "fell_back"]
     assert all(i["cause"] == "numerics" and i["positions"] == [] for i in incidents(run))
     assert [i["outcome"] for i in incidents(run)] == ["healed"] * 2
-    assert ["for good" in e["reason"] for e in RunDirectory(run).events("fell_back")] == [False, True]
-    assert not any(e["kind"] == "not reproduced" for e in RunDirectory(run).events("located"))
+    assert ["for good" in e["reason"] for e in RunDirectory(run).events(FellBack)] == [False, True]
+    assert not any(e["kind"] == "not reproduced" for e in RunDirectory(run).events(Located))
     # A process that has only the end left to do evaluates in what the last step was computed in.
     summary = run / "summary.json"
     wanted = json.loads(summary.read_text())["val_loss"]
@@ -180,5 +181,5 @@ def test_a_dry_run_leaves_fp8_on(easy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = run_of(easy, run, steps=FIRST + 8, stability={"dry_run": True, "policy": {"recur_steps": 50}})
     assert run_ranks(1, broken, config, 4, 10.0) == [(0, "")]
-    assert list(RunDirectory(run).events("would")) and changes(run) == [] and incidents(run) == []
+    assert list(RunDirectory(run).events(Would)) and changes(run) == [] and incidents(run) == []
     assert set(records.read(run / "steps").column("fp8").to_pylist()) == {True}

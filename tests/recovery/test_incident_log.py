@@ -36,6 +36,8 @@ from megastable.recovery.persisted_state import TELLING, recall
 from megastable.recovery.sample_replay import Trained
 from megastable.recovery.skipping import Skipping
 from megastable.run.directory import RunDirectory
+from megastable.run.events.stability_events import IncidentEvent, StabilityStateDropped
+from megastable.run.log import RunLog
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.attribution import Conclusion, Suspect
 from megastable.stability.odds import Examined
@@ -46,6 +48,7 @@ from megastable.training.summary import incidents
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.full_disk import files_no_larger_than
+from tests.journal import note
 from tests.recovery.test_recovery import planted, recipe, train
 from tests.training.test_failures import train as train_with
 
@@ -84,9 +87,9 @@ class Book:
         self.run, self.said, self.policy = RunDirectory(folder), list[str](), PolicyState(clock=33)
         self.config = tiny(corpus, folder, train={"steps": STEPS})
         self.source = open_corpora(self.config.data.corpora, 32, 0).train
-        note = self.run.note if dist.get_rank() == 0 else lambda event, **fields: None
+        log = RunLog(self.run, self.said.append, active=dist.get_rank() == 0)
         deferring = Deferring(self.config, self.run, self.source, self.selection)
-        self.book = Casebook(self.run, self.source, deferring, lambda: self.policy, note, self.said.append)
+        self.book = Casebook(self.run, self.source, deferring, lambda: self.policy, log)
 
     def selection(self) -> Selection:
         return Skipping(self.config, self.run).selection(self.source.order)
@@ -277,7 +280,7 @@ def test_a_conviction_is_withdrawn_and_may_be_made_again(book: Book) -> None:
         (260, 261),
         (262, 263),
     ]
-    (event,) = [e for e in book.run.events("incident") if e["what"] == "released"]
+    (event,) = [e for e in book.run.events(IncidentEvent) if e["what"] == "released"]
     assert event["positions"] == [[261, 262]] and event["next_epoch"] == [[250, 251]]
     assert (
         "  released: 2 samples (the rate was too high): 1 are read again from position 261 on, 1 were passed and are "
@@ -394,7 +397,7 @@ def test_every_convicted_sample_keeps_its_loss_and_the_seconds_go_on_to_the_end_
     found = Conclusion(Cause.DATA, [248 + n for n in range(40)], suspects, "so it is")
     book.book.attribute(found, WINDOW, Action.REWIND, "and so on", 3, 1.5)
     book.book.rewound(30, 240, 0.25)
-    (told,) = (e for e in book.run.events("incident") if e["what"] == "attributed")
+    (told,) = (e for e in book.run.events(IncidentEvent) if e["what"] == "attributed")
     assert [s["position"] for s in told["suspects"]] == list(range(248, 288))
     assert book.book.incident is not None and book.book.incident.seconds == 1.75
 
@@ -409,9 +412,9 @@ def test_the_loss_before_and_after_is_the_median_so_that_the_spike_is_no_part_of
 
 
 def test_the_summary_passes_over_events_that_it_does_not_know(book: Book) -> None:
-    book.run.note("incident", number=1, what="opened")
-    book.run.note("incident", summary={"colour": "red"})
-    book.run.note("incident", what="closed", summary="over")
+    note(book.run, "incident", number=1, what="opened")
+    note(book.run, "incident", summary={"colour": "red"})
+    note(book.run, "incident", what="closed", summary="over")
     assert book.shown() == []
 
 
@@ -433,8 +436,8 @@ def test_a_full_disk_is_no_bad_input(book: Book) -> None:
         book.book.rewound(30, 240)  # the next process would miss nothing
         with pytest.raises(SpaceError, match="handover"):
             book.book.give_up(decision(Action.HANDOVER), state(), WINDOW, defer=False)
-    book.run.note("later")
-    whats = [e["what"] for e in book.run.events("incident")]
+    note(book.run, "later")
+    whats = [e["what"] for e in book.run.events(IncidentEvent)]
     assert whats == ["opened", "attributed", "rewound", "handed over"] and book.run.handed_over() == 31
 
 
@@ -484,8 +487,8 @@ def test_a_crash_in_the_middle_of_an_incident_loses_nothing_of_it(
 
 def test_a_journal_of_another_version_is_said_and_training_begins(corpus: Path, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    run.note("incident", number=3, what="opened", policy={"karma": 1})
+    note(run, "incident", number=3, what="opened", policy={"karma": 1})
     steps = {"steps": 2, "global_batch": 8, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0}
     assert run_ranks(2, train, tiny(corpus, tmp_path, train=steps)) == [(errors.OK, "")] * 2
-    (dropped,) = run.events("stability_state_dropped")
+    (dropped,) = run.events(StabilityStateDropped)
     assert dropped["problem"] == "incident of the journal: policy.karma: Extra inputs are not permitted"

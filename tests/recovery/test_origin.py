@@ -13,6 +13,10 @@ from megastable.checkpoint import markers
 from megastable.config.tree import RunConfig
 from megastable.recovery.persisted_state import tried
 from megastable.run.directory import RunDirectory
+from megastable.run.events.event import Event
+from megastable.run.events.reading import event_of
+from megastable.run.events.stability_events import AlertEvent, Handover, IncidentEvent, RateCut
+from megastable.run.events.training_events import Resumed
 from tests.conftest import write_corpus
 from tests.distributed import run_ranks
 from tests.engine.test_gate import trainer_of
@@ -34,7 +38,7 @@ def at(corpus: Path, run: Path, steps: int, interval: int = 10, **parts: Any) ->
 
 
 def resumed(run: Path) -> list[int]:
-    return [e["step"] for e in RunDirectory(run).events("resumed")]
+    return [e["step"] for e in RunDirectory(run).events(Resumed)]
 
 
 @pytest.mark.parametrize("world", [1, 2], ids=["one", "zero1-dp2"])
@@ -51,11 +55,11 @@ def test_an_old_checkpoint_that_is_bad_is_convicted_by_the_steps_after_it(
         assert markers.convicted(folder / f"step-{step}") is not None
     assert run_ranks(world, train, at(easy, run, 50))[0] == (0, "")
     assert resumed(run) == [40, 30, 20]
-    assert [e["before"] for e in RunDirectory(run).events("handover")] == [40, 30]
+    assert [e["before"] for e in RunDirectory(run).events(Handover)] == [40, 30]
     assert {e["summary"]["cause"] for e in incidents(run, "handed over")} == {"storage"}
     # No sample is lost, and no rate is cut: the run ends as if nothing had been.
     assert not (run / "skips.jsonl").exists()
-    assert not [e for e in RunDirectory(run).events("incident") if e.get("action") == "cut_lr"]
+    assert not [e for e in RunDirectory(run).events(IncidentEvent) if e.get("action") == "cut_lr"]
     run_ranks(world, train, at(easy, straight, 50))
     assert identical(*(r / "checkpoints/step-50" for r in (run, straight))) == 3 * world
 
@@ -69,14 +73,14 @@ def test_where_all_are_bad_it_trains_on_and_tells_a_person(
     assert run_ranks(1, train, at(easy, run, 30, 30))[0] == (0, "")
     poison(run / "checkpoints", "weight", forget=True)
     ((code, message),) = run_ranks(1, train, at(easy, run, 50, 30, stability=wanted))
-    alerts = [e["reason"] for e in RunDirectory(run).events("alert") if e["what"] == "begun"]
+    alerts = [e["reason"] for e in RunDirectory(run).events(AlertEvent) if e["what"] == "begun"]
     if last_resort == "stop":
         assert code == errors.UNSTABLE and "is convicted" in message and not alerts
         return
     assert (
         code == 0 and len(alerts) == 1 and "is convicted" in alerts[0] and "is from before step" in alerts[0]
     )
-    assert not (run / "skips.jsonl").exists() and not list(RunDirectory(run).events("rate_cut"))
+    assert not (run / "skips.jsonl").exists() and not list(RunDirectory(run).events(RateCut))
 
 
 def test_a_recipe_is_compared_with_that_of_the_checkpoint(easy: Path, tmp_path: Path) -> None:
@@ -96,11 +100,11 @@ def changed(config: RunConfig) -> list[str]:
 
 
 def test_each_handover_without_new_ground_takes_an_older_one() -> None:
-    def handover(clock: int) -> dict[str, Any]:
-        return {"event": "handover", "policy": {"clock": clock}}
+    def handover(clock: int) -> Event:
+        return event_of({"event": "handover", "policy": {"clock": clock}})
 
-    def training(step: int) -> dict[str, Any]:
-        return {"event": "training", "step": step}
+    def training(step: int) -> Event:
+        return event_of({"event": "training", "step": step})
 
     assert tried([], 50, 30) == []
     assert tried([training(0), training(20)], 50, 30) == []  # no handover
@@ -110,4 +114,4 @@ def test_each_handover_without_new_ground_takes_an_older_one() -> None:
     assert tried([handover(45), training(40)], 80, 30) == []  # new ground
     assert tried([handover(10), training(0), handover(45), training(40)], 50, 30) == [40]
     assert tried([handover(45), training(0)], 50, 30) == []  # there was none: it began anew
-    assert tried([{"event": "handover"}, training(40)], 50, 30) == []  # of an older version
+    assert tried([event_of({"event": "handover"}), training(40)], 50, 30) == []  # of an older version

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megastable.recovery.persisted_state import PersistedState, interrupted, recall
+from megastable.run.events.reading import event_of
 from megastable.stability.actions import Action
 from megastable.stability.detector_state import DetectorState
 from megastable.stability.guard import GuardState
@@ -51,35 +52,35 @@ def test_what_happened_after_the_checkpoint_is_known_from_the_journal() -> None:
         event("rewound", 33, attributed),
     ]
     for before in (saved(20), {}):
-        memory, lost = recall(before, told)
+        memory, lost = recall(before, map(event_of, told))
         assert memory.incident == attributed and memory.incidents == 1 and lost == []
         assert memory.guard.policy == policy(33)
         assert memory.guard.detector == PersistedState.model_validate(before).guard.detector
     # A checkpoint of after it knows better.
     later = saved(50, incident=None, incidents=1)
-    assert recall(later, told)[0].model_dump(mode="json") == later
+    assert recall(later, map(event_of, told))[0].model_dump(mode="json") == later
 
 
 @pytest.mark.parametrize("outcome", ["healed", "stopped"])
 def test_an_incident_that_is_over_is_not_open(outcome: str) -> None:
     over = incident(outcome=outcome)
     told = [event("opened", 33, incident()), event("closed", 60, over), event("", 60, over, kind="unstable")]
-    memory, lost = recall(saved(40, incident=incident(), incidents=1), told)
+    memory, lost = recall(saved(40, incident=incident(), incidents=1), map(event_of, told))
     assert memory.incident is None and memory.incidents == 1 and lost == []
     assert memory.guard.policy.clock == 60
 
 
 def test_one_that_was_not_proven_to_be_over_goes_on() -> None:
     told = [event("opened", 33, incident()), event("closed", 40, incident(outcome="open"))]
-    assert recall(saved(20), told)[0].incident == incident()
+    assert recall(saved(20), map(event_of, told))[0].incident == incident()
 
 
 def test_a_dry_run_has_a_clock_of_its_own() -> None:
     dry = PersistedState(guard=GuardState(simulated=True, policy=policy(5))).model_dump(mode="json")
     told = [event("opened", 33, incident(4))]
-    memory, _ = recall(dry, told, simulated=True)
+    memory, _ = recall(dry, map(event_of, told), simulated=True)
     assert memory.guard.policy == policy(5) and memory.incident is None and memory.incidents == 4
-    memory, _ = recall(dry, told)  # back in earnest: what was done before the dry run counts
+    memory, _ = recall(dry, map(event_of, told))  # back in earnest: what was done before the dry run counts
     assert memory.guard.policy.clock == 33 and memory.incident is not None
 
 
@@ -120,15 +121,15 @@ def test_events_of_another_version_are_passed_over() -> None:
     """The newest that can be read counts; what is newer is said to be lost."""
     good, strange = event("opened", 33, incident()), event("attributed", 34, incident())
     strange["policy"]["karma"] = 1
-    memory, (problem,) = recall(saved(20), [good, strange])
+    memory, (problem,) = recall(saved(20), map(event_of, [good, strange]))
     assert memory.incident == incident() and memory.guard.policy.clock == 33
     assert problem == "incident of the journal: policy.karma: Extra inputs are not permitted"
-    assert recall(saved(20), [strange, good])[1] == []
+    assert recall(saved(20), map(event_of, [strange, good]))[1] == []
 
 
 @pytest.mark.parametrize("fields", [{}, {"number": "one"}, {"number": 1, "what": "opened"}, {"policy": 5}])
 def test_events_without_what_is_looked_for(fields: dict[str, Any]) -> None:
-    memory, lost = recall(saved(20), [{"event": "incident", **fields}])
+    memory, lost = recall(saved(20), map(event_of, [{"event": "incident", **fields}]))
     assert memory.guard.policy.clock == 20 and memory.incident is None
     assert bool(lost) == ("policy" in fields)
 
@@ -165,4 +166,4 @@ OPENED, REWOUND = told("opened", onset=31), told("rewound", to_step=20)
 def test_what_a_dead_process_went_back_behind(
     events: list[dict[str, Any]], left: tuple[int, set[str]] | None
 ) -> None:
-    assert interrupted(events) == left
+    assert interrupted(map(event_of, events)) == left

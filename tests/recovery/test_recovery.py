@@ -19,6 +19,17 @@ from megastable.data.skips import Selection
 from megastable.forensics.history import History
 from megastable.run import records
 from megastable.run.directory import RunDirectory
+from megastable.run.events.stability_events import (
+    AlertEvent,
+    Discarded,
+    Handover,
+    IncidentEvent,
+    Located,
+    RateCut,
+    SnapshotRejected,
+    Would,
+)
+from megastable.run.events.training_events import CheckpointSaved, Resumed
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
 from tests.engine.test_gate import trainer_of
@@ -68,7 +79,7 @@ def train(config: RunConfig) -> tuple[int, str]:
 
 
 def incidents(run: Path, what: str = "closed") -> list[dict[str, Any]]:
-    found = [e for e in RunDirectory(run).events("incident") if e["what"] == what]
+    found = [e for e in RunDirectory(run).events(IncidentEvent) if e["what"] == what]
     return [e["summary"] for e in found] if what == "closed" else found
 
 
@@ -107,7 +118,7 @@ def test_a_rewind_is_exact(name: str, planted: tuple[Path, Planted], tmp_path: P
     assert [tuple(r) for r in incident["positions"]] == what.positions
     assert incident["documents"] == [d.model_dump() for d in what.documents]
     assert incident["steps_lost"] <= 25 and incident["batches_discarded"] <= 4
-    assert incidents(told) == [] and not list(RunDirectory(told).events("discarded"))
+    assert incidents(told) == [] and not list(RunDirectory(told).events(Discarded))
     assert identical(hit / f"checkpoints/step-{STEPS}", told / f"checkpoints/step-{STEPS}") >= 3
     one, other = (records.read(run / "steps") for run in (hit, told))
     for column in ("step", "first_position", "next_position", "loss", "grad_norm", "lr", "applied"):
@@ -193,7 +204,7 @@ def test_spoilt_weights_are_undone_and_the_window_is_read_later(
     assert incident["cause"] == "state" and incident["outcome"] == "healed" and incident["documents"] == []
     assert incident["actions"] == ["rewind"] and 31 <= incident["onset"] <= 33
     # The state after step 31 is spoilt already; that after step 30 is good.
-    assert {e["step"] for e in RunDirectory(run).events("snapshot_rejected")} <= {31}
+    assert {e["step"] for e in RunDirectory(run).events(SnapshotRejected)} <= {31}
     assert incident["steps_lost"] <= 5
     count = 8 * (incident["step"] - incident["onset"] + 1)
     assert incident["positions"] == [] and not (run / "skips.jsonl").exists()
@@ -243,7 +254,7 @@ def test_what_comes_back_again_and_again_cuts_the_learning_rate(
     assert incident["actions"] == [*["rewind"] * 2, *["cut_lr"] * cut]
     assert incident["kind"] == ("divergent" if cut else "lingering")
     assert incident["cause"] == ("learning_rate" if cut else "state") and end["factor"] == (0.5 if cut else 1)
-    assert len(list(RunDirectory(run).events("rate_cut"))) == cut
+    assert len(list(RunDirectory(run).events(RateCut))) == cut
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["where bits repeat", "where they need not"])
@@ -348,10 +359,10 @@ def test_a_checkpoint_is_left_without_proof_once(easy: Path, tmp_path: Path) -> 
     parts = {"checkpoint": {"interval": 10, "keep": 9}, "stability": {"policy": {"recur_steps": 12}}}
     (end,) = run_ranks(1, suspicious, recipe(easy, run, **parts))
     assert end["code"] == errors.HANDOVER and "is the suspect" in end["message"]
-    (told,) = RunDirectory(run).events("handover")
+    (told,) = RunDirectory(run).events(Handover)
     assert [t["cause"] for t in told["policy"]["taken"] if t["action"] == "handover"] == ["storage"]
     (end,) = run_ranks(1, suspicious, recipe(easy, run, **parts))
-    assert end["code"] == 0 and len(list(RunDirectory(run).events("handover"))) == 1
+    assert end["code"] == 0 and len(list(RunDirectory(run).events(Handover))) == 1
 
 
 def suspicious(config: RunConfig) -> dict[str, Any]:
@@ -378,7 +389,7 @@ def test_without_rewind_points_it_hands_over_to_a_restart(
     assert begin <= first < until <= end + 8 and until - begin == 16
     assert told["outcome"] == "handed over" and told["positions"] == [] and not (run / "skips.jsonl").exists()
     assert run_ranks(1, train, config) == [(0, "")]
-    assert [e["step"] for e in RunDirectory(run).events("resumed")] == [20]
+    assert [e["step"] for e in RunDirectory(run).events(Resumed)] == [20]
     (over,) = [
         i for i in incidents(run) if i["number"] == told["number"]
     ]  # what follows is the noise, read later
@@ -394,9 +405,9 @@ def test_a_restart_goes_back_behind_checkpoints_of_after_the_onset(easy: Path, t
     config = recipe(easy, run, **parts)
     (end,) = run_ranks(1, spoil, config, "weights", [32])
     assert end["code"] == errors.HANDOVER
-    (event,) = RunDirectory(run).events("handover")
+    (event,) = RunDirectory(run).events(Handover)
     assert run_ranks(1, train, config) == [(0, "")]
-    assert [e["step"] for e in RunDirectory(run).events("resumed")] == [event["before"] - 1]
+    assert [e["step"] for e in RunDirectory(run).events(Resumed)] == [event["before"] - 1]
     assert list((run / "checkpoints").glob("suspect-step-*"))
     assert (run / f"checkpoints/step-{STEPS}").is_dir()
 
@@ -409,7 +420,7 @@ def test_a_handover_needs_a_checkpoint_of_before(last_resort: str, easy: Path, t
     wanted = {"snapshots": {"interval": 0}, "policy": {"last_resort": last_resort}}
     config = recipe(easy, run, stability=wanted, checkpoint={"interval": 32})
     (end,) = run_ranks(1, spoil, config, "weights", [32])
-    alerts = list(RunDirectory(run).events("alert"))
+    alerts = list(RunDirectory(run).events(AlertEvent))
     if last_resort == "stop":
         assert end["code"] == errors.UNSTABLE and "is from before step" in end["message"]
         assert len(list((run / "checkpoints").glob("step-*"))) == 1 and not alerts
@@ -450,7 +461,7 @@ def test_a_checkpoint_of_after_the_onset_is_replaced_at_once(easy: Path, tmp_pat
     (end,) = run_ranks(1, spoil, config, "weights", [32])
     assert end["code"] == 0
     (rewound,) = incidents(run, "rewound")
-    saved = [e["step"] for e in RunDirectory(run).events("checkpoint")]
+    saved = [e["step"] for e in RunDirectory(run).events(CheckpointSaved)]
     assert saved.count(rewound["to_step"]) == 2  # when it was reached, and again when nothing else was left
     assert (run / "checkpoints/latest").read_text() == f"step-{STEPS}"
 
@@ -484,7 +495,7 @@ def test_nan_gradients_that_do_not_come_again_are_the_hardware(easy: Path, tmp_p
     (incident,) = incidents(run)
     assert incident["cause"] == "hardware" and incident["positions"] == [] and incident["onset"] == 32
     assert not (run / "skips.jsonl").exists()
-    assert [e["kind"] for e in RunDirectory(run).events("located")] == ["not reproduced"] * 3
+    assert [e["kind"] for e in RunDirectory(run).events(Located)] == ["not reproduced"] * 3
 
 
 def test_no_room_for_a_snapshot_is_said_with_the_numbers(easy: Path, tmp_path: Path) -> None:
@@ -501,7 +512,7 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(
     assert run_ranks(1, train, recipe(corpus, dry, stability={"dry_run": True})) == [(0, "")]
     assert run_ranks(1, train, recipe(corpus, off, stability={"enabled": False})) == [(0, "")]
     assert identical(dry / f"checkpoints/step-{STEPS}", off / f"checkpoints/step-{STEPS}") >= 3
-    would = [(e["step"], e["action"]) for e in RunDirectory(dry).events("would")]
+    would = [(e["step"], e["action"]) for e in RunDirectory(dry).events(Would)]
     assert (31, "discard") in would and [a for _, a in would].count("rewind") == 1
     assert not (dry / "skips.jsonl").exists() and incidents(dry) == []
 
@@ -512,7 +523,7 @@ def test_a_dry_run_cuts_no_rate_and_pretends_none(easy: Path, tmp_path: Path) ->
     config = recipe(easy, run, stability={"dry_run": True, "policy": {"rewarm_steps": 5}})
     (end,) = run_ranks(1, spoil, config, "chip", [30, 31, 42, 43])
     assert end["code"] == 0 and end["factor"] == 1.0
-    actions = [e["action"] for e in RunDirectory(run).events("would")]
+    actions = [e["action"] for e in RunDirectory(run).events(Would)]
     assert actions.count("rewind") == 2 and "cut_lr" not in actions
 
 

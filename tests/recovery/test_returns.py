@@ -11,6 +11,7 @@ from megastable.config.tree import RunConfig
 from megastable.data.plant import plant
 from megastable.data.skip_ledger import SampleEntry, read_ledger
 from megastable.run.directory import RunDirectory
+from megastable.run.events.stability_events import IncidentEvent
 from tests.conftest import write_corpus
 from tests.distributed import run_ranks
 from tests.engine.test_gate import trainer_of
@@ -76,7 +77,7 @@ def test_a_weak_conviction_is_withdrawn_when_it_was_the_rate(tmp_path: Path) -> 
     config = recipe(tmp_path / "bad", run, train=train, stability=stability)
     (end,) = run_ranks(1, spoil, config, "weights", [32], 4)
     assert end["code"] == 0
-    events = [e for e in RunDirectory(run).events("incident") if e["what"] in ("attributed", "released")]
+    events = [e for e in RunDirectory(run).events(IncidentEvent) if e["what"] in ("attributed", "released")]
     told = [(e["what"], e.get("cause")) for e in events]
     assert told[:5] == [
         ("attributed", "data"), ("attributed", "state"), ("attributed", "state"), ("attributed", "learning_rate"),

@@ -27,6 +27,7 @@ from megastable.stability.region import Region
 from megastable.stability.sample_history import Waiting
 from megastable.stability.signals import Verdict
 from tests.checkpoint.states import state_of
+from tests.journal import KeptLog
 from tests.stability.policies import seen
 
 FOUND = Conclusion(
@@ -37,7 +38,7 @@ FOUND = Conclusion(
 def shell(policy: Policy) -> Any:
     """All that it talks to is made up; the present state is that of step 40, the good one that of step 30."""
     fields = ("config", "engine", "source", "points", "replays", "rates", "casebook", "origin", "samples",
-              "last_resort", "guard", "selection", "note", "say", "phase")  # fmt: skip
+              "last_resort", "guard", "selection", "log", "phase")  # fmt: skip
     rewinding: Any = Rewinding(**{name: MagicMock() for name in fields})
     rewinding.guard.return_value.policy = policy
     rewinding.config.stability.policy.swap_most = 0.5
@@ -157,11 +158,11 @@ def test_a_look_without_a_good_state_drops_no_point_and_convicts_no_checkpoint(
     config.stability.policy.verify_steps = 60
     checkpoint = tmp_path / store.name_of(20)
     checkpoint.mkdir()
-    suspect = Origin(MagicMock(checkpoints=tmp_path), config, [], MagicMock())
+    suspect = Origin(MagicMock(checkpoints=tmp_path), config, [], KeptLog())
     suspect.resumed(resumed)
     engine.optimizer_state.return_value = {"weight": torch.zeros(2)}
     engine.flat_state().norms.return_value = MagicMock(parameters=norm, second_moment=1.0)
-    points = Points(StabilityConfig(), engine, suspect, 8, MagicMock(), MagicMock())
+    points = Points(StabilityConfig(), engine, suspect, 8, KeptLog())
     points.ring, points.laboratory = Ring(engine, 4, 10), MagicMock()
     points.laboratory.losses = lambda positions: np.full(positions.size, 9.0)
     points.trained.append(Trained(38, np.arange(300, 308), np.full(8, 4.0), True))

@@ -27,6 +27,7 @@ from megastable.stability.policy import Policy
 from megastable.stability.sample_history import Alarm, AlarmKind, Rest, Scored, Waiting, WatchState
 from megastable.stability.signals import Verdict
 from megastable.stability.suspects import Seen
+from tests.journal import KeptLog
 from tests.stability.policies import seen
 
 Int64s = npt.NDArray[np.int64]
@@ -83,15 +84,16 @@ class Made:
     """A watch, what it wrote and said, and whom it convicted."""
 
     def __init__(self) -> None:
-        self.events, self.convicted = list[dict[str, Any]](), list[Conclusion]()
+        self.log, self.convicted = KeptLog(), list[Conclusion]()
+        self.events = self.log.events
         order = SimpleNamespace(corpora=[SimpleNamespace(name="code")])
         casebook = SimpleNamespace(
             source=SimpleNamespace(order=order), skip=lambda found, *_: self.convicted.append(found)
         )
         made: Any = casebook
         self.watch = SampleWatch(
-            StabilityConfig(), made, lambda event, **fields: self.events.append({"event": event, **fields}),
-            lambda text: None, lambda phase: None, lambda: KEPT,  # type: ignore[arg-type, return-value]
+            StabilityConfig(), made, self.log, lambda phase: None,
+            lambda: KEPT,  # type: ignore[arg-type, return-value]
         )  # fmt: skip
 
 

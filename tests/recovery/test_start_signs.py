@@ -10,6 +10,8 @@ import pytest
 from megastable.config.tree import RunConfig
 from megastable.run import records
 from megastable.run.directory import RunDirectory
+from megastable.run.events.stability_events import Discarded, IncidentEvent
+from megastable.run.events.training_events import Warned
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
 from tests.engine.test_gate import trainer_of
@@ -42,7 +44,7 @@ def train(config: RunConfig) -> dict[str, Any]:
 
 
 def told(run: Path) -> list[tuple[int, str]]:
-    return [(e["step"], e["sign"]) for e in RunDirectory(run).events("warning") if "sign" in e]
+    return [(e["step"], e["sign"]) for e in RunDirectory(run).events(Warned) if "sign" in e]
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -101,7 +103,7 @@ def test_a_corpus_without_order_is_told_by_its_loss(corpus: Path, tmp_path: Path
     """At a rate at which nothing can be learnt, the loss stays at the unigram entropy, or above."""
     c = recipe(corpus, tmp_path / "run", optimizer={"lr": 0.5}, stability={"dry_run": True})
     run_ranks(1, train, c)
-    (event,) = [e for e in RunDirectory(tmp_path / "run").events("warning") if e.get("sign") == "unigram"]
+    (event,) = [e for e in RunDirectory(tmp_path / "run").events(Warned) if e.get("sign") == "unigram"]
     assert event["step"] == 20 and event["numbers"]["loss"] > event["numbers"]["unigram_entropy"] - 0.3
 
 
@@ -120,8 +122,8 @@ def test_trouble_later_in_the_start_is_no_sign(tmp_path: Path) -> None:
     c = faulty(tmp_path / "corpus", tmp_path / "run", stability={"signs": signs}, **parts)
     (end,) = run_ranks(1, spoil, c, "weights", [32])
     run = RunDirectory(tmp_path / "run")
-    refused = [event["step"] for event in run.events("discarded")]
-    assert end["code"] == 0 and 33 in refused and list(run.events("incident"))
+    refused = [event["step"] for event in run.events(Discarded)]
+    assert end["code"] == 0 and 33 in refused and list(run.events(IncidentEvent))
 
     def streams(newest: bool) -> list[float]:
         rows = records.read(tmp_path / "run/layers", records.LAYER_SCHEMA, newest).to_pylist()

@@ -16,7 +16,11 @@ from megastable.base.errors import ConfigError, DataError, SpaceError
 from megastable.config.recipe import load
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory, make
+from megastable.run.events.stability_events import Discarded, Handover
+from megastable.run.events.training_events import Finished, Training, Unstable
+from megastable.run.log import RunLog
 from tests.full_disk import files_no_larger_than
+from tests.journal import note
 
 
 def config(**parts: Any) -> RunConfig:
@@ -40,7 +44,7 @@ def test_a_given_directory_is_made_with_its_parents_and_used_again(tmp_path: Pat
     given = config(run={"dir": tmp_path / "a/b"})
     run = make(given, Path("x.yaml"))
     assert run.root == tmp_path / "a/b" and run.steps.is_dir() and run.checkpoints.is_dir()
-    run.note("started")
+    note(run, "started")
     assert [e["event"] for e in make(given, Path("x.yaml")).events()] == ["started"]
 
 
@@ -174,19 +178,19 @@ def test_a_second_process_is_kept_out(run: RunDirectory) -> None:
 
 
 def test_events_come_back_in_order_and_by_kind(run: RunDirectory) -> None:
-    run.note("training", step=0, path=Path("a"), losses=[1.5, 2.5])
-    run.note("discarded", step=3, reason="non-finite loss")
-    run.note("finished", step=4)
+    note(run, "training", step=0, path=Path("a"), losses=[1.5, 2.5])
+    note(run, "discarded", step=3, reason="non-finite loss")
+    note(run, "finished", step=4)
     assert [e["event"] for e in run.events()] == ["training", "discarded", "finished"]
-    assert [e["step"] for e in run.events("discarded", "finished")] == [3, 4]
-    (first,) = run.events("training")
+    assert [e["step"] for e in run.events(Discarded, Finished)] == [3, 4]
+    (first,) = run.events(Training)
     assert first["path"] == "a" and first["losses"] == [1.5, 2.5]
     assert first["time"] > 1.6e9
 
 
 def test_numbers_that_are_none_stay_readable_for_every_reader(run: RunDirectory) -> None:
     """JSON knows neither nan nor infinity; Python would write them all the same."""
-    run.note("discarded", loss=math.nan, summary={"norms": (math.inf, -math.inf, 1.0)})
+    note(run, "discarded", loss=math.nan, summary={"norms": (math.inf, -math.inf, 1.0)})
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
@@ -199,24 +203,24 @@ def test_numbers_that_are_none_stay_readable_for_every_reader(run: RunDirectory)
 def test_a_torn_last_line_is_left_out_with_a_warning(
     run: RunDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run.note("training")
+    note(run, "training")
     with run.journal.open("ab") as file:
         file.write(b'{"time": 1, "eve')
     with caplog.at_level(logging.WARNING):
         assert [e["event"] for e in run.events()] == ["training"]
     assert "torn" in caplog.text and str(run.journal) in caplog.text
-    run.note("resumed")
+    note(run, "resumed")
     assert [e["event"] for e in run.events()] == ["training", "resumed"]
 
 
 @pytest.mark.parametrize("line", [b"{oops}", b"", b"5", b'"text"', b'{"time": 1}', b"\xff"])
 def test_a_line_that_is_no_event_is_named(line: bytes, run: RunDirectory) -> None:
-    run.note("training")
+    note(run, "training")
     with run.journal.open("ab") as file:
         file.write(line + b"\n")
-    run.note("finished")
+    note(run, "finished")
     with pytest.raises(DataError, match=r"journal\.jsonl: line 2"):
-        list(run.events("training"))
+        list(run.events(Training))
 
 
 def test_no_journal_yet(run: RunDirectory) -> None:
@@ -224,42 +228,42 @@ def test_no_journal_yet(run: RunDirectory) -> None:
 
 
 def test_a_full_disk_makes_events_wait(run: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
-    run.note("training")
+    note(run, "training")
     with files_no_larger_than(60):
-        run.note("discarded", step=3)
-        run.note("evaluated", step=4)
+        note(run, "discarded", step=3)
+        note(run, "evaluated", step=4)
     assert "waiting in memory" in caplog.text
     assert [e["event"] for e in run.events()] == ["training"]
-    run.note("finished")
+    note(run, "finished")
     assert [e["event"] for e in run.events()] == ["training", "discarded", "evaluated", "finished"]
 
 
 def test_what_a_restart_depends_on_does_not_wait(run: RunDirectory) -> None:
-    run.note("training")
+    note(run, "training")
     with files_no_larger_than(60):
-        run.note("discarded", step=3)
+        note(run, "discarded", step=3)
         with pytest.raises(
             SpaceError, match=r"journal\.jsonl could not be written.*handover: make room, then start"
         ):
-            run.commit("handover", before=7)
-    run.commit("unstable", step=5)
+            RunLog(run).commit(Handover(before=7))
+    RunLog(run).commit(Unstable(step=5))
     assert [e["event"] for e in run.events()] == ["training", "discarded", "handover", "unstable"]
 
 
 def test_a_handover_counts_until_training_begins_again(run: RunDirectory) -> None:
     assert run.handed_over() is None
-    run.note("training")
-    run.note("handover", before=31)
-    run.note("resumed")
+    note(run, "training")
+    note(run, "handover", before=31)
+    note(run, "resumed")
     assert run.handed_over() == 31
-    run.note("training")
+    note(run, "training")
     assert run.handed_over() is None
 
 
 @pytest.mark.parametrize("fields", [{}, {"before": None}, {"before": "soon"}])
 def test_a_handover_that_says_not_where_to_is_named(fields: dict[str, Any], run: RunDirectory) -> None:
-    run.note("training")
-    run.note("handover", **fields)
+    note(run, "training")
+    note(run, "handover", **fields)
     with pytest.raises(DataError, match=r"journal\.jsonl: line 2 .*mend that line"):
         run.handed_over()
 

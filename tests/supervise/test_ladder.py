@@ -24,12 +24,16 @@ from megastable.data.corpora import open_corpora
 from megastable.data.skip_ledger import Ledger, read_ledger
 from megastable.data.skips import Selection
 from megastable.run.directory import RunDirectory
+from megastable.run.events.event import Event
+from megastable.run.events.stability_events import IncidentEvent
+from megastable.run.events.supervisor_events import Ended, Hang, Launched, SupervisorEvent
 from megastable.supervise import failed_data, rank_files
 from megastable.supervise import supervisor as module
 from megastable.supervise.notifiers import Audience
 from megastable.supervise.processes import FLAG
 from megastable.supervise.supervisor import Supervisor
 from tests.conftest import tiny, write_corpus
+from tests.journal import note
 from tests.patience import PATIENCE
 
 # What stands in for the training: trains from step `begin` to `until`, a hundredth of a second each, then ends.
@@ -112,10 +116,10 @@ class Ladder:
         """Exit code, and the ends of all attempts."""
         self.plan(*plan)
         code = self.supervisor(*given).supervise()
-        return code, list(self.run.events("ended"))
+        return code, list(self.run.events(Ended))
 
     def incidents(self) -> list[tuple[str, str, str, str]]:
-        found = {e["number"]: e["summary"] for e in self.run.events("incident")}
+        found = {e["number"]: e["summary"] for e in self.run.events(IncidentEvent)}
         return [(i["verdict"], i["cause"], i["kind"], i["outcome"]) for i in found.values()]
 
 
@@ -145,11 +149,11 @@ def test_a_crash_and_then_the_end(ladder: Ladder) -> None:
     assert code == errors.OK and [e["code"] for e in ends] == [1, 0]
     assert (ends[0]["step"], ends[0]["cursor"], ends[0]["clock"]) == (8, 56, 7)
     assert ladder.incidents() == [("crash", "process", "recoverable", "healed")]
-    told = next(e["summary"] for e in ladder.run.events("incident") if e["what"] == "closed")
+    told = next(e["summary"] for e in ladder.run.events(IncidentEvent) if e["what"] == "closed")
     assert told["steps_lost"] == 2 and told["seconds"] > 0
     assert told["failure"] == "rank 0 on here ended with: RuntimeError: boom (data.py:7)"
     assert "the last line" in ladder.quiet.said
-    assert list(ladder.run.events("supervisor"))[-1]["code"] == 0
+    assert list(ladder.run.events(SupervisorEvent))[-1]["code"] == 0
 
 
 def test_the_same_failure_at_the_same_step_skips_it_and_then_gives_up(ladder: Ladder) -> None:
@@ -161,10 +165,10 @@ def test_the_same_failure_at_the_same_step_skips_it_and_then_gives_up(ladder: La
     chosen = Selection(order, Ledger.of([entry]).exclusions)
     batch = list(range(56, 56 + c.train.global_batch))
     assert chosen.named_between(0, order.sequences[0]).tolist() == batch and entry.step == 8
-    told = [e["summary"] for e in ladder.run.events("incident")]
+    told = [e["summary"] for e in ladder.run.events(IncidentEvent)]
     assert told[-1]["positions"] == [[56, 56 + c.train.global_batch]]
     assert ladder.incidents() == [("crash", "code", "divergent", "stopped")]
-    assert "with other data, too" in list(ladder.run.events("supervisor"))[-1]["reason"]
+    assert "with other data, too" in list(ladder.run.events(SupervisorEvent))[-1]["reason"]
 
 
 def test_a_supervisor_that_is_killed_when_it_has_skipped_skips_no_second_batch(
@@ -174,25 +178,25 @@ def test_a_supervisor_that_is_killed_when_it_has_skipped_skips_no_second_batch(
 
     class Killed(BaseException): ...
 
-    real, killed = Supervisor.note, False
+    real, killed = Supervisor.emit, False
 
-    def note(self: Supervisor, event: str, **fields: Any) -> None:
+    def emit(self: Supervisor, event: Event, say: bool | str = False) -> None:
         nonlocal killed
-        killed = killed or bool(fields.get("skipped"))
+        killed = killed or bool(event.get("skipped"))
         if killed:
             raise Killed
-        real(self, event, **fields)
+        real(self, event, say)
 
     crash = {"begin": 0, "until": 7, "code": 1, "words": "ValueError: a bad sample"}
     with monkeypatch.context() as patch:
-        patch.setattr(Supervisor, "note", note)
+        patch.setattr(Supervisor, "emit", emit)
         with pytest.raises(Killed):
             ladder(crash)
     (entry,) = read_ledger(ladder.run.skips)
     code, ends = ladder(crash, crash, crash, FINISHED)
     assert code == errors.OK and read_ledger(ladder.run.skips) == [entry]
     assert ends[-2]["skipped"] == [[56, 56 + ladder.config.train.global_batch]]
-    incident = list(ladder.run.events("incident"))[-1]
+    incident = list(ladder.run.events(IncidentEvent))[-1]
     assert incident["number"] == entry.incident and ladder.incidents()[-1][1] == "data"
     assert incident["summary"]["positions"] == ends[-2]["skipped"]
 
@@ -235,7 +239,7 @@ def test_a_hang_is_ended_and_what_is_known_of_it_is_kept(
     code, ends = ladder({"begin": 0, "until": 9, "hang": True}, FINISHED)
     assert code == errors.OK and ends[0]["hung"] and ends[0]["what"] == "hang in step"
     assert ends[0]["code"] != 0, "by itself it would have slept for a minute, and ended with 0"
-    (hang,) = ladder.run.events("hang")
+    (hang,) = ladder.run.events(Hang)
     assert hang["phase"] == "step" and hang["step"] == 9
     assert ladder.incidents() == [("hang", "process", "recoverable", "healed")]
 
@@ -248,23 +252,23 @@ def test_one_of_several_hosts_is_named(ladder: Ladder, tmp_path: Path) -> None:
     code, ends = ladder(*plan, given=("--hostfile", str(tmp_path / "hosts")))
     assert code == errors.UNSTABLE and len(ends) == 3
     assert ladder.incidents()[-1] == ("crash", "hardware", "divergent", "stopped")
-    assert "failures of b" in list(ladder.run.events("supervisor"))[-1]["reason"]
+    assert "failures of b" in list(ladder.run.events(SupervisorEvent))[-1]["reason"]
 
 
 def test_a_finished_run_is_left_alone_and_a_longer_one_goes_on(ladder: Ladder) -> None:
     ladder.run.summary.write_text(json.dumps({"steps": ladder.config.train.steps}))
-    assert ladder({"code": 2}) == (errors.OK, []) and not list(ladder.run.events("supervisor"))
+    assert ladder({"code": 2}) == (errors.OK, []) and not list(ladder.run.events(SupervisorEvent))
     ladder.run.summary.write_text(json.dumps({"steps": ladder.config.train.steps - 1}))
     assert ladder({"code": 2})[0] == errors.BAD_INPUT
 
 
 def test_a_torn_journal_and_foreign_lines_do_no_harm(ladder: Ladder) -> None:
-    ladder.run.note("launched", attempt=6, command=[], log="x")
-    ladder.run.note("ended", attempt=6)
+    note(ladder.run, "launched", attempt=6, command=[], log="x")
+    note(ladder.run, "ended", attempt=6)
     with ladder.run.journal.open("a") as journal:
         journal.write('{"time": 1, "event": "incid')
     code, _ = ladder(FINISHED)
-    assert code == errors.OK and [e["attempt"] for e in ladder.run.events("launched")] == [6, 7]
+    assert code == errors.OK and [e["attempt"] for e in ladder.run.events(Launched)] == [6, 7]
 
 
 def test_attempts_that_still_run_are_found_by_their_mark(ladder: Ladder) -> None:
@@ -272,8 +276,8 @@ def test_attempts_that_still_run_are_found_by_their_mark(ladder: Ladder) -> None
     ladder.plan({"begin": 0, "until": 0, "hang": True}, FINISHED | {"until": 150})
     old = []
     for number in (1, 2):
-        ladder.run.note("supervisor", what="started", pid=1, host="gone")
-        ladder.run.note("launched", attempt=number, command=[], log="x")
+        note(ladder.run, "supervisor", what="started", pid=1, host="gone")
+        note(ladder.run, "launched", attempt=number, command=[], log="x")
         ladder.run.control.write_text(json.dumps({"attempt": number}))
         pid = os.spawnv(
             os.P_NOWAIT, sys.executable, [sys.executable, "-c", PROGRAM, f"{FLAG}={number}@{ladder.run.root}"]
@@ -286,8 +290,8 @@ def test_attempts_that_still_run_are_found_by_their_mark(ladder: Ladder) -> None
     code = ladder.supervisor().supervise()
     ended = [os.waitpid(pid, 0)[1] for pid in old]
     assert code == errors.OK and ended == [signal.SIGKILL, 0]
-    assert len(list(ladder.run.events("launched"))) == 2  # nothing was done twice
-    assert [e["what"] for e in ladder.run.events("supervisor")][2:] == ["took over", "ended"]
+    assert len(list(ladder.run.events(Launched))) == 2  # nothing was done twice
+    assert [e["what"] for e in ladder.run.events(SupervisorEvent)][2:] == ["took over", "ended"]
     assert ladder.incidents() == [("crash", "process", "recoverable", "healed")]
 
 
@@ -310,13 +314,13 @@ def test_a_full_disk_is_waited_for_and_nothing_is_lost(
 ) -> None:
     refusing(3, monkeypatch)
     supervisor = ladder.supervisor()
-    supervisor.note("ended", attempt=1)
-    assert [e["attempt"] for e in ladder.run.events("ended")] == [1]
+    supervisor.emit(Ended(attempt=1))
+    assert [e["attempt"] for e in ladder.run.events(Ended)] == [1]
     assert sum("make room" in line for line in ladder.quiet.said) == 1
     refusing(10**6, monkeypatch)
     supervisor.signals = 1
     with pytest.raises(SpaceError, match="make room"):
-        supervisor.note("ended", attempt=2)
+        supervisor.emit(Ended(attempt=2))
 
 
 def test_what_was_said_counts_more_than_a_hang_after_it(
@@ -324,7 +328,7 @@ def test_what_was_said_counts_more_than_a_hang_after_it(
 ) -> None:
     monkeypatch.setattr(module, "ORDERLY", 1.0)
     code, ends = ladder({"begin": 0, "until": 9, "event": "unstable", "hang": True})
-    assert code == errors.UNSTABLE and not ends[0]["hung"] and not list(ladder.run.events("hang"))
+    assert code == errors.UNSTABLE and not ends[0]["hung"] and not list(ladder.run.events(Hang))
 
 
 def test_an_error_in_mid_run_is_no_bad_input(ladder: Ladder) -> None:
@@ -353,7 +357,7 @@ def test_a_shard_cut_in_mid_run_stops_at_once_and_after_the_restore_the_same_com
     code, ends = ladder(cut, FINISHED)
     assert code == errors.BAD_INPUT and len(ends) == 1
     assert ladder.incidents() == [("crash", "storage", "divergent", "stopped")]
-    (told,) = {e["summary"]["reasons"][-1] for e in ladder.run.events("incident") if e["what"] == "closed"}
+    (told,) = {e["summary"]["reasons"][-1] for e in ladder.run.events(IncidentEvent) if e["what"] == "closed"}
     assert "restore it" in told and "luck" not in told and "transient" not in told
     assert any(line.startswith("ended with code 2: ") and "restore it" in line for line in ladder.quiet.said)
     shard.write_bytes(whole)
@@ -380,7 +384,7 @@ def test_a_disk_that_stays_full_is_called_by_its_name(
     code, ends = ladder({"begin": 0, "until": 7, "code": errors.NO_SPACE})
     assert code == errors.NO_SPACE and len(ends) == ladder.config.stability.policy.barren
     assert ladder.incidents() == [("crash", "storage", "divergent", "stopped")]
-    reasons = list(ladder.run.events("incident"))[-1]["summary"]["reasons"]
+    reasons = list(ladder.run.events(IncidentEvent))[-1]["summary"]["reasons"]
     assert all("the disk is full" in reason for reason in reasons) and "stays full" in reasons[-1]
     assert not ladder.run.skips.exists()
 
@@ -424,31 +428,31 @@ def test_what_the_training_printed_last_is_told(ladder: Ladder) -> None:
 
 
 def test_a_run_that_finished_while_nobody_watched_is_adopted(ladder: Ladder) -> None:
-    ladder.run.note("supervisor", what="started", pid=1, host=socket.gethostname())
-    ladder.run.note("launched", attempt=1, command=[], log="x")
-    ladder.run.note("finished", steps=99)
+    note(ladder.run, "supervisor", what="started", pid=1, host=socket.gethostname())
+    note(ladder.run, "launched", attempt=1, command=[], log="x")
+    note(ladder.run, "finished", steps=99)
     ladder.run.summary.write_text(json.dumps({"steps": ladder.config.train.steps}))
     code, ends = ladder({"code": 1})
     assert code == errors.OK and [e["code"] for e in ends] == [0]
-    assert len(list(ladder.run.events("launched"))) == 1
+    assert len(list(ladder.run.events(Launched))) == 1
     assert ladder({"code": 1}) == (errors.OK, ends)  # and now there is nothing to do
 
 
 def test_a_failure_that_nobody_came_to_mend_is_mended(ladder: Ladder) -> None:
     """The supervisor was killed after it had noted the end, and before it did anything about it."""
     crash = {"begin": 0, "until": 7, "code": 1, "words": "RuntimeError: boom"}
-    note = Supervisor.note
+    emit = Supervisor.emit
 
     def dies(self: Supervisor, *rest: Any) -> None:
         raise ConnectionError("killed")
 
-    def silent(self: Supervisor, event: str, **fields: Any) -> None:
-        if fields.get("what") != "ended":
-            note(self, event, **fields)
+    def silent(self: Supervisor, event: Event, say: bool | str = False) -> None:
+        if event.get("what") != "ended":
+            emit(self, event, say)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Supervisor, "_mend", dies)
-        patch.setattr(Supervisor, "note", silent)
+        patch.setattr(Supervisor, "emit", silent)
         with pytest.raises(ConnectionError):
             ladder(crash, FINISHED)
     assert ladder.incidents() == []
@@ -457,7 +461,7 @@ def test_a_failure_that_nobody_came_to_mend_is_mended(ladder: Ladder) -> None:
 
 
 def test_processes_that_train_on_another_host_are_left_alone(ladder: Ladder) -> None:
-    ladder.run.note("supervisor", what="started", pid=1, host="login-7")
+    note(ladder.run, "supervisor", what="started", pid=1, host="login-7")
     ladder.run.lock()
     with pytest.raises(ConfigError, match="ran on login-7, and its processes still train"):
         ladder({"code": 1})
@@ -469,7 +473,7 @@ def test_nohup_is_respected_and_a_dead_terminal_survived(ladder: Ladder) -> None
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     signal.signal(signal.SIGHUP, before)
     full = Path("/dev/full").open("w")  # noqa: SIM115 (its end fails, too)
-    deaf = Audience(ladder.config, ladder.run, ladder.run.note)
+    deaf = Audience(ladder.config, ladder.run)
     deaf.console.file = full
     deaf.say("nobody hears it")
     with contextlib.suppress(OSError):

@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megastable.run.events.reading import event_of
 from megastable.stability.incident import Breakdown, Incident
 from megastable.supervise.journal_memory import JournalMemory
 
@@ -14,7 +15,7 @@ from megastable.supervise.journal_memory import JournalMemory
 def told(*events: dict[str, Any]) -> JournalMemory:
     memory = JournalMemory()
     for event in events:
-        memory.hear(event)
+        memory.hear(event_of(event))
     return memory
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from megastable.run.directory import RunDirectory
+from megastable.run.events.stability_events import AlertEvent
 from megastable.supervise import notifiers
 from megastable.supervise.notifiers import Audience
 from tests.conftest import tiny
+from tests.journal import note
 from tests.patience import PATIENCE
 from tests.supervise.runs import incident, journal
 
@@ -19,22 +21,22 @@ from tests.supervise.runs import incident, journal
 @pytest.fixture
 def heard(corpus: Path, tmp_path: Path) -> Audience:
     run = RunDirectory(tmp_path)
-    return Audience(tiny(corpus, tmp_path), run, run.note)
+    return Audience(tiny(corpus, tmp_path), run)
 
 
 def test_people_are_told_of_an_alert(heard: Audience) -> None:
     """Once when it begins and once when it is over, with the reason; the reports are written anew."""
     told: list[tuple[str, str]] = []
     heard.hooks.notify = lambda event, text, facts: told.append((event, text))  # type: ignore[method-assign]
-    heard.event({"event": "alert", "what": "begun", "step": 7, "reason": "the 8 rewinds are spent"})
-    heard.event({"event": "alert", "what": "over", "step": 70})
+    heard.event(AlertEvent(what="begun", step=7, reason="the 8 rewinds are spent"))
+    heard.event(AlertEvent(what="over", step=70))
     assert [event for event, _ in told] == ["alert begun", "alert over"]
     assert told[0][1].endswith("training goes on: the 8 rewinds are spent") and "is over" in told[1][1]
 
 
 def test_no_process_writes_the_files_of_no_incident(heard: Audience) -> None:
     run, reports = heard.run, heard.reports
-    run.note("launched", attempt=1, command=[], log="x")
+    note(run, "launched", attempt=1, command=[], log="x")
     reports.finish()
     assert not list(run.root.rglob("reports.log"))
     journal(run.root, incident(1))

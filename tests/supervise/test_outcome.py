@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megastable.base import errors
+from megastable.run.events.reading import event_of
 from megastable.run.rank_ipc import LastWords, Progress
 from megastable.supervise.exit_cause import End, end_of
 from megastable.supervise.processes import Fate
@@ -32,7 +33,9 @@ def end(
     world: int = 2,
 ) -> End:
     progress = Progress(pid=1, host="a", time=0, phase="step", world=world, steps=9, step=step, cursor=80)
-    return end_of([{"event": e} for e in said], last or [], fates or {}, code, log, progress, "here")
+    return end_of(
+        [event_of({"event": e}) for e in said], last or [], fates or {}, code, log, progress, "here"
+    )
 
 
 SAID = {

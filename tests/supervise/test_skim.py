@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.base.text import TOLD
+from megastable.run.events.reading import KINDS
 from megastable.supervise import follow
 from megastable.supervise.chronicle import Chronicle
 from megastable.supervise.follow import Follower
@@ -137,4 +137,4 @@ def test_most_of_a_long_journal_is_left_out() -> None:
 
 @pytest.mark.parametrize("kind", ["discarded", "checkpoint_healthy", "discard_examined", "samples_examined"])
 def test_what_is_left_out_is_told_of_in_words_when_it_is_new(kind: str) -> None:
-    assert kind in TOLD  # the newest of them are kept for that
+    assert kind in KINDS  # the newest of them are kept for that

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from megastable.base import errors
 from megastable.base.errors import DataError
 from megastable.config.tree import RunConfig
+from megastable.run.events.reading import event_of
 from megastable.supervise.chronicle import KEPT, TAIL, Chronicle
 from megastable.supervise.state import State
 from megastable.supervise.status import RunWatch, Status, as_json, exit_code, read_status
@@ -469,7 +470,7 @@ launched ended hang restart hook_failed warning would""".split()
 def test_no_event_is_too_strange(events: list[tuple[str, dict[str, Any]]]) -> None:
     story = Chronicle()
     for kind, values in events:
-        story.add({"event": kind, **values})
+        story.add(event_of({"event": kind, **values}))
     assert [said.event for said in story.tail] == [kind for kind, _ in events]
     assert all(said.text and said.text.isprintable() for said in story.tail)
 
@@ -478,17 +479,8 @@ def test_a_long_story_stays_short() -> None:
     story = Chronicle()
     for n in range(5000):
         for kind in ("launched", "training", "evaluated", "checkpoint", "ended", "restart"):
-            story.add(
-                {
-                    "event": kind,
-                    "attempt": n,
-                    "step": n,
-                    "loss": 1.0,
-                    "name": f"step-{n}",
-                    "bytes": 1,
-                    "code": 1,
-                }
-            )
+            fields = {"attempt": n, "step": n, "loss": 1.0, "name": f"step-{n}", "bytes": 1, "code": 1}
+            story.add(event_of({"event": kind, **fields}))
     assert story.restarts == {"crash": 5000} and story.starts == 5000
     assert len(story.tail) == TAIL
     assert len(story.attempts) <= KEPT and len(story.sizes) <= KEPT and len(story.validation) <= KEPT

@@ -20,6 +20,7 @@ import yaml
 from megastable.base import errors
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
+from megastable.run.events.event import Event
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.patience import PATIENCE
@@ -107,8 +108,8 @@ class Supervised:
                 continue
         return found
 
-    def events(self, *kinds: str) -> list[dict[str, Any]]:
-        return list(self.run.events(*kinds))
+    def events(self, *names: str) -> list[Event]:
+        return [e for e in self.run.events() if e.event in names]
 
     def healed(self, count: int) -> None:
         """Until so many incidents are over: a failure before that would belong to the one that is open."""

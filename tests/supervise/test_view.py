@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from megastable.base.text import duration, size, visible
+from megastable.run.events.reading import event_of
 from megastable.supervise.notifiers import news
 from megastable.supervise.state import State
 from megastable.supervise.status import RunWatch, Status, read_status
@@ -83,7 +84,7 @@ def test_an_incident_is_called_by_the_step_that_it_began_with(tmp_path: Path) ->
     status = read_status(tmp_path)
     assert (status.incidents[0].onset, status.incidents[0].step) == (120, 121)
     assert "#1 step 120: spike" in rendered(status, 140)
-    assert news(incident(1, step=121, onset=120)) == "incident 1 (step 120) opened"
+    assert news(event_of(incident(1, step=121, onset=120))) == "incident 1 (step 120) opened"
 
 
 def test_an_alert_stands_out(status: Status) -> None:

@@ -24,6 +24,7 @@ from megastable.config.tree import RunConfig
 from megastable.data.skip_ledger import SkipEntry, append
 from megastable.run import records
 from megastable.run.directory import RunDirectory
+from megastable.run.events.event import Event
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_main, run_ranks
 from tests.patience import PATIENCE
@@ -97,8 +98,8 @@ def batch(**options: Any) -> dict[str, Any]:
     return {"steps": 20, "global_batch": 8, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0} | options
 
 
-def events(run: Path, *kinds: str) -> list[dict[str, Any]]:
-    return list(RunDirectory(run).events(*kinds))
+def events(run: Path, *names: str) -> list[Event]:
+    return [e for e in RunDirectory(run).events() if e.event in names]
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from drills.plan import Fault, Plan, Policy
 from megastable.config.tree import RunConfig
 from megastable.run import records
 from megastable.run.directory import RunDirectory
+from megastable.run.events.event import Event
 from tests.distributed import run_ranks
 from tests.recovery.test_recovery import LAYOUTS, STEPS, easy, incidents, recipe, train
 from tests.training.test_resume import identical
@@ -56,8 +57,8 @@ def by_hand(config: RunConfig, steps: int, since: int, cap: float, at: float) ->
     return train(config)
 
 
-def events(run: Path, *names: str) -> list[dict[str, Any]]:
-    return list(RunDirectory(run).events(*names))
+def events(run: Path, *names: str) -> list[Event]:
+    return [e for e in RunDirectory(run).events() if e.event in names]
 
 
 @pytest.mark.parametrize("name", ["one", "zero3-dp2"])

@@ -19,8 +19,11 @@ from megastable.data.order import BLOCK, Order, OrderedCorpus
 from megastable.data.skip_ledger import Ledger, SkipEntry, append_all, read_ledger
 from megastable.data.skips import Identity
 from megastable.run import records
+from megastable.run.events.data_events import SkipsForeign
+from megastable.run.events.event import Event
 from tests.conftest import LENGTH, tiny, write_corpus
 from tests.distributed import run_ranks
+from tests.journal import KeptLog
 
 
 def small(corpus: Path, run: Path, steps: int, **parts: Any) -> RunConfig:
@@ -233,15 +236,14 @@ def test_the_journal_is_read_once_for_corpora_that_the_run_does_not_use(
     """Not at every change of the ledger, in the middle of the training."""
     from megastable.train import Trainer
 
-    read, noted, said = list[str](), list[dict[str, Any]](), list[str]()
+    read, log = list[type[Event]](), KeptLog()
     known = [{"fingerprint": "told"}]
     trainer = SimpleNamespace(
         skipping=SimpleNamespace(foreign=lambda order: foreign),
         corpora=SimpleNamespace(train=SimpleNamespace(order=None)),
         config=SimpleNamespace(model=SimpleNamespace(sequence_length=32)),
         run=SimpleNamespace(events=lambda kind: read.append(kind) or known, skips=Path("skips.jsonl")),
-        state=SimpleNamespace(step=7), note=lambda event, **fields: noted.append(fields), say=said.append,
-        _told_foreign=None,
+        state=SimpleNamespace(step=7), log=log, _told_foreign=None,
     )  # fmt: skip
     monkeypatch.setattr("megastable.train.first", lambda action: action())
     foreign = {Identity("a", "told"): 5, Identity("a", "old"): 96}
@@ -249,10 +251,10 @@ def test_the_journal_is_read_once_for_corpora_that_the_run_does_not_use(
         Trainer.tell_foreign(trainer)  # type: ignore[arg-type]
     foreign[Identity("b", "other")] = 33
     Trainer.tell_foreign(trainer)  # type: ignore[arg-type]
-    assert read == ["skips_foreign"]
-    assert [(e["fingerprint"], e["tokens"]) for e in noted] == [("old", 96), ("other", 33)]
-    assert said[0].startswith("WARNING: skips.jsonl names 96 tokens (3 samples) of corpus a")
-    assert "33 tokens (2 samples) of corpus b" in said[1]
+    assert read == [SkipsForeign]
+    assert [(e["fingerprint"], e["tokens"]) for e in log.events] == [("old", 96), ("other", 33)]
+    assert log.said[0].startswith("WARNING: skips.jsonl names 96 tokens (3 samples) of corpus a")
+    assert "33 tokens (2 samples) of corpus b" in log.said[1]
 
 
 def test_what_an_earlier_version_convicted_by_position_stays_out_of_every_epoch(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from megastable.config.tree import RunConfig
 from megastable.engine.flatstate import KINDS
 from megastable.run import records
 from megastable.run.directory import RunDirectory
+from megastable.run.events.training_events import CheckpointRejected, Resumed
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.training.test_resume import resave, train
@@ -93,8 +94,8 @@ def test_a_run_goes_on_in_another_layout(
     after = losses(moved)
     assert len(after) == MORE
     # It is the state that was saved, by a wide margin, wherever it is loaded.
-    *_, resumed = RunDirectory(moved).events("resumed")  # `resave` has resumed, too
-    assert not list(RunDirectory(moved).events("checkpoint_rejected"))
+    *_, resumed = RunDirectory(moved).events(Resumed)  # `resave` has resumed, too
+    assert not list(RunDirectory(moved).events(CheckpointRejected))
     changes = resumed["changes"]
     assert changes["sizes"] < VitalsConfig().size_change / 20, changes
     assert changes["losses"] < VitalsConfig().loss_change / 20, changes

@@ -21,6 +21,9 @@ from megastable.forensics.pruning.gaps import Span
 from megastable.forensics.pruning.prune_plan import EXCERPT, Removal, loss_of, read_plan, text_of
 from megastable.forensics.pruning.token_loss import Loss
 from megastable.forensics.shard_set import Shelf, open_shelf
+from megastable.run.events.data_events import OrderChanged
+from megastable.run.events.event import Event
+from megastable.run.events.stability_events import IncidentEvent
 
 MOST = 10_000_000  # positions of an incident: more cannot be a window of training
 BEGINNING = 64  # tokens of a document that an excerpt is made of
@@ -135,7 +138,7 @@ def _guilty(incident: str, manifest: Manifest, spans: bool) -> Iterator[Why]:
     if not run or not text.isdecimal():
         raise DataError(f"incident {incident!r}: give run and number, e.g. runs/quickstart:1")
     history, number = History(Path(run)), int(text)
-    summary, time = _summary(history.run.events("incident", "order_changed"), number, run)
+    summary, time = _summary(history.run.events(IncidentEvent, OrderChanged), number, run)
     fingerprint = manifest.fingerprint()
     trained = {
         share.fingerprint
@@ -176,11 +179,11 @@ def _guilty(incident: str, manifest: Manifest, spans: bool) -> Iterator[Why]:
         yield Why(*key, text, found[0][1].first_token, inside if spans else None)
 
 
-def _summary(events: Iterable[dict[str, Any]], number: int, run: str) -> tuple[dict[str, Any], float]:
+def _summary(events: Iterable[Event], number: int, run: str) -> tuple[dict[str, Any], float]:
     """What the last event of an incident says of it, and its time."""
     found, time, known, changed = None, 0.0, set[int](), 0.0
     for event in events:
-        if event["event"] == "order_changed":
+        if isinstance(event, OrderChanged):
             changed = float(event.get("time") or 0.0)
         elif isinstance(event.get("summary"), dict):
             known.add(int(event.get("number") or 0))

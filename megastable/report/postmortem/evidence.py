@@ -43,6 +43,9 @@ from megastable.report.postmortem.logs import logs
 from megastable.report.postmortem.sample_texts import SHOWN, Library, SampleText, Tokens
 from megastable.report.postmortem.timeline import timeline
 from megastable.run.directory import RunDirectory
+from megastable.run.events.stability_events import Handover
+from megastable.run.events.supervisor_events import Ended, Hang, Launched, SupervisorEvent
+from megastable.run.events.training_events import CheckpointRejected, Training
 from megastable.run.records import LAYER_SCHEMA, SCHEMA
 
 BEFORE, AFTER = 60, 40  # steps that are shown around an incident
@@ -113,7 +116,7 @@ class Gatherer:
         indexes = self.journal.own[number]
         # A damaged checkpoint is found before anybody can open an incident.
         found = range(max(0, indexes[0] - NEAR), indexes[0])
-        rejected = [n for n in found if self.journal.events[n]["event"] == "checkpoint_rejected"]
+        rejected = [n for n in found if isinstance(self.journal.events[n], CheckpointRejected)]
         damage = summary_of(self.journal.events[indexes[0]]).get("verdict") == "damaged_checkpoint"
         self.begin, self.end = min([indexes[0], *rejected]) if damage else indexes[0], indexes[-1]
         self.own = [self.journal.events[index] for index in indexes]
@@ -212,21 +215,20 @@ class Gatherer:
     def _outage(self) -> tuple[float, float]:
         """Of the processes that this incident ended, in seconds: from the last progress of each until it was noticed,
         and from then to the first step, or the end, of the next."""
-        ends = ("ended", "hang") if self.incident.breakdown else ("handover",)
+        ends = (Ended, Hang) if self.incident.breakdown else (Handover,)
         events = self.journal.events
         silent, down, since, again = 0.0, 0.0, 0.0, False
         for number in self.journal.turns(self.begin):
             event = events[number]
-            kind = event["event"]
-            again = again or kind == "launched"
-            over = kind == "training" or (again and kind == "ended")
-            if since and (over or (kind == "supervisor" and event.get("what") == "ended")):
+            again = again or isinstance(event, Launched)
+            over = isinstance(event, Training) or (again and isinstance(event, Ended))
+            if since and (over or (isinstance(event, SupervisorEvent) and event.what == "ended")):
                 down, since = down + max(0.0, event["time"] - since), 0.0
             if number > self.end and not since:
                 break
             # A supervisor says of an end that was none of failure that it was "".
-            if kind in ends and not since and event.get("what") != "":
-                quiet = event.get("waited" if kind == "hang" else "silent")
+            if isinstance(event, ends) and not since and event.get("what") != "":
+                quiet = event.get("waited" if isinstance(event, Hang) else "silent")
                 silent += quiet if isinstance(quiet, int | float) and 0 < quiet < event["time"] else 0.0
                 since, again = event["time"], False
         return silent, down
@@ -251,7 +253,7 @@ class Gatherer:
         known = {(row["step"], row["first_position"]) for row in rows}
         for step in range(first, last + 1):
             refused = self.journal.refused.get(step, ())
-            rows += [e | {"applied": False} for e in refused if (step, e.get("first_position")) not in known]
+            rows += [{**e, "applied": False} for e in refused if (step, e.get("first_position")) not in known]
         found: list[StepRow] = []
         for row in rows:
             with suppress(ValidationError):  # an event of another version

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import gc
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from megastable.base import jsonl
-from megastable.base.text import Event, plural
+from megastable.base.text import plural
 from megastable.data.order import LAST_POSITION
 from megastable.data.skips import Range, Skips
 from megastable.run.directory import RunDirectory
+from megastable.run.events.event import Event, tree
+from megastable.run.events.reading import read_events
+from megastable.run.events.stability_events import Discarded, Handover, IncidentEvent
+from megastable.run.events.supervisor_events import Ended, Hang, Launched, SupervisorEvent
+from megastable.run.events.training_events import CheckpointSaved, Evaluated, Finished, Stopped, Training
 
 EARLIER, LATER = 30, 12  # events before and after those of an incident that are looked at
-MARKS = (
-    "checkpoint",
-    "evaluated",
-    "training",
-    "finished",
-    "stopped",
-)  # between two of them a stretch is whole
-STARTS = ("training", "launched")
-TURNS = (*STARTS, "hang", "ended", "handover", "supervisor")  # where processes begin or end
+MARKS = (CheckpointSaved, Evaluated, Training, Finished, Stopped)  # between two of them a stretch is whole
+STARTS = (Training, Launched)
+TURNS = (*STARTS, Hang, Ended, Handover, SupervisorEvent)  # where processes begin or end
 LATEST = 1e11  # Unix seconds: what is beyond is no time
 
 
@@ -41,32 +41,32 @@ class Journal:
         self.refused: dict[int, list[Event]] = defaultdict(list)
         self._turns: list[int] = []
         odd = 0
-        for line in jsonl.read(run.journal)[0]:
-            event = _sane(line)
-            if event is None:
-                odd += bool(line.strip())
-            else:
-                self._add(event, line)
+        lines = jsonl.read(run.journal)[0]
+        with uncollected():
+            for line, event in zip(lines, read_events(lines), strict=True):
+                if _sane(event):
+                    self._add(event, line)
+                else:
+                    odd += bool(line.strip())
         self.problems = (
             [f"{run.journal.name}: {plural(odd, 'line')} left out: no event in JSON"] if odd else []
         )
 
     def _add(self, event: Event, line: bytes) -> None:
-        at, kind, step = len(self.events), event["event"], event.get("step")
-        event.pop("policy", None)
-        self.events.append(event)
+        at, step = len(self.events), event.get("step")
+        self.events.append(event.without("policy"))
         self.lines.append(line)
-        if kind in TURNS:
+        if isinstance(event, TURNS):
             self._turns.append(at)
-        elif kind == "discarded" and isinstance(step, int):
+        elif isinstance(event, Discarded) and isinstance(step, int):
             self.refused[step].append(event)
-        elif kind == "incident" and (number := number_of(event)) is not None:
+        elif isinstance(event, IncidentEvent) and (number := number_of(event)) is not None:
             self.own[number].append(at)
 
     def turns(self, at: int) -> list[int]:
         """Which events say that processes began or ended, after their last start before events[at]."""
         first = bisect_left(self._turns, at)
-        while first > 0 and self.events[self._turns[first - 1]]["event"] not in STARTS:
+        while first > 0 and not isinstance(self.events[self._turns[first - 1]], STARTS):
             first -= 1
         return self._turns[first:]
 
@@ -81,19 +81,30 @@ class Journal:
         """From the last mark before events[begin] to the first one after events[end], marks included."""
         first, last = begin, end
         while first > max(0, begin - EARLIER) and (
-            first == begin or self.events[first]["event"] not in MARKS
+            first == begin or not isinstance(self.events[first], MARKS)
         ):
             first -= 1
         most = min(len(self.events) - 1, end + LATER)
-        while last < most and (last == end or self.events[last]["event"] not in MARKS):
+        while last < most and (last == end or not isinstance(self.events[last], MARKS)):
             last += 1
         return slice(first, last + 1)
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """A million events are no garbage: looking for some among them again and again would take as long as reading."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def summary_of(event: Event) -> dict[str, Any]:
     """What an event says of the whole incident."""
-    summary = event.get("summary")
-    return summary if isinstance(summary, dict) else {}
+    return tree(event.get("summary"))
 
 
 def number_of(event: Event) -> int | None:
@@ -102,16 +113,10 @@ def number_of(event: Event) -> int | None:
     return number if type(number) is int and 0 < number < 10**9 else None
 
 
-def _sane(line: bytes) -> Event | None:
-    """An event that has a kind and a time; None for anything else."""
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return None
+def _sane(event: Event) -> bool:
+    """Whether it has a name and a time."""
     time = event.get("time")
-    return event if isinstance(time, int | float) and 0 <= time < LATEST else None
+    return event.named and isinstance(time, int | float) and 0 <= time < LATEST
 
 
 def named_when(told: Sequence[Event]) -> list[tuple[float, list[Range], list[Range]]]:

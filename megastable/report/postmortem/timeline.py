@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from megastable.base.text import Event, plural, sentence
+from megastable.base.text import plural
 from megastable.report.postmortem.sample_texts import Facts
+from megastable.run.events.event import Event
+from megastable.run.events.stability_events import IncidentEvent
 
 MOST = 80  # lines
 
@@ -39,6 +41,6 @@ def _entry(event: Event, number: int) -> TimelineEntry:
     step = event.get("step")
     return TimelineEntry(
         time=event["time"], step=step if type(step) is int else None,
-        text=sentence(event) or event["event"].replace("_", " "),
-        own=event["event"] == "incident" and event.get("number") == number,
+        text=event.sentence() or event.event.replace("_", " "),
+        own=isinstance(event, IncidentEvent) and event.get("number") == number,
     )  # fmt: skip

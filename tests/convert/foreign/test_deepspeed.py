@@ -24,6 +24,7 @@ from megastable.engine.flatstate import KINDS
 from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
 from megastable.run.directory import RunDirectory
+from megastable.run.events.training_events import Imported
 from tests.convert.foreign.junk import spoilt
 from tests.distributed import run_ranks
 from tests.patience import PATIENCE
@@ -198,7 +199,7 @@ def test_weights_moments_and_step_are_the_engines(
     assert state.scaler == ({"cur_scale": 256.0} if precision == "fp16" else {})
     assert "no checksums" in said[0] and f"ZeRO {zero}" in said[1] and "with Adam's moments" in said[1]
     assert "rope_theta=10000 norm_eps=1e-05" in said[2]  # where nothing else says it
-    [event] = RunDirectory(tmp_path / "run").events("imported")
+    [event] = RunDirectory(tmp_path / "run").events(Imported)
     assert event["steps"] == STEPS and event["source"] == str(folder / name / f"global_step{STEPS}")
 
 

@@ -1,0 +1,188 @@
+"""Events of the data: its order, its blend, what is left out of it, and what was found in the part still to come."""
+
+from __future__ import annotations
+
+from megastable.base.text import ranges
+from megastable.run.events.event import Event, Items, Ranges, Text, Tree, Whole, pairs
+
+
+class OrderChanged(Event):
+    """old, new: fingerprints of the order."""
+
+    NAME = "order_changed"
+    old: Text
+    new: Text
+
+    def words(self) -> str:
+        return "the order of the data changed: positions mean other samples from here on"
+
+
+class ExchangesUndone(Event):
+    """lines: of blends.jsonl."""
+
+    NAME = "exchanges_undone"
+    step: Whole
+    lines: Whole
+    reason: Text
+
+    def words(self) -> str:
+        return f"samples that were put off are not after all{self.because()}"
+
+
+class BlendChanged(Event):
+    """From `position` on. old, new: weights by corpus; skips_moved: samples that were convicted and have moved."""
+
+    NAME = "blend_changed"
+    step: Whole
+    position: Whole
+    old: Tree
+    new: Tree
+    skips_moved: Whole
+
+    def words(self) -> str:
+        return f"the corpora are blended by other weights from position {self.get('position')} on"
+
+
+class MixChanged(Event):
+    """The blend, or a corpus that ended, changes what is read from `step` on. old, new: shares by corpus."""
+
+    NAME = "mix_changed"
+    step: Whole
+    old: Tree
+    new: Tree
+
+    def words(self) -> str:
+        return "data mix changed; another level of the loss is no incident"
+
+
+class LookedAhead(Event):
+    """positions: of the samples that are skipped; kinds: how many of each; looked: the position up to which was looked;
+    documents: they are of; evidence: of the worst; budget_left: samples that may still be skipped."""
+
+    NAME = "looked_ahead"
+    positions: Ranges
+    samples: Whole
+    kinds: Tree
+    looked: Whole
+    documents: Items
+    evidence: Items
+    budget_left: Whole
+
+    def words(self) -> str:
+        kinds = self.get("kinds")
+        shown = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) if isinstance(kinds, dict) else "?"
+        where = ranges(pairs(self.get("positions")), 4) or "?"
+        return f"{self.get('samples')} samples to come are skipped, they look corrupt: positions {where} ({shown})"
+
+
+class LookAheadSpent(Event):
+    """found: samples that look corrupt; left: of the budget before them; used: samples that were skipped so far."""
+
+    NAME = "look_ahead_spent"
+    found: Whole
+    left: Whole
+    used: Whole
+    looked: Whole
+    evidence: Items
+
+    def words(self) -> str:
+        return (
+            f"{self.get('found')} samples to come look corrupt, and the budget of data.look_ahead.most is spent: they "
+            "are not skipped"
+        )
+
+
+class LookAheadFailed(Event):
+    NAME = "look_ahead_failed"
+    problem: Text
+
+    def words(self) -> str:
+        return f"what looks ahead in the data has failed{self.because('problem')}"
+
+
+class SkipsAdded(Event):
+    """A person's. documents: how many, 0 for the whole corpus; samples: that are left out by it; lines: of the skip
+    ledger; already: samples that were left out before."""
+
+    NAME = "skips_added"
+    corpus: Text
+    documents: Whole
+    samples: Whole
+    lines: Whole
+    already: Whole
+
+    def words(self) -> str:
+        if not self.get("documents"):
+            return f"corpus {self.get('corpus')} is swapped out, as a person asked"
+        if not self.get("samples"):
+            return f"{self['documents']} documents are named, as a person asked; their samples were skipped already"
+        return f"{self['samples']} samples of {self['documents']} documents are skipped, as a person asked"
+
+
+class SkipsEnd(Event):
+    """Of runs of an older version."""
+
+    NAME = "skips_end"
+    documents: Whole
+    corpus: Text
+    until: Whole
+    end: Whole
+
+    def words(self) -> str:
+        return (
+            f"{self.get('documents')} documents of corpus {self.get('corpus')} are skipped up to position "
+            f"{self.get('until')} only, and this run is to go on to {self.get('end')}"
+        )
+
+
+class SkipsRead(Event):
+    """entries: new lines of the skip ledger, which hold from `cursor` on."""
+
+    NAME = "skips_read"
+    step: Whole
+    cursor: Whole
+    entries: Whole
+
+    def words(self) -> str:
+        return (
+            f"{self.get('entries')} new lines of the skip ledger hold from position {self.get('cursor')} on"
+        )
+
+
+class SkipsNamed(Event):
+    """lines: new ones of the skip ledger."""
+
+    NAME = "skips_named"
+    step: Whole
+    lines: Whole
+
+    def words(self) -> str:
+        return (
+            "samples that an earlier version convicted for one epoch are skipped in every epoch: "
+            f"{self.get('lines')} new lines in the skip ledger"
+        )
+
+
+class SkipsForeign(Event):
+    """fingerprint: of the corpus as the ledger has it; tokens: that are named of it."""
+
+    NAME = "skips_foreign"
+    step: Whole
+    corpus: Text
+    fingerprint: Text
+    tokens: Whole
+
+    def words(self) -> str:
+        return (
+            f"the skip ledger names samples of corpus {self.get('corpus')} with fingerprint "
+            f"{str(self.get('fingerprint'))[:12]}, which is none of this run's: they are not skipped"
+        )
+
+
+class SkipsRefused(Event):
+    NAME = "skips_refused"
+    step: Whole = None
+    problem: Text
+
+    def words(self) -> str:
+        return f"a line of the skip ledger is left out{self.because('problem')}"

@@ -1,0 +1,58 @@
+"""The one reader of journals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megastable.base import jsonl
+from megastable.run.events import data_events, stability_events, supervisor_events, training_events
+from megastable.run.events.event import Event, Other
+from megastable.run.events.stability_events import IncidentEvent
+
+KINDS: dict[str, type[Event]] = {
+    kind.NAME: kind
+    for module in (training_events, data_events, stability_events, supervisor_events)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, Event) and kind.NAME
+}
+
+
+def read_events(source: Path | Iterable[bytes]) -> Iterator[Event]:
+    """The events of a journal, or of lines of one, in order: of every line one. A line that is no event is an `Other`
+    without a name; a last line that a crash has torn is left out.
+
+    Raises DataError for a file that cannot be read; one that is not there is empty.
+    """
+    return map(event_of_line, jsonl.read(source)[0] if isinstance(source, Path) else source)
+
+
+def event_of_line(line: bytes) -> Event:
+    """What a line of a journal says."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return NO_EVENT
+    return event_of(entry) if isinstance(entry, dict) else NO_EVENT
+
+
+def event_of(entry: Mapping[str, Any]) -> Event:
+    """What an object of a journal says."""
+    name = entry.get("event")
+    kind = KINDS.get(name, Other) if isinstance(name, str) else Other
+    return kind.of(entry)
+
+
+def latest(events: Iterable[Event]) -> dict[int, dict[str, Any]]:
+    """By number, what the last of `events` says of each incident: every one carries all that was known by then."""
+    found: dict[int, dict[str, Any]] = {}
+    for event in events:
+        summary = event.get("summary") if isinstance(event, IncidentEvent) else None
+        if isinstance(summary, dict) and isinstance(summary.get("number"), int):
+            found[summary["number"]] = summary
+    return found
+
+
+NO_EVENT = Other.of({})

@@ -1,0 +1,295 @@
+"""Events of the stability system: refused updates, incidents, rewinds, limits of the learning rate."""
+
+from __future__ import annotations
+
+from megastable.base.text import number, plural, size
+from megastable.run.events.event import (
+    NOTHING,
+    Event,
+    Flag,
+    Items,
+    MaybeTree,
+    Ranges,
+    Real,
+    Text,
+    Tree,
+    Whole,
+    pairs,
+    read_later,
+    tree,
+)
+
+
+class Discarded(Event):
+    """A refused update. first_position, next_position: of its batch; loss: nats per token."""
+
+    NAME = "discarded"
+    step: Whole
+    verdict: Text
+    reason: Text
+    first_position: Whole
+    next_position: Whole
+    loss: Real
+    grad_norm: Real
+    loss_scale: Real
+
+    def words(self) -> str:
+        numbers = f"loss {number(self.get('loss'))}, gradient norm {number(self.get('grad_norm'), '.3g')}"
+        return f"update refused, {numbers}{self.because()}"
+
+
+class _Samples(Event):
+    """A case of suspected samples of the steps `first` to `last` is closed without a conviction. suspected: why they
+    were; positions: those that are known."""
+
+    FOUND = "examined, nothing is skipped"
+    step: Whole
+    first: Whole
+    last: Whole
+    suspected: Text
+    positions: Items
+    reason: Text
+
+    def words(self) -> str:
+        first, last = self.get("first"), self.get("last")
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        return f"samples of {steps} {self.FOUND}{self.because()}"
+
+
+class DiscardExamined(_Samples):
+    """Of a refused batch. seconds: that it took."""
+
+    NAME = "discard_examined"
+    seconds: Real
+
+
+class SamplesExamined(_Samples):
+    """seconds: that it took."""
+
+    NAME = "samples_examined"
+    seconds: Real
+
+
+class SamplesDropped(_Samples):
+    NAME = "samples_dropped"
+    FOUND = "not examined"
+
+
+class Located(Event):
+    """Where the first number that is not finite arose (engine/nan_locator.py); its field `sentence` says it."""
+
+    NAME = "located"
+    step: Whole
+    kind: Text
+    reproduced: Flag
+
+    def words(self) -> str:
+        return str(self.get("sentence"))
+
+
+class Would(Event):
+    """Of a dry run."""
+
+    NAME = "would"
+    step: Whole
+    action: Text
+    reason: Text
+
+    def words(self) -> str:
+        return f"would {self.get('action')}{self.because()}"
+
+
+class IncidentEvent(Event):
+    """An incident goes on. what: opened, attributed, released, rewound, restarted, handed over or closed. Opened by the
+    training it carries a reason, by the supervisor only the summary.
+
+    number, summary: of the incident, as it is now (stability/incident.py); policy, left_out: what the policy and the
+    incident log remember; none of the supervisor's. suspects: measured samples; deferred, returns: where samples were
+    put off from and to; lost: those for which there was no room; positions: skipped, or released; next_epoch: released,
+    but passed. region: of bad data, of which `inferred` samples were not measured. odds: log10 of guilt to innocence.
+    """
+
+    NAME = "incident"
+    what: Text
+    step: Whole = None
+    verdict: Text = None
+    onset: Whole = None
+    cause: Text = None
+    action: Text = None
+    remedy: Text = None
+    reason: Text = None
+    positions: Ranges = ()
+    next_epoch: Ranges = ()
+    suspects: Items = ()
+    odds: Real = None
+    region: MaybeTree = None
+    inferred: Whole = None
+    deferred: Ranges = ()
+    returns: Ranges = ()
+    lost: Whole = None
+    to_step: Whole = None
+    cursor: Whole = None
+    number: Whole = None
+    left_out: Tree = NOTHING
+    summary: Tree = NOTHING
+    policy: Tree = NOTHING
+
+    def words(self) -> str:
+        what, summary = self.get("what"), tree(self.get("summary"))
+        about = str(what)
+        if what == "opened":
+            about += f": {self.get('reason') or summary.get('failure') or summary.get('verdict')}"
+            about += self._action()
+        elif what == "attributed":
+            given = summary.get("reasons")
+            reason = self.get("reason") or (given[-1] if isinstance(given, list) and given else "")
+            about = f"cause: {self.get('cause') or summary.get('cause')}{f': {reason}' if reason else ''}"
+            about += self._action()
+            about += f", {self['remedy']}" if self.get("remedy") else ""
+            about += f"; {left}" if (left := read_later(self.fields)) else ""
+        elif what == "released":
+            n = sum(end - first for key in ("positions", "next_epoch") for first, end in pairs(self.get(key)))
+            about = f"{plural(n, 'skipped sample')} found innocent, to be read after all{self.because()}"
+        elif what == "rewound":
+            about = f"back at step {self.get('to_step')}, going on from position {self.get('cursor')}"
+        elif what == "restarted":
+            about = "training goes on in a new process"
+        elif what == "handed over":
+            about = "handed over to the next process"
+        elif what == "closed":
+            about = f"closed: {summary.get('outcome')}"
+        return f"incident {self.get('number')}: {about}"
+
+    def _action(self) -> str:
+        return f"; action: {self['action']}" if self.get("action") else ""
+
+
+class Handover(Event):
+    """The process ends so that the next one goes on from a checkpoint of before step `before`. The others: of the
+    incident, as `IncidentEvent`."""
+
+    NAME = "handover"
+    step: Whole = None
+    before: Whole
+    reason: Text = None
+    number: Whole = None
+    left_out: Tree = NOTHING
+    summary: Tree = NOTHING
+    policy: Tree = NOTHING
+
+    def words(self) -> str:
+        return f"handed over to a checkpoint from before step {self.get('before')}{self.because()}"
+
+
+class AlertEvent(Event):
+    """what: begun, with the fields of the incident as `IncidentEvent`, or over."""
+
+    NAME = "alert"
+    what: Text
+    step: Whole
+    reason: Text = None
+    number: Whole = None
+    left_out: Tree = NOTHING
+    summary: Tree = NOTHING
+    policy: Tree = NOTHING
+
+    def words(self) -> str:
+        if self.get("what") == "over":
+            return "the alert is over"
+        return f"ALERT: nothing more is done automatically, training goes on{self.because()}"
+
+
+class BaselineReset(Event):
+    """The detector learns the level of the loss anew."""
+
+    NAME = "baseline_reset"
+    step: Whole
+    reason: Text
+
+    def words(self) -> str:
+        return f"detector baseline reset: {self.get('reason')}"
+
+
+class BaselineAnew(Event):
+    """Of runs of an older version."""
+
+    NAME = "baseline_anew"
+
+    def words(self) -> str:
+        return "the corpora are mixed in another way from here on: what is usual is learnt anew"
+
+
+class NoSnapshots(Event):
+    """bytes: of one; budget: bytes there are for them, per rank."""
+
+    NAME = "no_snapshots"
+    bytes: Whole
+    budget: Real
+
+    def words(self) -> str:
+        return f"no room for a rewind point: one takes {size(self.get('bytes'))}"
+
+
+class SnapshotRejected(Event):
+    NAME = "snapshot_rejected"
+    step: Whole
+    reason: Text
+
+    def words(self) -> str:
+        return f"rewind point passed over: it {self.get('reason')}"
+
+
+class StabilityStateDropped(Event):
+    NAME = "stability_state_dropped"
+    step: Whole
+    problem: Text
+
+    def words(self) -> str:
+        return f"what was remembered of stability is lost{self.because('problem')}"
+
+
+class FellBack(Event):
+    """to: what the run computes in now; fallbacks: how many so far."""
+
+    NAME = "fell_back"
+    step: Whole
+    to: Text
+    reason: Text
+    fallbacks: Whole
+
+    def words(self) -> str:
+        return f"goes on without FP8, in {self.get('to')}{self.because()}"
+
+
+class Returned(Event):
+    """To FP8. fallbacks: how many so far."""
+
+    NAME = "returned"
+    step: Whole
+    to: Text
+    reason: Text
+    fallbacks: Whole
+
+    def words(self) -> str:
+        return f"computes in FP8 again{self.because()}"
+
+
+class RateCut(Event):
+    """limits: all that hold (stability/policy_state.py)."""
+
+    NAME = "rate_cut"
+    step: Whole
+    reason: Text
+    limits: Items
+
+    def words(self) -> str:
+        return f"the learning rate is limited{self.because()}"
+
+
+class RateLifted(Event):
+    NAME = "rate_lifted"
+    step: Whole
+    reason: Text
+
+    def words(self) -> str:
+        return f"a limit of the learning rate is lifted{self.because()}"

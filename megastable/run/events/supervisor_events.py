@@ -1,0 +1,107 @@
+"""Events of the supervisor: attempts, how they ended, restarts."""
+
+from __future__ import annotations
+
+from megastable.base.text import number
+from megastable.run.events.event import Event, Flag, Items, Ranges, Real, Text, Whole
+
+
+class SupervisorEvent(Event):
+    """what: started, took over or ended. code, reason: of its end. The others: how it was started."""
+
+    NAME = "supervisor"
+    what: Text
+    pid: Whole
+    host: Text
+    recipe: Text = None
+    overrides: Items = ()
+    given: Items = ()
+    module: Text = None
+    code: Whole = None
+    reason: Text = None
+
+    def words(self) -> str:
+        code = "" if self.get("code") is None else f" with {self['code']}"
+        return f"supervisor {self.get('what')}{code}{self.because()}"
+
+
+class Launched(Event):
+    """log: relative to the run directory."""
+
+    NAME = "launched"
+    attempt: Whole
+    command: Items
+    log: Text
+
+    def words(self) -> str:
+        return f"attempt {self.get('attempt')} started"
+
+
+class Ended(Event):
+    """An attempt ended: clock: the farthest step done; silent: seconds since its last progress; skipped: positions that
+    are skipped because of it. The others: `End` of supervise/exit_cause.py; what: "" where it is no failure."""
+
+    NAME = "ended"
+    attempt: Whole
+    clock: Whole = None
+    silent: Real = None
+    skipped: Ranges = ()
+    code: Whole = None
+    signal: Whole = None
+    hung: Flag = None
+    what: Text = None
+    step: Whole = None
+    cursor: Whole = None
+    rank: Whole = None
+    host: Text = None
+    failure: Text = None
+    certain: Flag = None
+    trained: Flag = None
+
+    def words(self) -> str:
+        how = self.get("failure")
+        if not how:
+            code, signal = self.get("code"), self.get("signal")
+            how = "as it should" if code == 0 else f"signal {signal}" if signal else f"code {code}"
+        return f"attempt {self.get('attempt')} ended: {how}"
+
+
+class Hang(Event):
+    """waited, limit: seconds without progress, and how many there may be. silent: what is known of the processes that
+    hang; stacks: files with theirs, relative to the run directory."""
+
+    NAME = "hang"
+    attempt: Whole
+    phase: Text
+    waited: Real
+    limit: Real
+    step: Whole
+    silent: Items
+    stacks: Items
+
+    def words(self) -> str:
+        limit = f", {number(self['limit'], '.0f')} s is the limit" if "limit" in self else ""
+        return f"no progress for {number(self.get('waited'), '.0f')} s in {self.get('phase')}{limit}"
+
+
+class Restart(Event):
+    """delay: seconds until then."""
+
+    NAME = "restart"
+    attempt: Whole
+    reason: Text
+    delay: Real
+
+    def words(self) -> str:
+        return f"to be started again in {number(self.get('delay'), '.0f')} s{self.because()}"
+
+
+class HookFailed(Event):
+    """kind: of the notification."""
+
+    NAME = "hook_failed"
+    kind: Text
+    problem: Text
+
+    def words(self) -> str:
+        return f"{self.get('kind')} failed{self.because('problem')}"

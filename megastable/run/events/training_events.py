@@ -1,0 +1,218 @@
+"""Events of the training process: starts and ends, checkpoints, evaluations."""
+
+from __future__ import annotations
+
+from megastable.base.text import number, size
+from megastable.run.events.event import NOTHING, Event, Items, Real, Text, Tree, Whole
+
+
+class Training(Event):
+    """Training begins, after `step`. cursor: the next data position; world: ranks."""
+
+    NAME = "training"
+    step: Whole
+    cursor: Whole
+    world: Whole
+
+    def words(self) -> str:
+        return f"training from position {self.get('cursor')} on {self.get('world')} ranks"
+
+
+class Resumed(Event):
+    """changes: of the loaded state since it was saved, by what was measured: what rounding did."""
+
+    NAME = "resumed"
+    step: Whole
+    checkpoint: Text
+    cursor: Whole
+    changes: Tree
+
+    def words(self) -> str:
+        return f"resumed from {self.get('checkpoint')}"
+
+
+class Reshaped(Event):
+    """old, new: layouts (`LayoutState`)."""
+
+    NAME = "reshaped"
+    old: Tree
+    new: Tree
+
+    def words(self) -> str:
+        return "the checkpoint was written by another layout: reshaped"
+
+
+class MomentsAnew(Event):
+    NAME = "moments_anew"
+    step: Whole
+
+    def words(self) -> str:
+        return "the checkpoint holds no optimizer state: Adam's moments begin anew"
+
+
+class Imported(Event):
+    """The first event of a run that was made from checkpoints. how: in words; more fields say from which."""
+
+    NAME = "imported"
+    step: Whole
+    how: Text = None
+
+    def words(self) -> str:
+        return f"the run begins with a checkpoint that was made outside of training ({self.get('how')})"
+
+
+class ConfigChanged(Event):
+    """changes: "key: old -> new" each."""
+
+    NAME = "config_changed"
+    changes: Items
+
+    def words(self) -> str:
+        changes = self.get("changes")
+        return f"recipe changed: {'; '.join(map(str, changes)) if isinstance(changes, list) else changes}"
+
+
+class Evaluated(Event):
+    """loss: nats per token, mean over `samples`."""
+
+    NAME = "evaluated"
+    step: Whole
+    loss: Real
+    samples: Whole
+
+    def words(self) -> str:
+        return f"validation loss {number(self.get('loss'))}"
+
+
+class CheckpointSaved(Event):
+    """seconds: from the copy to the commit; blocked: those of them that the steps waited for."""
+
+    NAME = "checkpoint"
+    step: Whole
+    name: Text
+    bytes: Whole
+    seconds: Real
+    blocked: Real
+
+    def words(self) -> str:
+        took = f"{size(self.get('bytes'))} in {number(self.get('seconds'), '.1f')} s"
+        return f"checkpoint {self.get('name')} saved: {took}"
+
+
+class CheckpointHealthy(Event):
+    """Checkpoint `name` has been trained on from for long enough, by `step`."""
+
+    NAME = "checkpoint_healthy"
+    step: Whole
+    name: Text
+
+    def words(self) -> str:
+        return f"checkpoint {self.get('name')} has proved healthy"
+
+
+class CheckpointRecovered(Event):
+    """From the local disks, of `step`; problem: why it could not be."""
+
+    NAME = "checkpoint_recovered"
+    step: Whole
+    problem: Text
+
+    def words(self) -> str:
+        how = self.because("problem") or ": brought over from the local disks"
+        return f"a checkpoint that was not uploaded yet{how}"
+
+
+class CheckpointFailed(Event):
+    NAME = "checkpoint_failed"
+    step: Whole
+    problem: Text
+
+    def words(self) -> str:
+        return f"no checkpoint could be written{self.because('problem')}"
+
+
+class CheckpointRejected(Event):
+    """It was passed over at a start: its files are damaged, or the state in them is."""
+
+    NAME = "checkpoint_rejected"
+    name: Text
+    problem: Text
+
+    def words(self) -> str:
+        return f"checkpoint {self.get('name')} is damaged{self.because('problem')}"
+
+
+class CheckpointSuspect(Event):
+    """It is put aside as a run that goes on from it would not be right."""
+
+    NAME = "checkpoint_suspect"
+    name: Text
+    reason: Text
+
+    def words(self) -> str:
+        return f"checkpoint {self.get('name')} set aside{self.because()}"
+
+
+class RecordsLost(Event):
+    """steps: how many; from_step: the first of them."""
+
+    NAME = "records_lost"
+    steps: Whole
+    from_step: Whole
+
+    def words(self) -> str:
+        return f"the records of the last {self.get('steps')} steps could not be written, and are lost"
+
+
+class Warned(Event):
+    """sign, numbers: of a run that begins badly (stability/signs.py), or "recipe"."""
+
+    NAME = "warning"
+    step: Whole
+    text: Text
+    sign: Text = None
+    numbers: Tree = NOTHING
+
+    def words(self) -> str:
+        return f"warning: {self.get('text')}"
+
+
+class Stopped(Event):
+    """By a signal, with a checkpoint."""
+
+    NAME = "stopped"
+    step: Whole
+    cursor: Whole
+
+    def words(self) -> str:
+        return "stopped as asked"
+
+
+class Unstable(Event):
+    """The process gives up. discards: refused updates in a row. The others: of an incident, as `IncidentEvent`; before:
+    the step that a checkpoint to go on from should be before."""
+
+    NAME = "unstable"
+    step: Whole
+    discards: Whole = None
+    before: Whole = None
+    reason: Text = None
+    number: Whole = None
+    left_out: Tree = NOTHING
+    summary: Tree = NOTHING
+    policy: Tree = NOTHING
+
+    def words(self) -> str:
+        return f"gave up: {self.get('reason') or 'not finite, or refused on and on'}"
+
+
+class Finished(Event):
+    """All of summary.json. steps: done; val_loss: nats per token."""
+
+    NAME = "finished"
+    steps: Whole
+    val_loss: Real
+
+    def words(self) -> str:
+        loss = "" if self.get("val_loss") is None else f", validation loss {number(self['val_loss'])}"
+        return f"finished after {self.get('steps')} steps{loss}"

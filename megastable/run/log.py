@@ -1,0 +1,78 @@
+"""What a process of a run writes down: events into the journal, and lines on the console, in one call."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from megastable.base import jsonl
+from megastable.base.errors import DataError, SpaceError
+from megastable.run.directory import RunDirectory, as_json
+from megastable.run.events.event import Event
+
+log = logging.getLogger(__name__)
+
+
+def silent(text: str) -> None:
+    """A console that nobody looks at."""
+
+
+class RunLog:
+    """Of one process. console: takes lines; active: whether this is the rank that writes and prints for all.
+
+    A disk that refuses does not end a run: events wait in memory for the next one.
+    """
+
+    def __init__(
+        self, run: RunDirectory, console: Callable[[str], None] = silent, active: bool = True
+    ) -> None:
+        self.run, self.console, self.active = run, console, active
+
+    def emit(self, event: Event, *, say: bool | str = False) -> None:
+        """Put an event into the journal, where it is durable when this returns, or logged and waiting. say: print its
+        line, or this text instead."""
+        if not self.active:
+            return
+        try:
+            self._write(event)
+        except DataError as error:
+            log.warning("%s; waiting in memory: %s", error, self.run.waiting[-1])
+        self._tell(event, say)
+
+    def commit(self, event: Event, *, say: bool | str = False) -> None:
+        """As `emit`, for what a restart depends on. Raises SpaceError when the event is not on the disk."""
+        if not self.active:
+            return
+        try:
+            self._write(event)
+        except DataError as error:
+            raise SpaceError(
+                f"{error}. A restart would not know of this: {event.event}: make room, then start again from the "
+                "newest checkpoint"
+            ) from None
+        self._tell(event, say)
+
+    def say(self, text: str) -> None:
+        """A line for the console alone."""
+        if self.active:
+            self.console(text)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the disk has refused events so far."""
+        return bool(self.run.waiting)
+
+    def flush(self) -> None:
+        """Try again what is waiting. Raises DataError when the disk still refuses."""
+        while self.run.waiting:
+            jsonl.append(self.run.journal, self.run.waiting[0])
+            self.run.waiting.pop(0)
+
+    def _write(self, event: Event) -> None:
+        self.run.waiting.append(as_json({"time": round(time.time(), 3), **event.fields}))
+        self.flush()
+
+    def _tell(self, event: Event, say: bool | str) -> None:
+        if say:
+            self.console(say if isinstance(say, str) else event.line())

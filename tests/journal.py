@@ -1,0 +1,26 @@
+"""Journals in tests: events that are not complete, and a log that keeps what it is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megastable.run.directory import RunDirectory
+from megastable.run.events.event import Event
+from megastable.run.events.reading import event_of
+from megastable.run.log import RunLog
+
+
+def note(run: RunDirectory, name: str, **fields: Any) -> None:
+    """An event, complete or not, into the journal of a run."""
+    RunLog(run).emit(event_of({"event": name, **fields}))
+
+
+class KeptLog(RunLog):
+    """Writes nowhere."""
+
+    def __init__(self) -> None:
+        self.events, self.said = list[Event](), list[str]()
+        self.active, self.console = True, self.said.append
+
+    def _write(self, event: Event) -> None:
+        self.events.append(event)

@@ -1,0 +1,244 @@
+"""Events of the journal: typed, in words, and read from any journal whatever it holds."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.base import jsonl
+from megastable.base.errors import DataError, SpaceError
+from megastable.base.text import visible
+from megastable.run.directory import RunDirectory
+from megastable.run.events.event import Event, Other
+from megastable.run.events.reading import KINDS, event_of, latest, read_events
+from megastable.run.events.stability_events import Discarded, Handover, IncidentEvent, NoSnapshots, RateLifted
+from megastable.run.events.supervisor_events import Ended, Hang
+from megastable.run.events.training_events import Finished, Imported, Training, Warned
+from megastable.run.log import RunLog
+
+# In journals that there are: a name may come, none may go or change.
+NAMES = """alert baseline_anew baseline_reset blend_changed checkpoint checkpoint_failed checkpoint_healthy
+checkpoint_recovered checkpoint_rejected checkpoint_suspect config_changed discard_examined discarded ended evaluated
+exchanges_undone fell_back finished handover hang hook_failed imported incident launched located look_ahead_failed
+look_ahead_spent looked_ahead mix_changed moments_anew no_snapshots order_changed rate_cut rate_lifted records_lost
+reshaped restart resumed returned samples_dropped samples_examined skips_added skips_end skips_foreign skips_named
+skips_read skips_refused snapshot_rejected stability_state_dropped stopped supervisor training unstable warning
+would""".split()
+FIELDS = sorted({name for kind in KINDS.values() for name in kind.__annotations__} | {"sentence", "self"})
+WHAT = ["opened", "attributed", "released", "rewound", "restarted", "handed over", "closed", "over", "ended"]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(WHAT),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=5), below, max_size=3),
+    max_leaves=5,
+)
+
+
+def declared(kind: type[Event]) -> list[str]:
+    return [name for base in kind.__mro__ if issubclass(base, Event) for name in base.__annotations__]
+
+
+@given(
+    st.sampled_from([*KINDS, "of another version"]) | JSON,
+    st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=3), JSON, max_size=6),
+)
+def test_any_object_is_an_event_that_can_be_told(name: Any, fields: dict[str, Any]) -> None:
+    (event,) = read_events([json.dumps({"event": name, **fields}).encode()])
+    told = event.sentence()
+    assert isinstance(event, Other) == (name not in NAMES) and bool(told) == (name in NAMES)
+    assert told == visible(told) and len(told) <= 2000 and event.line().endswith(told)
+    for field in declared(type(event)):
+        getattr(event, field)
+    assert set(event.keys()) == {"event", *fields} and event.event == (name if isinstance(name, str) else "")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[1]",
+        b"\xff",
+        b"7",
+        b'"event"',
+        b"[" * 100_000,
+        b'{"event": "tra',
+        b'{"step": 1}',
+    ],
+)
+def test_a_line_that_is_no_event_has_no_name_and_no_words(line: bytes) -> None:
+    (event,) = read_events([line])
+    assert isinstance(event, Other) and (event.event, event.line()) == ("", "") and "event" not in event
+
+
+def test_names_are_those_of_all_journals() -> None:
+    assert sorted(KINDS) == NAMES and all(name == kind.NAME for name, kind in KINDS.items())
+
+
+def test_fields_are_of_their_kinds_or_none() -> None:
+    event = event_of(
+        {"event": "ended", "attempt": 2, "clock": "9", "silent": "nan", "hung": 1, "skipped": [[1, 5]]}
+    )
+    assert isinstance(event, Ended)
+    assert (event.attempt, event.clock, event.hung, event.host, event.skipped) == (
+        2,
+        None,
+        None,
+        None,
+        [(1, 5)],
+    )
+    assert event.silent is not None and math.isnan(event.silent)
+    assert (event["clock"], event.get("host"), "host" in event) == ("9", None, False)  # as the journal has it
+    wrong = Ended.of({"event": "ended", "attempt": True, "skipped": [[1]], "code": 2.0, "signal": 10**400})
+    assert (wrong.attempt, wrong.skipped, wrong.code, wrong.signal) == (None, [], 2, None)
+    incident = event_of({"event": "incident", "summary": "over", "region": None, "suspects": 5})
+    assert isinstance(incident, IncidentEvent)
+    assert (incident.summary, incident.region, incident.suspects) == ({}, None, [])
+
+
+def test_an_event_does_not_change() -> None:
+    event = Training(step=0, cursor=16, world=2)
+    with pytest.raises(AttributeError, match="does not change"):
+        event.step = 5  # type: ignore[misc]
+    with pytest.raises(AttributeError, match="does not change"):
+        event.colour = "red"  # type: ignore[attr-defined]
+    assert event == Training(step=0, cursor=16, world=2) != Training(step=1, cursor=16, world=2)
+    assert event.without("step").fields == {"event": "training", "cursor": 16, "world": 2} and event.step == 0
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ({"event": "discarded", "step": 9, "loss": 8.7942, "grad_norm": "inf", "reason": "up"},
+         "step 9: update refused, loss 8.794, gradient norm inf: up"),
+        ({"event": "training", "step": 0, "cursor": 16, "world": 2}, "step 0: training from position 16 on 2 ranks"),
+        ({"event": "skips_added", "documents": 3, "samples": 5},
+         "5 samples of 3 documents are skipped, as a person asked"),
+        ({"event": "skips_added", "documents": 3, "samples": 0},
+         "3 documents are named, as a person asked; their samples were skipped already"),
+        ({"event": "ended", "attempt": 2, "code": 0, "failure": ""}, "attempt 2 ended: as it should"),
+        ({"event": "ended", "attempt": 2, "code": 75}, "attempt 2 ended: code 75"),
+        ({"event": "ended", "attempt": 2, "failure": "rank 1 was killed"}, "attempt 2 ended: rank 1 was killed"),
+        ({"event": "hang", "phase": "step", "waited": 61.2, "limit": 60}, "no progress for 61 s in step, 60 s is the"),
+        ({"event": "incident", "what": "opened", "number": 3, "summary": {"failure": "gone"}}, "incident 3: opened"),
+        ({"event": "incident", "what": "attributed", "number": 3, "summary": {"cause": "code", "reasons": ["a", "b"]}},
+         "incident 3: cause: code: b"),
+        ({"event": "incident", "what": "closed", "step": 5, "number": 3, "summary": {"outcome": "healed"}},
+         "step 5: incident 3: closed: healed"),
+        ({"event": "incident", "what": "attributed", "number": 3, "cause": "state", "reason": "b",
+          "deferred": [[0, 9], [12, 14]], "returns": [[90, 99], [101, 103]], "lost": 1},
+         "incident 3: cause: state: b; 11 samples deferred; read again from position 90, 1 sample skipped in this epoch"
+         ": no room to read them later"),
+        ({"event": "fell_back", "step": 46, "to": "bf16", "reason": "fall-back 1 of 3"},
+         "step 46: goes on without FP8, in bf16: fall-back 1 of 3"),
+        ({"event": "returned", "step": 300, "to": "FP8", "reason": "it is calm"},
+         "step 300: computes in FP8 again: it is calm"),
+        ({"event": "alert", "what": "begun", "step": 7, "reason": "the 8 rewinds are spent"},
+         "step 7: ALERT: nothing more is done automatically, training goes on: the 8 rewinds are spent"),
+        ({"event": "alert", "what": "over", "step": 70}, "step 70: the alert is over"),
+        ({"event": "discard_examined", "step": 30, "first": 25, "last": 25, "reason": "nobody is guilty"},
+         "step 30: samples of step 25 examined, nothing is skipped: nobody is guilty"),
+        ({"event": "samples_dropped", "step": 30, "first": 7, "last": 7, "reason": "8 later ones wait"},
+         "step 30: samples of step 7 not examined: 8 later ones wait"),
+        ({"event": "samples_examined", "step": 30, "first": 5, "last": 25}, "step 30: samples of steps 5 to 25 exam"),
+        ({"event": "incident", "what": "released", "number": 2, "step": 9, "reason": "it was the rate",
+          "positions": [[5, 8]], "next_epoch": [[1, 2]]},
+         "step 9: incident 2: 4 skipped samples found innocent, to be read after all: it was the rate"),
+        ({"event": "mix_changed", "step": 9, "old": {}, "new": {}}, "step 9: data mix changed"),
+        ({"event": "baseline_reset", "step": 9, "reason": "it stays"}, "step 9: detector baseline reset: it stays"),
+        ({"event": "rate_lifted", "step": 9, "reason": "200 steps"}, "step 9: a limit of the learning rate is"),
+        ({"event": "config_changed", "changes": ["a: 1 -> 2", "b: 3 -> 4"]}, "recipe changed: a: 1 -> 2; b: 3 -> 4"),
+        ({"event": "finished", "steps": 220, "val_loss": None}, "finished after 220 steps"),
+        ({"event": "warning", "step": 5, "text": "a\x1b[31m\nb"}, "step 5: warning: a\\x1b[31m\\nb"),
+        ({"event": "of another version", "x": 1}, ""),
+        ({"event": ["odd"]}, ""),
+    ],
+)  # fmt: skip
+def test_events_in_words(event: dict[str, Any], said: str) -> None:
+    told = event_of(event).line()
+    assert told.startswith(said) and bool(told) == bool(said)
+
+
+def test_the_newest_word_on_every_incident() -> None:
+    lines: list[dict[str, Any]] = [
+        {"event": "incident", "summary": {"number": 1, "outcome": "open"}}, {"event": "incident", "summary": 5},
+        {"event": "unstable", "summary": {"number": 3}}, {"event": "incident", "summary": {"number": "x"}},
+        {"event": "incident", "summary": {"number": 1, "outcome": "healed"}},
+    ]  # fmt: skip
+    assert latest(map(event_of, lines)) == {1: {"number": 1, "outcome": "healed"}}
+
+
+# The log
+
+
+def test_the_journal_has_the_fields_in_the_order_in_which_they_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not given is not there, what is given as None is null; skim.py knows lines by this."""
+    monkeypatch.setattr("time.time", lambda: 7.12345)
+    log, run = RunLog(RunDirectory(tmp_path)), RunDirectory(tmp_path)
+    log.emit(Discarded(step=3, verdict="spike", reason="up", first_position=8, next_position=16, loss=math.nan,
+                       grad_norm=math.inf, loss_scale=1.0))  # fmt: skip
+    log.emit(Hang(attempt=1, phase="step", waited=1.5, limit=1.0, step=None, silent=(), stacks=["a"]))
+    log.commit(Handover(before=4))
+    log.emit(Imported(step=0, **{"source": "x", "time": 1.25, "how": "averaged"}))
+    log.emit(IncidentEvent(what="closed", number=1, summary={"number": 1}))
+    assert run.journal.read_text().splitlines() == [
+        '{"time": 7.123, "event": "discarded", "step": 3, "verdict": "spike", "reason": "up", "first_position": 8, '
+        '"next_position": 16, "loss": "nan", "grad_norm": "inf", "loss_scale": 1.0}',
+        '{"time": 7.123, "event": "hang", "attempt": 1, "phase": "step", "waited": 1.5, "limit": 1.0, "step": null, '
+        '"silent": [], "stacks": ["a"]}',
+        '{"time": 7.123, "event": "handover", "before": 4}',
+        '{"time": 1.25, "event": "imported", "step": 0, "source": "x", "how": "averaged"}',
+        '{"time": 7.123, "event": "incident", "what": "closed", "number": 1, "summary": {"number": 1}}',
+    ]
+    first, hang, *_ = run.events()
+    assert isinstance(first, Discarded) and first.loss is not None and math.isnan(first.loss)
+    assert isinstance(hang, Hang) and hang.step is None and hang.stacks == ["a"] and hang.time == 7.123
+
+
+def test_one_call_writes_and_tells(tmp_path: Path) -> None:
+    said, run = list[str](), RunDirectory(tmp_path)
+    log = RunLog(run, said.append)
+    log.emit(RateLifted(step=9, reason="200 steps"), say=True)
+    log.emit(Warned(step=9, text="odd"), say="WARNING: odd")
+    log.emit(Warned(step=10, text="odd"))
+    log.commit(Handover(step=10, before=4), say=True)
+    log.say("and a line")
+    assert said == [
+        "step 9: a limit of the learning rate is lifted: 200 steps", "WARNING: odd",
+        "step 10: handed over to a checkpoint from before step 4", "and a line",
+    ]  # fmt: skip
+    assert [e.event for e in run.events()] == ["rate_lifted", "warning", "warning", "handover"]
+    other = RunLog(run, said.append, active=False)
+    other.emit(Warned(step=11, text="odd"), say=True)
+    other.commit(Handover(before=5), say="gone")
+    other.say("nothing")
+    assert len(said) == 4 and len(list(run.events())) == 4
+
+
+def test_a_disk_that_refuses_silences_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a restart depends on is not told as done where it is not on the disk."""
+
+    def full(path: Path, line: str) -> None:
+        raise DataError("full")
+
+    said, run = list[str](), RunDirectory(tmp_path)
+    log = RunLog(run, said.append)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(jsonl, "append", full)
+        log.emit(NoSnapshots(bytes=5, budget=1.5), say="no room")
+        with pytest.raises(SpaceError, match="not know of this: handover"):
+            log.commit(Handover(before=5), say="handed over")
+    assert said == ["no room"] and log.waiting and "no_snapshots" in caplog.text
+    RunLog(run).emit(Finished(steps=1, val_loss=None))  # another log of the same directory
+    assert [e.event for e in run.events()] == ["no_snapshots", "handover", "finished"] and not log.waiting
