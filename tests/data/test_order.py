@@ -281,13 +281,13 @@ import sys, time
 from pathlib import Path
 import numpy as np
 from megastable.data.manifest import Manifest, Stream
-from megastable.data.order import Corpus, Order
+from megastable.data.order import Order, OrderedCorpus
 def peak_kilobytes():  # not getrusage: its peak includes that of the process this one was forked from
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 directory, positions = Path(sys.argv[1]), np.load(sys.argv[2])
 memory, start = peak_kilobytes(), time.perf_counter()
 stream = Stream(directory, Manifest.load(directory), "train")
-order = Order([Corpus("huge", stream.tokens, 0.9), Corpus("small", 10**9, 0.1)], 4096, seed=7)
+order = Order([OrderedCorpus("huge", stream.tokens, 0.9), OrderedCorpus("small", 10**9, 0.1)], 4096, seed=7)
 places = order.locate(positions)
 marks = [stream.read(first, 4097)[[0, -1]] for first in places.first_token[places.corpus == 0]]
 seconds = time.perf_counter() - start
