@@ -24,7 +24,13 @@ class Family:
 
     def __init__(self, plan: Path, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self._plan, self._command, self._log = str(plan), command, log
-        self._environment = {**os.environ, **environment, VARIABLE: self._plan}
+        # By RANK the ranks are known: a process that a launcher has started may itself start drills.
+        ours = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        }
+        self._environment = {**ours, **environment, VARIABLE: self._plan}
         self.parent: subprocess.Popen[bytes]
 
     def __enter__(self) -> Self:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,24 @@ def pytest_configure() -> None:
     if worker is not None:
         cores, workers = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         os.sched_setaffinity(0, cores[int(worker.removeprefix("gw")) :: workers] or cores)
+        # Ranks that wait for each other are not to interrupt the one that they wait for.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def pytest_collection_finish() -> None:
+    """Some 6,000 tests and all that they import live to the end: no collection of garbage is to look at them again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """What a test, or a tool that it calls, sets is not there for the next one."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def write_corpus(
