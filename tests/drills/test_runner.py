@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from drills import runner
 from drills.plan import Fault, Plan, Policy
+from drills.run_processes import Family
 from drills.runner import Done, conditions, environment, finished
 from drills.scenarios import choose
 from drills.stage import Stage
@@ -90,3 +92,13 @@ def test_runs_at_the_same_time_share_the_cores(monkeypatch: pytest.MonkeyPatch) 
 def test_a_fault_hits_a_rank_that_is_there() -> None:
     fault = Fault(kind="bit_flip", step=3)
     assert (fault.among(1).rank, fault.among(2), fault.among(4)) == (0, fault, fault)
+
+
+def test_a_rank_that_starts_a_drill_is_none_of_the_drills(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    asleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with Family(tmp_path / "plan", asleep, tmp_path / "log", {}) as family:
+        assert [p.pid for p in family.members()] == [family.parent.pid]
+        assert family.rank(0) is None
