@@ -191,7 +191,7 @@ class Engine:
                 self.ds.eval()
                 for micro_batch in micro_batches:
                     self.ds(*self._inputs(micro_batch))
-        return self._collect(len(micro_batches), self._scalar([]))[0]
+        return self._collect(len(micro_batches), self.zero.scalar([]))[0]
 
     def _computing(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.fp8 is None else self.fp8.computing()
@@ -223,7 +223,7 @@ class Engine:
             self._sum_tied(self.tied)
         part, valid, known = self.zero.squared_norm()
         part = torch.where(valid, part, 0.0)
-        extra = torch.cat((torch.stack((part, (~valid).double())), self._scalar(self._votes())))
+        extra = torch.cat((torch.stack((part, (~valid).double())), self.zero.scalar(self._votes())))
         losses, squares, (squared_norm, broken, *votes) = self._collect(
             self.ds.gradient_accumulation_steps(), extra
         )
@@ -254,10 +254,6 @@ class Engine:
         with self.zero.clipping_by(known):
             self._update(lr_kwargs)
         self.applied = bool(self.ds.was_step_applied())
-
-    def _scalar(self, value: Any) -> Tensor:
-        # Without waiting: the votes are on their way to a GPU while it still computes the gradients.
-        return torch.as_tensor(value, dtype=torch.float64).to(self.device, non_blocking=True)
 
     @property
     def _lowest_scale(self) -> float:

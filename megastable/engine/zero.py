@@ -102,8 +102,8 @@ class Wrapper(ABC):
         said = norm.square() if self.topology.rank == 0 else torch.zeros_like(norm)
         return said, torch.isfinite(norm) & (norm >= 0), known
 
-    def _scalar(self, value: Any) -> Tensor:
-        # Without waiting: a GPU still computes the gradients.
+    def scalar(self, value: Any) -> Tensor:
+        """Numbers of this rank on its device, fp64. Without waiting: a GPU still computes the gradients."""
         return torch.as_tensor(value, dtype=torch.float64).to(self.device, non_blocking=True)
 
 
@@ -139,7 +139,7 @@ class Bf16(_Linked):
         return part, torch.isfinite(part), None
 
     def _squares(self) -> Tensor:
-        norms = torch._foreach_norm(self._counted) if self._counted else [self._scalar(0.0)]
+        norms = torch._foreach_norm(self._counted) if self._counted else [self.scalar(0.0)]
         return torch.stack(norms).double().square().sum()
 
     def clipping_by(self, known: Any) -> contextlib.AbstractContextManager[None]:
@@ -171,7 +171,7 @@ class Zero12(_Linked):
 
     def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
         known = self.o.scaled_global_norm()
-        return self._said_once(self._scalar(known), known)
+        return self._said_once(self.scalar(known), known)
 
     def discard(self) -> None:
         super().discard()
@@ -203,7 +203,7 @@ class Zero3(Wrapper):
 
     def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
         known = self.o._get_norm_groups()
-        norms = torch.stack([self._scalar(n) for n in known])
+        norms = torch.stack([self.scalar(n) for n in known])
         return self._said_once(
             torch.where(norms.min() < 0, -1.0, torch.linalg.vector_norm(norms)), known
         )  # -1: invalid

@@ -32,7 +32,7 @@ from megastable.supervise.view import panel
 REFRESH = 1.0  # seconds between two looks of the panel and the metrics
 REPORT_SECONDS = 300.0  # that the files of the incidents may take
 REPORT_PAUSE = (
-    5.0  # seconds from one beginning to the next: an incident is told in several events within a second
+    5.0  # seconds from one start to the next: an incident is told in several events within a second
 )
 NEWS = ("opened", "attributed", "rewound", "restarted", "handed over", "closed")
 # The launcher reports them as errors.

@@ -184,6 +184,16 @@ class Event:
 _give = Event.__dict__["fields"].__set__  # past __setattr__; a journal may have a million events
 
 
+class OfIncident(Event):
+    """What may carry an incident as it stands, as `IncidentEvent` does; its kinds have names of their own."""
+
+    reason: Text = None
+    number: Whole = None
+    left_out: Tree = NOTHING
+    summary: Tree = NOTHING
+    policy: Tree = NOTHING
+
+
 class Other(Event):
     """An event that this version does not know, or, without a name, a line that is no event at all."""
 

@@ -9,6 +9,7 @@ from megastable.run.events.event import (
     Flag,
     Items,
     MaybeTree,
+    OfIncident,
     Ranges,
     Real,
     Text,
@@ -164,34 +165,24 @@ class IncidentEvent(Event):
         return f"; action: {self['action']}" if self.get("action") else ""
 
 
-class Handover(Event):
+class Handover(OfIncident):
     """The process ends so that the next one goes on from a checkpoint of before step `before`. The others: of the
     incident, as `IncidentEvent`."""
 
     NAME = "handover"
     step: Whole = None
     before: Whole
-    reason: Text = None
-    number: Whole = None
-    left_out: Tree = NOTHING
-    summary: Tree = NOTHING
-    policy: Tree = NOTHING
 
     def words(self) -> str:
         return f"handed over to a checkpoint from before step {self.get('before')}{self.because()}"
 
 
-class AlertEvent(Event):
+class AlertEvent(OfIncident):
     """what: begun, with the fields of the incident as `IncidentEvent`, or over."""
 
     NAME = "alert"
     what: Text
     step: Whole
-    reason: Text = None
-    number: Whole = None
-    left_out: Tree = NOTHING
-    summary: Tree = NOTHING
-    policy: Tree = NOTHING
 
     def words(self) -> str:
         if self.get("what") == "over":

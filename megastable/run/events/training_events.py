@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megastable.base.text import number, size
-from megastable.run.events.event import NOTHING, Event, Items, Real, Text, Tree, Whole
+from megastable.run.events.event import NOTHING, Event, Items, OfIncident, Real, Text, Tree, Whole
 
 
 class Training(Event):
@@ -188,7 +188,7 @@ class Stopped(Event):
         return "stopped as asked"
 
 
-class Unstable(Event):
+class Unstable(OfIncident):
     """The process gives up. discards: refused updates in a row. The others: of an incident, as `IncidentEvent`; before:
     the step that a checkpoint to go on from should be before."""
 
@@ -196,11 +196,6 @@ class Unstable(Event):
     step: Whole
     discards: Whole = None
     before: Whole = None
-    reason: Text = None
-    number: Whole = None
-    left_out: Tree = NOTHING
-    summary: Tree = NOTHING
-    policy: Tree = NOTHING
 
     def words(self) -> str:
         return f"gave up: {self.get('reason') or 'not finite, or refused on and on'}"
