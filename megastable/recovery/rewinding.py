@@ -11,7 +11,7 @@ import numpy as np
 from megastable.base.rng import set_rng_state
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
-from megastable.data.loader import Loader, Step
+from megastable.data.loader import Loader
 from megastable.data.skips import Selection
 from megastable.engine.engine import Engine, Measured
 from megastable.recovery.incident_log import Casebook
@@ -23,6 +23,7 @@ from megastable.recovery.rewind_points import Points
 from megastable.recovery.sample_replay import Trained
 from megastable.recovery.sample_watch import UNKNOWN, SampleWatch
 from megastable.recovery.snapshot import Snapshot
+from megastable.recovery.step_result import StepResult
 from megastable.run.events.stability_events import RateCut
 from megastable.run.log import RunLog
 from megastable.stability import groups
@@ -39,14 +40,12 @@ from megastable.stability.signals import Finding, Verdict
 
 @dataclass(frozen=True)
 class Tripped:
-    """The step that was decided to go back at. state: after it; before: the detector's before it; damage: what is
-    proven of the hardware already, a sentence, or ""."""
+    """The step that was decided to go back at. detector: its state before that step; damage: what is proven of the
+    hardware already, a sentence, or ""."""
 
     decision: Decision
-    batch: Step
-    measured: Measured
-    state: RunState
-    before: DetectorState
+    done: StepResult
+    detector: DetectorState
     damage: str
 
 
@@ -81,7 +80,7 @@ class Rewinding:
         begin, finding, policy = time.perf_counter(), t.decision.finding, self.guard.policy
         self.phase("rewind")
         window = self.points.since(finding.onset)
-        self.casebook.open(t.decision, t.state, window, t.measured.grad_norm)
+        self.casebook.open(t.decision, t.done.state, window, t.done.measured.grad_norm)
         adjacent = self.casebook.adjacent(window)
         recurred = policy.recurred(adjacent)
         rate = self.rates.highest_since(finding.onset)
@@ -90,7 +89,7 @@ class Rewinding:
         snapshot = self.points.back(finding.onset, 1 if recurred and not numerics else 0, left_out)
         if snapshot is None:
             return self._unproven(t, damage, numerics)
-        if unsteady and not damage and self.replays.differ(t.batch):
+        if unsteady and not damage and self.replays.differ(t.done.batch):
             damage = UNSTEADY  # on a good state, too: there is nothing that would magnify the last bits
         if damage:
             conclusion = Conclusion(Cause.HARDWARE, [], [], damage)
@@ -104,7 +103,7 @@ class Rewinding:
         if suspect and policy.may_suspect and self.last_resort.can_go_back(snapshot.step):
             why = f"the checkpoint of step {self.origin.step} is the suspect: {self.origin.suspect()}"
             decision = policy.abandon(t.decision, why, proven=False)
-            raise self.last_resort.end(decision, t.state, Cause.STORAGE)
+            raise self.last_resort.end(decision, t.done.state, Cause.STORAGE)
         saved: RunState = snapshot.extra.state
         found = Examined(
             conclusion.odds, adjacent, self.rates.before(snapshot.step), rate,
@@ -113,8 +112,8 @@ class Rewinding:
         )  # fmt: skip
         conclusion, remedy = self._remedy(conclusion, found, saved, left_out)
         seconds = time.perf_counter() - begin
-        self._write_down(t.decision, t.state, conclusion, remedy, window, snapshot, seconds)
-        return self._go_on_from(snapshot, t.state, begin, remedy.reason, seconds)
+        self._write_down(t.decision, t.done.state, conclusion, remedy, window, snapshot, seconds)
+        return self._go_on_from(snapshot, t.done.state, begin, remedy.reason, seconds)
 
     def look_back(self, case: Waiting, measured: Measured, state: RunState) -> RunState | None:
         """Examine the steps of a case on a proven state of before them. Where a crowd of their samples is guilty there,
@@ -160,11 +159,11 @@ class Rewinding:
         unsteady, damage, numerics = False, t.damage, ""
         if not damage:
             unsteady, damage = self.replays.compare(
-                t.batch, t.measured, t.state.step, t.decision.finding.verdict
+                t.done.batch, t.done.measured, t.done.state.step, t.decision.finding.verdict
             )
         if not damage and self.guard.policy.may_fall_back:
-            expected = Detector(self.config.stability.detector, t.before).expected()
-            numerics = self.replays.without_fp8(t.batch, t.measured, expected)
+            expected = Detector(self.config.stability.detector, t.detector).expected()
+            numerics = self.replays.without_fp8(t.done.batch, t.done.measured, expected)
         if numerics and self.engine.fp8 is not None:
             self.engine.fp8.on = False  # what has failed is no measure of samples and states
         return unsteady, damage, numerics
@@ -226,11 +225,11 @@ class Rewinding:
             decision = policy.leave(t.decision, why, damaged=snapshot is None)
         decision = self.last_resort.weigh(decision, damaged=snapshot is None)
         if decision.action.ends or snapshot is None:
-            raise self.last_resort.end(decision, t.state, cause)
+            raise self.last_resort.end(decision, t.done.state, cause)
         if self.casebook.incident is not None:
             self.casebook.incident.cause = cause
         self.points.restore(snapshot)
-        return self._go_on_from(snapshot, t.state, begin, "the newest that is finite")
+        return self._go_on_from(snapshot, t.done.state, begin, "the newest that is finite")
 
     def _go_on_from(
         self,

@@ -56,7 +56,7 @@ def go_back(found: Conclusion, *rates: float) -> tuple[Policy, Conclusion]:
     state, and when it tripped."""
     policy = Policy(PolicyConfig())
     decision = policy.decide(seen(40, Verdict.SPIKE), 0)
-    tripped = Tripped(decision, MagicMock(), MagicMock(), MagicMock(step=40, seconds=1.0), MagicMock(), "")
+    tripped = Tripped(decision, MagicMock(state=MagicMock(step=40, seconds=1.0)), MagicMock(), "")
     rewinding = shell(policy)
     rewinding.replays.compare.return_value = (False, "")
     rewinding.casebook.adjacent.return_value = False
