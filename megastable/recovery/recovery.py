@@ -124,7 +124,7 @@ class Recovery:
         )  # fmt: skip
         if self.acts:
             self.points.take(state, self.guard.detector.state, self.samples.state)
-        self._choose_precision(state)
+        self.choose_precision(state)
 
     def memory(self) -> dict[str, Any]:
         """For the checkpoint."""
@@ -174,9 +174,9 @@ class Recovery:
             self._mixed = True
             if self.settings.enabled:
                 self.log.emit(MixChanged(step=state.step + 1, old=state.mix, new=mix), say=True)
-        self._choose_precision(state)
+        self.choose_precision(state)
 
-    def _choose_precision(self, state: RunState) -> None:
+    def choose_precision(self, state: RunState) -> None:
         """FP8, or what the rest of the run computes in, for the step after `state`; a change is journaled and said."""
         fp8, policy = self.engine.fp8, self.guard.policy
         if fp8 is None:
