@@ -37,7 +37,8 @@ from megastable.checkpoint import store
 from megastable.checkpoint.measuring import NONE, Probes, measure, read_probes
 from megastable.checkpoint.vitals import Vitals
 from megastable.config import deepspeed_json, recipe
-from megastable.config.tree import LINEARS, RunConfig
+from megastable.config.rules import LINEARS
+from megastable.config.tree import RunConfig
 from megastable.data.blends import BlendEntry, ExchangeEntry, Line, moved_skips, named_skips
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.loader import Loader, Step
