@@ -277,8 +277,8 @@ class ParallelConfig(Section):
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage (arXiv:1910.02054); 0 is refused, as DeepSpeed is wrong without: 1 costs nothing on one rank."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing: of nothing, of the attention's core and the SwiGLU (arXiv:2205.05198), or of whole blocks
-    (arXiv:1604.06174)."""
+    """Activation checkpointing: of nothing, of the attention's core and the SwiGLU (arXiv:2205.05198), or of whole
+    blocks (arXiv:1604.06174)."""
 
 
 class KernelsConfig(Section):
