@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 from megastable.config.keys import REQUIRED, Key, keys_of, sections
 from megastable.config.other_names import MEGATRON, MEGATRON_WITHOUT_KEY, OTHERS, OTHERS_WITHOUT_KEY
@@ -39,11 +41,16 @@ def page() -> str:
     return "\n".join(blocks)
 
 
-def meaning_of(key: Key) -> tuple[str, str]:
-    """What the string below a key says: its meaning, and its unit or ""."""
-    whole = MEANING.fullmatch(" ".join((key.field.description or "").split()))
-    assert whole is not None  # anything matches
-    return whole["meaning"], whole["unit"] or ""
+def meanings(section: type[Section]) -> dict[str, str]:
+    """The strings below a section's keys, read from its source: pydantic could, but at every start of every program."""
+    (body,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(body, ast.ClassDef)
+    return {
+        key.target.id: " ".join(str(below.value.value).split())
+        for key, below in pairwise(body.body)
+        if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name)
+        and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+    }  # fmt: skip
 
 
 def values_of(path: str, section: type[Section]) -> list[Key]:
@@ -56,21 +63,22 @@ def values_of(path: str, section: type[Section]) -> list[Key]:
 
 
 def _chapter(title: str, path: str, section: type[Section]) -> str:
-    rows = []
+    rows, said = [], meanings(section)
     for key in values_of(path, section):
-        meaning, unit = meaning_of(key)
+        meaning = MEANING.fullmatch(said[key.name])
+        assert meaning is not None  # anything matches
         rows.append(
             {
                 "Key": f"`{key.name}`",
                 "Type": key.expected,
                 "Default": key.default if key.default == REQUIRED else f"`{key.default}`",
-                "Unit": unit,
-                "Meaning": meaning,
+                "Unit": meaning["unit"] or "",
+                "Meaning": meaning["meaning"],
                 "Megatron-LM": "<br>".join(_megatron(key.path)),
             }
         )
-    said = inspect.cleandoc(section.__doc__ or "") + "\n"
-    return f"{'#' * (2 + _depth(title))} {title}\n\n{_linked(said)}\n{_table(rows)}"
+    introduction = inspect.cleandoc(section.__doc__ or "") + "\n"
+    return f"{'#' * (2 + _depth(title))} {title}\n\n{_linked(introduction)}\n{_table(rows)}"
 
 
 def _megatron(path: str) -> Iterator[str]:

@@ -22,7 +22,7 @@ class Section(BaseModel):
     The string below a key says what it means, with its unit in brackets at the end: docs/configuration.md shows them.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     # Parts that a single word may stand for: the value of which key of theirs it is. True: as it is; false: none.
     in_a_word: ClassVar[Mapping[str, str]] = {}
 
