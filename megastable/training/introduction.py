@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megastable.base.deterministic import exact
-from megastable.config.tree import LINEARS, RunConfig
+from megastable.config.rules import LINEARS
+from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
 from megastable.model.flops import parameters
 from megastable.model.sizes import in_fp8
