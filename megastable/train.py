@@ -82,7 +82,7 @@ class Trainer:
             )  # fmt: skip
             self.checkpoints.prepare()
             if self.checkpoints.rejected:
-                self.recovery.casebook.damaged(self.checkpoints.rejected, self.state.step)
+                self.recovery.incident_log.damaged(self.checkpoints.rejected, self.state.step)
             self.recorder = StepRecorder(c.logging, self.engine, self.recovery, self.log, observer)
             self._closing = closing.pop_all()
 
@@ -139,13 +139,13 @@ class Trainer:
             recorder.step(done)
 
             # What the guard decided: mostly nothing, sometimes back to an earlier step
-            incident = recovery.casebook.incident
+            incident = recovery.incident_log.incident
             outcome = recovery.settle(done)
             if not outcome.rewound:
                 self.checkpoints.stepped(state.step, applied and recovery.calm, written, settled)
                 if self.checkpoints.ill is not None:
                     outcome = self._leave(done)
-            if recovery.casebook.incident is not incident:
+            if recovery.incident_log.incident is not incident:
                 recorder.flush()  # one was opened or closed: its report is written now
             if skip_votes:
                 feed.read_ledger(state.step, outcome.state.cursor)

@@ -1,4 +1,4 @@
-"""What stands between a step and its consequences: asks the guard before every update, and carries out what it decides.
+"""Executes the guard's decision: discard, rewind, skip, cut the learning rate.
 
 In memory, without a restart: refuse an update, go back to a snapshot, find out who is guilty, skip, go on, and prove
 that it helped. Every decision is journaled with its reason. All methods are collective: every rank decides alike.
@@ -22,7 +22,7 @@ from megastable.data.skips import Selection
 from megastable.engine import nan_locator
 from megastable.engine.engine import Engine, Judge, Measured
 from megastable.recovery.deferring import Deferring
-from megastable.recovery.incident_log import Casebook
+from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort
 from megastable.recovery.origin import Origin
 from megastable.recovery.persisted_state import TELLING, PersistedState, recall
@@ -104,9 +104,9 @@ class Recovery:
         self._before = self.guard.detector.state
         self.replays = Replays(engine, config.run.deterministic)
         deferring = Deferring(config, run, source, self._selection)
-        self.casebook = Casebook(run, source, deferring, lambda: self.guard.policy.state, log)
-        self.casebook.restore(memory.incident, memory.incidents, state.step, memory.left_out)
-        self.samples = SampleWatch(c, self.casebook, log, phase, self._selection, memory.samples)
+        self.incident_log = IncidentLog(run, source, deferring, lambda: self.guard.policy.state, log)
+        self.incident_log.restore(memory.incident, memory.incidents, state.step, memory.left_out)
+        self.samples = SampleWatch(c, self.incident_log, log, phase, self._selection, memory.samples)
         self.signs = StartSigns(config, source, memory.signs, log)
         self.origin = Origin(run, config, state, changed, log)
         laboratory = Laboratory(c.attribution, engine, loader, config.train.global_batch)
@@ -116,10 +116,10 @@ class Recovery:
         self.rates = Rates(self.points.trained.maxlen or 1)
         self.rates.resume(state.step, memory.rate)
         self.last_resort = LastResort(
-            run, self.casebook, self.origin, self.guard.policy, self.points.since, log, settle
+            run, self.incident_log, self.origin, self.guard.policy, self.points.since, log, settle
         )
         self.rewinding = Rewinding(
-            config, engine, loader, self.points, self.replays, self.rates, self.casebook, self.origin,
+            config, engine, loader, self.points, self.replays, self.rates, self.incident_log, self.origin,
             self.samples, self.last_resort, self.guard, self._selection, log, phase,
         )  # fmt: skip
         if self.acts:
@@ -128,7 +128,7 @@ class Recovery:
 
     def memory(self) -> dict[str, Any]:
         """For the checkpoint."""
-        book = self.casebook
+        book = self.incident_log
         memory = PersistedState(
             guard=self.guard.state,
             incident=book.incident,
@@ -162,7 +162,7 @@ class Recovery:
         if self.decision is None:
             return True
         found = self.decision.finding
-        return found.verdict is Verdict.HEALTHY and found.on_trend and self.casebook.incident is None
+        return found.verdict is Verdict.HEALTHY and found.on_trend and self.incident_log.incident is None
 
     # Before a step
 
@@ -254,7 +254,7 @@ class Recovery:
         state = done.state
         if decision.action is Action.DISCARD and self.replays.finite_again != state.step:
             self.samples.refused(done.batch, done.measured, state.step, decision, self._located)
-        incident = self.casebook.incident
+        incident = self.incident_log.incident
         clear = incident is None and not self.guard.policy.state.watching
         # What comes while another cause is being dealt with, or is not known, is its consequence.
         alone = clear or (incident is not None and incident.cause is Cause.DATA)
@@ -288,11 +288,11 @@ class Recovery:
             reason = decision.finding.reason
             self.log.emit(BaselineReset(step=state.step, reason=reason), say=f"step {state.step}: {reason}")
         if decision.healed:
-            self.casebook.close(state, "healed")
+            self.incident_log.close(state, "healed")
         if decision.action.rewinds:
             return self._rewind(decision, done, damage)
         if decision.action is not Action.APPLY and decision.action is not Action.DISCARD:
-            self.casebook.open(
+            self.incident_log.open(
                 decision, state, self.points.since(decision.finding.onset), done.measured.grad_norm
             )
             found = ""
@@ -339,7 +339,7 @@ class Recovery:
         decision = self.guard.policy.escalate(finding, damage, self.points.oldest)
         if decision.action.rewinds:
             return StepOutcome(self._rewind(decision, done, damage), rewound=True)
-        self.casebook.open(decision, state, self.points.since(state.step), done.measured.grad_norm)
+        self.incident_log.open(decision, state, self.points.since(state.step), done.measured.grad_norm)
         raise self.last_resort.end(self.last_resort.weigh(decision, damaged=True), state, Cause.HARDWARE)
 
     def _locate(self, batch: Step, state: RunState) -> str:
@@ -386,5 +386,5 @@ class Recovery:
         last = self.decision.finding if self.decision is not None else None
         calm = last is not None and last.verdict is Verdict.HEALTHY and last.on_trend
         seen = self.guard.policy.state.good >= self.settings.policy.verify_steps // 6
-        self.casebook.close(state, "healed" if calm and seen else "open")
+        self.incident_log.close(state, "healed" if calm and seen else "open")
         state.stability = self.memory()  # the summary tells of it

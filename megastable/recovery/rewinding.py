@@ -1,4 +1,4 @@
-"""Going back in memory: to a proven state, with the guilty found on it, left out, and a remedy taken. Collective."""
+"""Rewinds in memory: restores a proven snapshot, finds and skips the guilty samples, applies a remedy. Collective."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader
 from megastable.data.skips import Selection
 from megastable.engine.engine import Engine, Measured
-from megastable.recovery.incident_log import Casebook
+from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort
 from megastable.recovery.origin import Origin
 from megastable.recovery.rates import Rates
@@ -60,7 +60,7 @@ class Rewinding:
         points: Points,
         replays: Replays,
         rates: Rates,
-        casebook: Casebook,
+        incident_log: IncidentLog,
         origin: Origin,
         samples: SampleWatch,
         last_resort: LastResort,
@@ -71,7 +71,12 @@ class Rewinding:
     ) -> None:
         self.config, self.engine, self.loader, self.source = config, engine, loader, loader.source
         self.points, self.replays, self.rates = points, replays, rates
-        self.casebook, self.origin, self.samples, self.last_resort = casebook, origin, samples, last_resort
+        self.incident_log, self.origin, self.samples, self.last_resort = (
+            incident_log,
+            origin,
+            samples,
+            last_resort,
+        )
         self.guard, self.selection = guard, selection
         self.log, self.phase = log, phase
 
@@ -80,8 +85,8 @@ class Rewinding:
         begin, finding, policy = time.perf_counter(), t.decision.finding, self.guard.policy
         self.phase("rewind")
         window = self.points.since(finding.onset)
-        self.casebook.open(t.decision, t.done.state, window, t.done.measured.grad_norm)
-        adjacent = self.casebook.adjacent(window)
+        self.incident_log.open(t.decision, t.done.state, window, t.done.measured.grad_norm)
+        adjacent = self.incident_log.adjacent(window)
         recurred = policy.recurred(adjacent)
         rate = self.rates.highest_since(finding.onset)
         unsteady, damage, numerics = self._replayed(t)
@@ -98,7 +103,7 @@ class Rewinding:
         else:
             conclusion = self.points.examine(window, snapshot, left_out, recurred, adjacent)
             snapshot = self.points.before_region(conclusion, snapshot)
-            conclusion = self.casebook.returned_again(conclusion, window)
+            conclusion = self.incident_log.returned_again(conclusion, window)
         suspect = conclusion.cause in BLAMELESS and self.origin.again(snapshot.step, finding.onset)
         if suspect and policy.may_suspect and self.last_resort.can_go_back(snapshot.step):
             why = f"the checkpoint of step {self.origin.step} is the suspect: {self.origin.suspect()}"
@@ -145,7 +150,7 @@ class Rewinding:
         snapshot = self.points.before_region(found, snapshot)
         finding = Finding(state.step, Verdict.SHIFT, 1.0, case.first, case.reason, on_trend=False)
         decision = policy.convicted(finding, case.reason)
-        self.casebook.open(decision, state, window, measured.grad_norm)
+        self.incident_log.open(decision, state, window, measured.grad_norm)
         saved: RunState = snapshot.extra.state
         examined = Examined(found.odds, guilty=tuple(found.convicted))
         found, remedy = self._remedy(found, examined, saved, left_out)
@@ -202,9 +207,9 @@ class Rewinding:
             remedy = replace(remedy, action=given.action, reason=given.reason)
         swap = self._culprit(found) if remedy.action is Action.SWAP_CORPUS else None
         lost = state.step - snapshot.step
-        self.casebook.attribute(found, window, remedy.action, remedy.reason, lost, seconds, swap)
+        self.incident_log.attribute(found, window, remedy.action, remedy.reason, lost, seconds, swap)
         if remedy.release:
-            self.casebook.release(remedy.release, snapshot.extra.state.cursor, remedy.reason)
+            self.incident_log.release(remedy.release, snapshot.extra.state.cursor, remedy.reason)
         if remedy.action in (Action.CUT_LR, Action.CAP_LR):
             limits = [limit.model_dump() for limit in self.guard.policy.state.limits]
             self.log.emit(RateCut(step=state.step, reason=remedy.reason, limits=limits))
@@ -226,8 +231,8 @@ class Rewinding:
         decision = self.last_resort.weigh(decision, damaged=snapshot is None)
         if decision.action.ends or snapshot is None:
             raise self.last_resort.end(decision, t.done.state, cause)
-        if self.casebook.incident is not None:
-            self.casebook.incident.cause = cause
+        if self.incident_log.incident is not None:
+            self.incident_log.incident.cause = cause
         self.points.restore(snapshot)
         return self._go_on_from(snapshot, t.done.state, begin, "the newest that is finite")
 
@@ -251,7 +256,7 @@ class Rewinding:
         self.points.forget_after(snapshot.step)
         self.rates.forget_after(snapshot.step)
         seconds, lost = time.perf_counter() - begin, state.step - back.step
-        self.casebook.rewound(back.step, back.cursor, seconds - told)
+        self.incident_log.rewound(back.step, back.cursor, seconds - told)
         self.log.say(
             f"  rewound {lost} step{'' if lost == 1 else 's'} to step {back.step}, without a restart: found and "
             f"undone in {seconds:.1f} s; {reason}"

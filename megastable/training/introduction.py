@@ -1,4 +1,4 @@
-"""What the console says of a run before its first step: model, layout, kernels, precision, batch."""
+"""Describes a run on the console before its first step: model, layout, kernels, precision, batch."""
 
 from __future__ import annotations
 

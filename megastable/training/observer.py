@@ -1,4 +1,4 @@
-"""What is kept and shown of every step: the record, the curves, the progress line. Rank 0 only."""
+"""Records and shows every step: step records, curves, the progress line. Rank 0 only."""
 
 from __future__ import annotations
 

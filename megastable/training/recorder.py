@@ -1,4 +1,4 @@
-"""Watches and writes down every step: statistics of the layers, signs of the start, the record, refused updates."""
+"""Watches and records every step: layer statistics, warning signs of the start, step records, refused updates."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StepRecorder:
             statistics = self.engine.statistics()
             if regular and done.applied:
                 self.recovery.indicators = statistics.indicators
-        signs.after(state, statistics, self.recovery.casebook.incident is not None)
+        signs.after(state, statistics, self.recovery.incident_log.incident is not None)
         if self.observer is not None:
             self.observer.step(done, statistics)
         if not done.applied:
