@@ -178,7 +178,9 @@ def _style() -> str:
 @cache
 def _script() -> str:
     """Tabulator, with its licence as that asks, and our script."""
-    licence, library = ((VENDOR / name).read_text(encoding="utf-8") for name in ("LICENSE", "tabulator.min.js"))
+    licence, library = (
+        (VENDOR / name).read_text(encoding="utf-8") for name in ("LICENSE", "tabulator.min.js")
+    )
     ours = "\n".join(_source("megastable.report.sheet", name) for name in SCRIPTS)
     return f'\n/* Tabulator\n{licence}\n*/\n{library}(() => {{\n"use strict";\n{ours}}})();\n'
 

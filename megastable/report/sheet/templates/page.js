@@ -3,6 +3,7 @@
 const find = (id) => document.getElementById(id);
 const CHIPS = 8, CHOICES = 60; // values of a column that are chips, or else a list
 const ROW = 34; // height of a row, pixels
+const AHEAD = 8; // rows drawn beyond those in sight
 const FEW = 16; // rows that need no box to scroll in
 const PRINTED = 2000; // rows on paper
 const DIGITS = /^\d+$/;
@@ -32,7 +33,7 @@ class Page {
       data: Array.from({ length: rows.count }, (_, id) => Object.assign({ id }, rows.columns.map(({ values }) => values[id]))),
       columns: columnsOf(rows, getComputedStyle(grid).fontFamily),
       columnDefaults: { headerSortTristate: true, resizable: "header" },
-      layout: "fitColumns", rowHeight: ROW, headerSortElement: "", placeholder: "No row is like that.",
+      layout: "fitColumns", rowHeight: ROW, renderVerticalBuffer: AHEAD * ROW, headerSortElement: "", placeholder: "No row is like that.",
       initialSort: this.sorts, initialFilter: [{ field: ({ id }) => this.wanted(id) }],
       rowFormatter: (row) => this.born(row),
       printAsHtml: true, printStyled: false, printRowRange: () => this.lines.slice(0, PRINTED), rowFormatterPrint: false,
@@ -50,9 +51,12 @@ class Page {
     });
     table.on("renderComplete", () => { if (this.fresh) this.changed(); });
     table.on("tableBuilt", () => {
+      const box = grid.querySelector(".tabulator-tableholder");
+      // After a jump Tabulator leaves up to a row below what should be the end.
+      table.on("scrollVertical", (top) => { if (top + box.clientHeight >= this.lines.length * ROW - 1) box.scrollTop = box.scrollHeight; });
       // The grid has the focus, and not the box in it that scrolls: it names the row that is active.
       grid.tabIndex = 0;
-      grid.querySelector(".tabulator-tableholder").tabIndex = -1;
+      box.tabIndex = -1;
       grid.setAttribute("aria-colcount", rows.columns.length);
     });
     return table;
