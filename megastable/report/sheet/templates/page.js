@@ -50,10 +50,9 @@ class Page {
       this.fresh = true;
     });
     table.on("renderComplete", () => { if (this.fresh) this.changed(); });
+    table.on("scrollVertical", () => this.even(table.rowManager.renderer));
     table.on("tableBuilt", () => {
       const box = grid.querySelector(".tabulator-tableholder");
-      // After a jump Tabulator leaves up to a row below what should be the end.
-      table.on("scrollVertical", (top) => { if (top + box.clientHeight >= this.lines.length * ROW - 1) box.scrollTop = box.scrollHeight; });
       // The grid has the focus, and not the box in it that scrolls: it names the row that is active.
       grid.tabIndex = 0;
       box.tabIndex = -1;
@@ -184,6 +183,14 @@ class Page {
     element.id = `row-${row.getData().id}`;
     row.watchPosition((position) => element.setAttribute("aria-rowindex", position + 1));
     this.mark(row);
+  }
+
+  /** After a jump Tabulator guesses how high the rows above and below are: the last one would be out of reach. */
+  even(drawn) {
+    drawn.vDomTopPad = drawn.vDomTop * ROW;
+    drawn.vDomBottomPad = (this.lines.length - 1 - drawn.vDomBottom) * ROW;
+    drawn.tableElement.style.paddingTop = `${drawn.vDomTopPad}px`;
+    drawn.tableElement.style.paddingBottom = `${drawn.vDomBottomPad}px`;
   }
 
   mark(row) {
