@@ -4,15 +4,14 @@ const ELASTIC = 240; // the least width of the longest text, pixels
 
 const numeric = (column) => column.kind !== "text";
 
-function columnsOf(rows, family) {
+function columnsOf(rows, shown, family) {
   const widths = rows.columns.map((column, i) => widest(rows, i, family));
   // Room that is left goes to the longest text.
   const elastic = widths.reduce((best, width, i) => (!numeric(rows.columns[i]) && (best < 0 || width > widths[best]) ? i : best), -1);
   return rows.columns.map((column, i) => ({
     field: String(i),
-    title: bare(column.title).replace(/[&<]/g, (c) => `&#${c.charCodeAt(0)};`), // Tabulator takes it for markup, on paper
     titleFormatter: () => heading(column),
-    formatter: cellOf(column),
+    formatter: (cell) => shown[i](cell.getElement(), cell.getValue()),
     sorter: comparing(column.kind),
     headerSortStartingDir: numeric(column) ? "desc" : "asc",
     cssClass: numeric(column) ? "n" : "",
@@ -38,10 +37,11 @@ function heading(column) {
   return button;
 }
 
-function cellOf({ kind, tones, values }) {
+/** How a value of a column is shown: what it returns is what goes into the element, which gets its colour. */
+function showing({ kind, tones, values }) {
   const highest = kind === "score" ? values.reduce((most, value) => (typeof value === "number" && value > most ? value : most), 0) : 0;
-  return (cell) => {
-    const value = cell.getValue(), text = told(value, kind), element = cell.getElement();
+  return (element, value) => {
+    const text = told(value, kind);
     if (kind === "text" && text.length > 24) element.title = bare(text);
     if (kind === "score" && typeof value === "number") {
       element.classList.add("score", ...(tones && value >= tones[0] ? [value >= tones[1] ? "bad" : "warn"] : []));
@@ -49,6 +49,21 @@ function cellOf({ kind, tones, values }) {
     }
     return put(document.createDocumentFragment(), text);
   };
+}
+
+/** Rows as a table for paper, which has them all. */
+function paper(rows, order, shown) {
+  const table = node("table", { class: "paper" }), style = (column) => (numeric(column) ? { class: "n" } : {});
+  const head = node("tr", {}, node("thead", {}, table)), body = node("tbody", {}, table);
+  for (const column of rows.columns) put(node("th", style(column), head), column.title);
+  for (const row of order) {
+    const line = node("tr", {}, body);
+    rows.columns.forEach((column, i) => {
+      const cell = node("td", style(column), line);
+      cell.append(shown[i](cell, column.values[row]));
+    });
+  }
+  return table;
 }
 
 /** Of two values of a column, for Tabulator: equal ones stay as they were, those without a value come last. */

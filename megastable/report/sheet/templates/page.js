@@ -20,6 +20,7 @@ class Page {
     this.grid = find("grid");
     this.reader = new Reader(find("reader"), rows, legend, { close: () => this.open(null), move: (by) => this.move(by) });
     this.chips = [];
+    this.shown = rows.columns.map(showing);
     find("rows").classList.toggle("few", rows.count <= FEW);
     this.pickers();
     this.listen();
@@ -31,12 +32,11 @@ class Page {
     const { rows, grid } = this;
     const table = new Tabulator(grid, {
       data: Array.from({ length: rows.count }, (_, id) => Object.assign({ id }, rows.columns.map(({ values }) => values[id]))),
-      columns: columnsOf(rows, getComputedStyle(grid).fontFamily),
+      columns: columnsOf(rows, this.shown, getComputedStyle(grid).fontFamily),
       columnDefaults: { headerSortTristate: true, resizable: "header" },
       layout: "fitColumns", rowHeight: ROW, renderVerticalBuffer: AHEAD * ROW, headerSortElement: "", placeholder: "No row is like that.",
       initialSort: this.sorts, initialFilter: [{ field: ({ id }) => this.wanted(id) }],
       rowFormatter: (row) => this.born(row),
-      printAsHtml: true, printStyled: false, printRowRange: () => this.lines.slice(0, PRINTED), rowFormatterPrint: false,
     });
     table.on("rowClick", (event, row) => {
       if (String(getSelection())) return;
@@ -111,6 +111,8 @@ class Page {
       if (event.key === "Escape" && this.state.open !== null) this.open(null);
       else if (event.key === "/" && !event.target.closest("input, select")) { find("search").focus(); event.preventDefault(); }
     });
+    addEventListener("beforeprint", () => { this.paper = find("split").appendChild(paper(this.rows, this.order.slice(0, PRINTED), this.shown)); });
+    addEventListener("afterprint", () => this.paper.remove());
     addEventListener("hashchange", () => { if (location.hash !== this.hash) this.restore(this.asked()); });
     if (this.rows.lines) {
       find("copy").hidden = false;
