@@ -511,6 +511,7 @@ def test_a_phone_and_paper(page: Pages, long_file: Path) -> None:
     try:
         page.printed()
         assert page.find(".paper").is_displayed() and not page.find("#grid").is_displayed()
+        assert page.run("return document.querySelector('.paper').nextElementSibling.id") == "reader"
         page.run("dispatchEvent(new Event('afterprint'))")
     finally:
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})

@@ -111,7 +111,7 @@ class Page {
       if (event.key === "Escape" && this.state.open !== null) this.open(null);
       else if (event.key === "/" && !event.target.closest("input, select")) { find("search").focus(); event.preventDefault(); }
     });
-    addEventListener("beforeprint", () => { this.paper = find("split").appendChild(paper(this.rows, this.order.slice(0, PRINTED), this.shown)); });
+    addEventListener("beforeprint", () => { this.grid.after(this.paper = paper(this.rows, this.order.slice(0, PRINTED), this.shown)); });
     addEventListener("afterprint", () => this.paper.remove());
     addEventListener("hashchange", () => { if (location.hash !== this.hash) this.restore(this.asked()); });
     if (this.rows.lines) {
