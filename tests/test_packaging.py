@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -62,3 +66,21 @@ def test_whatever_gets_installed_is_pinned() -> None:
 
 def test_the_version_is_read_from_the_package() -> None:
     assert metadata.version("megastable") == megastable.__version__
+
+
+def test_the_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
+    """Templates and what is vendored too, which the page of a sheet is made of."""
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(
+        ROOT / "megastable", tmp_path / "megastable", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    build = "import sys; from setuptools.build_meta import build_wheel; print(build_wheel(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", build, "."], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    files = {
+        str(path.relative_to(tmp_path)) for path in (tmp_path / "megastable").rglob("*") if path.is_file()
+    }
+    assert files <= set(zipfile.ZipFile(wheel).namelist())
+    assert any(name.endswith("vendor/tabulator.min.js") for name in files)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import math
@@ -23,7 +24,18 @@ from rich.console import Console
 from megastable.base.text import visible
 from megastable.report.postmortem import safe
 from megastable.report.sheet import Column, Histogram, Passage, Sheet, Span, as_csv, as_html, as_json, console
-from megastable.report.sheet.page import BEGIN, END, PART, _source, content, embed, marked, texts
+from megastable.report.sheet.page import (
+    BEGIN,
+    END,
+    PART,
+    SCRIPTS,
+    VENDOR,
+    _source,
+    content,
+    embed,
+    marked,
+    texts,
+)
 from megastable.report.sheet.values import plain, told
 from tests.report.sheets import scan
 from tests.report.test_safe import HOSTILE
@@ -267,10 +279,21 @@ def test_the_page_needs_nothing_and_allows_nothing() -> None:
         and policy[1].startswith("default-src 'none'; style-src 'sha256-")
         and "unsafe" not in policy[1]
     )
-    assert not re.search(r'(?:src|href)="(?!data:)|https?://(?!www\.w3\.org/2000/svg)|@import|url\(', page)
-    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function("):
+    assert "; require-trusted-types-for 'script'; trusted-types default" in policy[1]
+    assert not re.search(
+        r'(?:src|href)="(?!data:)|https?://(?!www\.w3\.org/2000/svg)|@import|[^.]url\(', page
+    )
+    for word in ("outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", " Function("):
         assert word not in page
+    assert "innerHTML" not in "".join(_source("megastable.report.sheet", name) for name in SCRIPTS)
     assert as_html(scan(3)) == page
+    assert page.count((VENDOR / "LICENSE").read_text()) == 1
+
+
+def test_tabulator_is_the_one_that_its_readme_names() -> None:
+    readme = (VENDOR / "README.md").read_text()
+    for name in ("tabulator.min.js", "tabulator.entry.js", "LICENSE"):
+        assert f"{hashlib.sha256((VENDOR / name).read_bytes()).hexdigest()}  {name}" in readme
 
 
 def test_the_data_of_the_page() -> None:

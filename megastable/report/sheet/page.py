@@ -1,7 +1,8 @@
-"""A sheet as one page that needs nothing else: no network, no library; its script and its style are named by hash.
+"""A sheet as one page that needs nothing else, no network either; its script and its style are named by hash.
 
 What the page shows comes as data and is put there as text: `marked` makes it visible, so that what reaches the browser
 has no control characters at all, and sets escapes apart; `embed` keeps it from ending the element that it is in.
+Tabulator (vendor/) shows the rows; it sets markup, so a policy of trusted types in page.js lets no element into it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -23,7 +25,8 @@ from megastable.report.postmortem import safe
 from megastable.report.sheet.model import Column, Histogram, Passage, Sheet
 from megastable.report.sheet.values import SAFE, plain, tones
 
-SCRIPTS = ("rows.js", "histogram.js", "reader.js", "page.js")
+VENDOR = Path(__file__).with_name("vendor")
+SCRIPTS = ("rows.js", "histogram.js", "reader.js", "grid.js", "page.js")
 CARDS = 6  # facts that stand in cards above the others
 FIRST = 2  # charts above the rows
 PART = 256  # rows whose texts are read together, once one of them is wanted
@@ -174,8 +177,12 @@ def _style() -> str:
 
 @cache
 def _script() -> str:
-    parts = "\n".join(_source("megastable.report.sheet", name) for name in SCRIPTS)
-    return f'\n"use strict";\n(() => {{\n{parts}}})();\n'
+    """Tabulator, with its licence as that asks, and our script."""
+    licence, library = (
+        (VENDOR / name).read_text(encoding="utf-8") for name in ("LICENSE", "tabulator.min.js")
+    )
+    ours = "\n".join(_source("megastable.report.sheet", name) for name in SCRIPTS)
+    return f'\n/* Tabulator\n{licence}\n*/\n{library}(() => {{\n"use strict";\n{ours}}})();\n'
 
 
 def _source(package: str, name: str) -> str:

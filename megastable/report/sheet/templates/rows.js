@@ -1,4 +1,4 @@
-// The rows: what they hold, how a person reads it, and which of them, in which order, are wanted.
+// The rows: what they hold, how a person reads it, and which of them are wanted.
 
 const ESCAPE = /\ue000([^\ue001]*)\ue001/; // what `marked` of page.py sets apart
 const same = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
@@ -76,33 +76,16 @@ class Rows {
     return counts.sort((a, b) => b[1] - a[1] || collator.compare(a[0], b[0]));
   }
 
-  /** Indices of the rows that have all words, a picked value in every picked column, and a value in every range. */
+  /** Whether a row has all words, a picked value in every picked column, and a value in every range. */
   wanted({ query, picks, ranges }) {
     const words = query.toLowerCase().split(/\s+/).filter(Boolean);
-    const found = [];
-    for (let row = 0; row < this.count; row++) {
-      if (![...picks].every(([column, values]) =>
-        [].concat(this.columns[column].values[row] ?? []).some((part) => values.has(told(part, "text"))))) continue;
-      if (!ranges.every(({ column, low, high, open }) => {
+    return (row) =>
+      [...picks].every(([column, values]) =>
+        [].concat(this.columns[column].values[row] ?? []).some((part) => values.has(told(part, "text")))) &&
+      ranges.every(({ column, low, high, open }) => {
         const value = this.columns[column].values[row];
         return typeof value === "number" && value >= low && (open || value < high);
-      })) continue;
-      if (words.length && !words.every((word) => this.searched(row).includes(word))) continue;
-      found.push(row);
-    }
-    return found;
-  }
-
-  /** Sorted by a column, equal ones as they were, those without a value last. */
-  sorted(rows, { column, down }) {
-    const { values, kind } = this.columns[column];
-    const number = (value) => (typeof value === "string" ? { inf: Infinity, "-inf": -Infinity }[value] ?? Number(value || NaN) : Number(value ?? NaN));
-    const keys = kind === "text" ? values.map((value) => told(value, kind)) : values.map(number);
-    const none = (key) => key === "" || Number.isNaN(key);
-    const compare = kind === "text"
-      ? (a, b) => collator.compare(keys[a], keys[b])
-      : (a, b) => (keys[a] < keys[b] ? -1 : keys[a] > keys[b] ? 1 : 0);
-    const some = rows.filter((row) => !none(keys[row])), others = rows.filter((row) => none(keys[row]));
-    return some.sort((a, b) => (down ? compare(b, a) : compare(a, b))).concat(others);
+      }) &&
+      words.every((word) => this.searched(row).includes(word));
   }
 }
