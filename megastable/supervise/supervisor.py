@@ -39,7 +39,7 @@ from megastable.supervise.failed_data import bad_data, readable, samples_of
 from megastable.supervise.follow import Follower
 from megastable.supervise.hang_detector import Patience
 from megastable.supervise.journal_memory import JournalMemory
-from megastable.supervise.prescan_process import ScoutProcess
+from megastable.supervise.prescan_process import PrescanProcess
 from megastable.supervise.processes import Attempt, command, hosts
 from megastable.supervise.rank_files import Wire
 
@@ -87,7 +87,7 @@ class Supervisor:
         self.patience = Patience(config.supervise)
         self.signals = 0
         self.wire = Wire(run, audience.say)
-        self.scout = ScoutProcess(config, run, recipe, self.overrides, audience.say)
+        self.scout = PrescanProcess(config, run, recipe, self.overrides, audience.say)
         self._journal = Follower(run.journal)
         self._read = 0  # bytes of the present log that were shown
         self._has_data = (

@@ -29,7 +29,7 @@ from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.events.supervisor_events import Ended, Hang, Launched, SupervisorEvent
 from megastable.supervise import failed_data, rank_files
 from megastable.supervise import supervisor as module
-from megastable.supervise.notifiers import Audience
+from megastable.supervise.notifiers import Notifiers
 from megastable.supervise.processes import FLAG
 from megastable.supervise.supervisor import Supervisor
 from tests.conftest import tiny, write_corpus
@@ -473,7 +473,7 @@ def test_nohup_is_respected_and_a_dead_terminal_survived(ladder: Ladder) -> None
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     signal.signal(signal.SIGHUP, before)
     full = Path("/dev/full").open("w")  # noqa: SIM115 (its end fails, too)
-    deaf = Audience(ladder.config, ladder.run)
+    deaf = Notifiers(ladder.config, ladder.run)
     deaf.console.file = full
     deaf.say("nobody hears it")
     with contextlib.suppress(OSError):
