@@ -27,14 +27,13 @@ from megastable.config.tree import RunConfig
 from megastable.data.blends import Line, read_blends
 from megastable.data.order import Order
 from megastable.data.skip_ledger import SkipLedger, append_all, sample_entries
-from megastable.data.skips import Selection
+from megastable.data.skips import Selection, ranges_of
 from megastable.forensics.ahead import COUNTED, FoundPart, Lookout, passage
 from megastable.forensics.places import checkpoint_cursor
 from megastable.report.postmortem.sample_texts import Library
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import LookAheadFailed, LookAheadSpent, LookedAhead
 from megastable.run.log import RunLog
-from megastable.stability.attribution import ranges as as_ranges
 
 Int64s = npt.NDArray[np.int64]
 
@@ -139,7 +138,7 @@ class Scout:
             return
         kinds = Counter(max(some, key=lambda one: one.score).kind for some in chosen.values())
         what = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-        positions = as_ranges(sorted(chosen))
+        positions = ranges_of(sorted(chosen))
         documents = dict.fromkeys(one.document for some in chosen.values() for one in some)
         assert self._lookout is not None
         order = self._lookout.source.order

@@ -12,7 +12,7 @@ RECENT = 64  # steps whose median is the usual time
 TICK = 1.0  # seconds that count at most between two looks: more, and it is this process that was stopped
 
 
-class Patience:
+class HangDetector:
     """Told of every look at a run, says when it hangs. Seconds are added up look by look: no clock can jump."""
 
     def __init__(self, config: SuperviseConfig) -> None:

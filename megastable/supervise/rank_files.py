@@ -15,8 +15,8 @@ from megastable.supervise.processes import Attempt, describe
 STACKS = 6.0  # seconds that the ranks have for their stacks; see heartbeat.OTHERS
 
 
-class Wire:
-    """To and from the ranks of one run. say: where warnings go."""
+class RankFiles:
+    """Of one run. say: where warnings go."""
 
     def __init__(self, run: RunDirectory, say: Callable[[str], None]) -> None:
         self.run, self.say = run, say

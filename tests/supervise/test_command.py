@@ -43,8 +43,9 @@ def test_one_that_takes_too_long_is_ended_with_its_children(waits: bool, tmp_pat
         while (result := command.poll()) is None and time.monotonic() < until:
             time.sleep(0.01)
     assert result == Result(None) and command.poll() is result
-    child = int(log.read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    child, until = int(log.read_text()), time.monotonic() + PATIENCE
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until
 
 
 def test_one_that_is_killed_says_by_which_signal() -> None:
