@@ -22,8 +22,8 @@ from megastable.run.membership import check_alone
 from megastable.supervise import hooks
 from megastable.supervise.notifiers import Notifiers
 from megastable.supervise.status import RunWatch, as_json, exit_code, read_status
+from megastable.supervise.status_panel import live, panel
 from megastable.supervise.supervisor import Supervisor
-from megastable.supervise.view import live, panel
 
 MODULE = "megastable.train"
 EXAMPLES = """examples:

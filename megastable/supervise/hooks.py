@@ -1,4 +1,4 @@
-"""The hooks of a recipe: a command and a webhook, which is a command of ours (webhook.py).
+"""The hooks of a recipe: a command, and a webhook, for which the command is ours (webhook.py).
 
 A hook gets a notice as JSON on standard input, and event, text and the plain facts in the environment
 (MEGASTABLE_EVENT, MEGASTABLE_TEXT, MEGASTABLE_RUN, ...); no shell reads it. $VARIABLES in the recipe come from the
@@ -25,7 +25,7 @@ from megastable.base.errors import ConfigError
 from megastable.base.text import visible
 from megastable.config.supervise import REDACTED, SuperviseConfig, hidden
 from megastable.run.directory import as_json
-from megastable.supervise.command import Command, Result
+from megastable.supervise.child_process import ChildProcess, Result
 
 WEBHOOK = Path(__file__).with_name("webhook.py")
 
@@ -53,11 +53,11 @@ class Hook:
                 "started: give its path, and make it executable"
             )
 
-    def start(self, content: Mapping[str, Any]) -> Command:
+    def start(self, content: Mapping[str, Any]) -> ChildProcess:
         """Raises ConfigError, OSError or ValueError when it cannot be started."""
         words, more = self._resolved()
         environment = {**os.environ, **_variables(content), **more}
-        return Command(words, self.seconds, as_json(content).encode(), environment)
+        return ChildProcess(words, self.seconds, as_json(content).encode(), environment)
 
     def problem(self, result: Result) -> str:
         """Why it failed, safe to show; "" where it has not."""

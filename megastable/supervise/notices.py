@@ -14,7 +14,7 @@ from megastable.base.errors import ConfigError
 from megastable.base.text import visible
 from megastable.config.supervise import SuperviseConfig
 from megastable.run.directory import as_json
-from megastable.supervise.command import Command
+from megastable.supervise.child_process import ChildProcess
 from megastable.supervise.hooks import Hook, hooks_of
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Sender:
         self._tries = 0  # in vain, at what is waiting
         self._closing = self._over = False
         self._change = threading.Condition()
-        self._command: Command | None = None
+        self._child: ChildProcess | None = None
         self._thread = threading.Thread(target=self._work, name=f"hook-{hook.kind}", daemon=True)
         self._thread.start()
 
@@ -77,11 +77,11 @@ class Sender:
             self._change.notify()
         self._thread.join(max(0.0, until - time.monotonic()))
         with self._change:
-            command, self._over = self._command, True
+            child, self._over = self._child, True
             if self._thread.is_alive():
                 self.problems.append("the last notification was not delivered in the time there was")
-        if command is not None:
-            command.kill()
+        if child is not None:
+            child.kill()
 
     def _keep(self, notices: list[Notice]) -> None:
         self._left_out += max(0, len(notices) - KEPT)
@@ -115,20 +115,20 @@ class Sender:
     def _deliver(self, content: dict[str, Any]) -> str:
         """Why it failed, or ""."""
         try:
-            command = self.hook.start(content)
+            child = self.hook.start(content)
         except ConfigError as error:
             return str(error)
         except (OSError, ValueError) as error:
             return self.hook.safe(f"could not be started: {error}")
         with self._change:
-            self._command = command
+            self._child = child
             if self._over:
-                command.kill()
+                child.kill()
         try:
-            return self.hook.problem(command.wait())
+            return self.hook.problem(child.wait())
         finally:
             with self._change:
-                self._command = None
+                self._child = None
 
 
 class Notices:

@@ -23,7 +23,7 @@ from megastable.supervise.metrics import Metrics
 from megastable.supervise.notices import Notices
 from megastable.supervise.report_process import ReportProcess
 from megastable.supervise.status import RunWatch, Status
-from megastable.supervise.view import panel
+from megastable.supervise.status_panel import panel
 
 REFRESH = 1.0  # seconds between two looks of the panel and the metrics
 NEWS = ("opened", "attributed", "rewound", "restarted", "handed over", "closed")

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
-from megastable.supervise.command import Command, background
+from megastable.supervise.child_process import ChildProcess, background
 from megastable.supervise.log_tail import LogTail
 
 AGAIN = 60.0  # seconds before one that failed is started again
@@ -31,18 +31,18 @@ class PrescanProcess:
         self._log = run.logs / "look_ahead.log"
         self._output = LogTail(self._log)
         self._arguments = ["--parent", str(os.getpid()), str(run.root), recipe, *overrides]
-        self._command: Command | None = None
+        self._child: ChildProcess | None = None
         self._tries = TRIES if config.data.look_ahead.steps else 0
         self._due = 0.0
 
     def poll(self) -> None:
         """Start it, show what it says, start it again when it has failed."""
-        if self._command is not None:
-            result = self._command.poll()
+        if self._child is not None:
+            result = self._child.poll()
             self._show()
             if result is None:
                 return
-            self._command = None
+            self._child = None
             self._tries -= 1
             self._due = time.monotonic() + AGAIN
             more = "again in a minute" if self._tries else "not again: what comes is trained on unseen"
@@ -52,17 +52,17 @@ class PrescanProcess:
         if self._tries and time.monotonic() >= self._due:
             self._output = LogTail.at_end(self._log)
             with suppress(OSError):
-                self._command = background(
+                self._child = background(
                     self.run, self._log, "megastable.forensics.prescan", *self._arguments
                 )
 
     def close(self) -> None:
         """End it. What it has on the ledger stays."""
-        if self._command is not None:
-            self._command.kill()
-            self._command.wait()
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
             self._show()
-            self._command = None
+            self._child = None
         self._tries = 0
 
     def _show(self) -> None:

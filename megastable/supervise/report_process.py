@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from megastable.run.directory import RunDirectory
-from megastable.supervise.command import Command, background
+from megastable.supervise.child_process import ChildProcess, background
 
 SECONDS = 300.0  # that the files of the incidents may take
 PAUSE = 5.0  # seconds from one start to the next: an incident is told in several events within a second
@@ -20,7 +20,7 @@ class ReportProcess:
         self.run, self.say = run, say
         self._log = run.logs / "reports.log"
         self._due, self._began = True, -PAUSE
-        self._command: Command | None = None
+        self._child: ChildProcess | None = None
 
     def due(self) -> None:
         """There is something new."""
@@ -28,10 +28,10 @@ class ReportProcess:
 
     def poll(self, at_once: bool = False) -> bool:
         """Begin, or look whether it is done. Whether all is written. at_once: without a pause after the last time."""
-        if self._command is not None:
-            if (result := self._command.poll()) is None:
+        if self._child is not None:
+            if (result := self._child.poll()) is None:
                 return False
-            self._command = None
+            self._child = None
             if result.code:
                 self._failed(f"code {result.code}")
             elif result.code is None:
@@ -43,10 +43,10 @@ class ReportProcess:
         self._due, self._began = False, time.monotonic()
         if self._has_incidents():
             with suppress(OSError):
-                self._command = background(
+                self._child = background(
                     self.run, self._log, "megastable.report.postmortem", str(self.run.root), seconds=SECONDS
                 )
-        return self._command is None
+        return self._child is None
 
     def finish(self) -> None:
         """Wait until all is written."""

@@ -9,9 +9,9 @@ from typing import Protocol
 from megastable.base.errors import DataError, SpaceError
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
+from megastable.run.events.follow import Follower
 from megastable.run.log import RunLog
 from megastable.run.rank_ipc import log_of
-from megastable.supervise.follow import Follower
 from megastable.supervise.log_tail import LogTail
 from megastable.supervise.supervisor_state import SupervisorState
 

@@ -62,8 +62,8 @@ def test_the_files_of_an_incident_are_not_written_for_each_of_its_events(
         journal(heard.run.root, incident(1, what))
         reports.due()
         reports.poll()
-        if (command := reports._command) is not None:
-            command.wait()
+        if (child := reports._child) is not None:
+            child.wait()
     assert not reports.poll()
     assert len(started) == 1
     reports.finish()

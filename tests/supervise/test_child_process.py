@@ -10,14 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megastable.supervise.command import TAIL, Command, Result
+from megastable.supervise.child_process import TAIL, ChildProcess, Result
 from megastable.supervise.log_tail import LogTail, end_of_log
 from tests.patience import PATIENCE
 
 
 def test_it_is_fed_and_the_end_of_its_output_is_kept() -> None:
     given = b"x" * 200_000 + b"the end\n"
-    assert Command(["sh", "-c", "cat; exit 3"], PATIENCE, given).wait() == Result(
+    assert ChildProcess(["sh", "-c", "cat; exit 3"], PATIENCE, given).wait() == Result(
         3, ("x" * TAIL + "the end")[-TAIL + 1 :]
     )
 
@@ -25,7 +25,7 @@ def test_it_is_fed_and_the_end_of_its_output_is_kept() -> None:
 def test_its_output_is_added_to_a_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("before\n")
-    command = Command(
+    command = ChildProcess(
         ["sh", "-c", "cat; echo $WHO >&2"], PATIENCE, b"given\n", os.environ | {"WHO": "me"}, log
     )
     assert command.wait() == Result(0) and log.read_text() == "before\ngiven\nme\n"
@@ -34,7 +34,7 @@ def test_its_output_is_added_to_a_log(tmp_path: Path) -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_one_that_takes_too_long_is_ended_with_its_children(waits: bool, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    command = Command(["sh", "-c", "sleep 600 & echo $!; wait"], 0.3, log=log)
+    command = ChildProcess(["sh", "-c", "sleep 600 & echo $!; wait"], 0.3, log=log)
     assert command.poll() is None
     if waits:
         result: Result | None = command.wait()
@@ -49,7 +49,7 @@ def test_one_that_takes_too_long_is_ended_with_its_children(waits: bool, tmp_pat
 
 
 def test_one_that_is_killed_says_by_which_signal() -> None:
-    command = Command([sys.executable, "-c", "import time; time.sleep(600)"])
+    command = ChildProcess([sys.executable, "-c", "import time; time.sleep(600)"])
     command.kill()
     assert command.wait() == Result(-9)
     command.kill()  # its number may be somebody else's by now

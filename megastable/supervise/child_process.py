@@ -1,9 +1,8 @@
-"""A command in a process group of its own: fed from memory, its output cut or kept in a log, ended in time."""
+"""A child process in a group of its own: fed from memory, its output cut or kept in a log, ended in time."""
 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -16,24 +15,25 @@ from pathlib import Path
 from megastable.run.directory import RunDirectory
 
 TAIL = 2000  # bytes of the output that are kept
-LAST_PIECES = 16  # of 64 KiB, that may be left in a pipe; who left the group may write for ever
+PIPE = 1 << 20  # bytes that a pipe holds at most (pipe(7))
+LOOK = 0.02  # seconds between two looks
 LOW = 10  # priority of what is not urgent
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended. code: negative for a signal, None where it took too long and was killed. tail: the end of
-    its output, where that has no log."""
+    """How a child process ended. code: negative for a signal, None where it took too long and was killed. tail: the end
+    of its output, where that has no log."""
 
     code: int | None
     tail: str = ""
 
 
-class Command:
+class ChildProcess:
     """Starts `words` with `given` as standard input. Raises OSError or ValueError when it cannot be started.
 
     seconds: that it may take. log: a file that its output is added to. Without one the output is read as it comes: a
-    command that reads nothing, or writes for ever, blocks nobody and fills nothing.
+    process that reads nothing, or writes for ever, blocks nobody and fills nothing.
     """
 
     def __init__(
@@ -67,21 +67,16 @@ class Command:
     def poll(self) -> Result | None:
         """How it ended; None while it runs. Whatever it started ends with it."""
         if self._result is None:
+            self._read()
             ended = self._ended()
             if ended or time.monotonic() >= self._until:
                 self._result = self._finish(ended)
-            else:
-                self._read()
         return self._result
 
     def wait(self) -> Result:
         """How it ended, when it has."""
         while (result := self.poll()) is None:
-            left = max(0.0, min(0.05, self._until - time.monotonic()))
-            if self._output is None:
-                time.sleep(left)
-            elif select.select([self._output], [], [], left)[0] and not self._read():
-                time.sleep(min(left, 0.01))  # it has closed its output and runs on
+            time.sleep(LOOK)
         return result
 
     def kill(self) -> None:
@@ -101,29 +96,28 @@ class Command:
     def _finish(self, ended: bool) -> Result:
         self.kill()
         self._process.wait()
+        self._read()
         if self._output is not None:
-            with self._output:
-                for _ in range(LAST_PIECES):
-                    self._read()
+            self._output.close()
         tail = self._tail.decode(errors="replace").strip()
         return Result(self._process.returncode if ended else None, tail)
 
-    def _read(self) -> bool:
-        """Take what there is of the output; whether there was any."""
-        with suppress(BlockingIOError):
-            if self._output is not None and (piece := os.read(self._output.fileno(), 65536)):
-                self._tail = (self._tail + piece)[-TAIL:]
-                return True
-        return False
+    def _read(self) -> None:
+        """Take what there is of the output, but no more than a pipe holds: who left the group may write for ever."""
+        if self._output is not None:
+            with suppress(BlockingIOError):
+                self._tail = (self._tail + os.read(self._output.fileno(), PIPE))[-TAIL:]
 
 
 def background(
     run: RunDirectory, log: Path, module: str, *arguments: str, seconds: float = float("inf")
-) -> Command:
+) -> ChildProcess:
     """Start a module of ours beside a run, at low priority. Raises OSError."""
     run.logs.mkdir(exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    started = Command([sys.executable, "-m", module, *arguments], seconds, environment=environment, log=log)
+    started = ChildProcess(
+        [sys.executable, "-m", module, *arguments], seconds, environment=environment, log=log
+    )
     with suppress(OSError):  # it has ended already
         os.setpriority(os.PRIO_PROCESS, started.pid, LOW)
     return started
