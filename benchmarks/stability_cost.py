@@ -130,14 +130,16 @@ class Bench:
         self.engine = Engine(c, deepspeed_json.build(c, 1), Topology(layout, 0, c.run.timeout))
         held = LayoutState(**vars(layout), zero=c.parallel.zero, precision=c.precision.kind)
         self.state = RunState(order_fingerprint=corpora.order_fingerprint, layout=held)
-        self.recovery = Recovery(
-            c, self.engine, corpora.train, run, Skipping(c, run), RunLog(run, say), lambda _: None
-        )
         with redirect_stdout(io.StringIO()):  # no progress line of a training run
             self.observer = Observer(c, run, layout, self.engine.device, peak=1.0, done=0)
         self.observer.live.console.quiet = True
         self.observer.steps.flush_steps = sys.maxsize  # written here, when it is timed
         self.batches = [next(loader) for _ in range(BATCHES)]
+        for batch in self.batches:  # Adam's moments are there, as in the middle of a run
+            self.latest, _ = self.engine.train_step(batch.micro_batches, RATE, _finite)
+        self.recovery = Recovery(
+            c, self.engine, loader, run, Skipping(c, run), self.state, RunLog(run, say), lambda _: None
+        )
         # As many steps as are remembered, whose samples are as hard as any: of the corpus there are too few.
         drawn, size = np.random.default_rng(0), c.train.global_batch
         self.trained = list[Trained]()
@@ -180,10 +182,8 @@ class Bench:
         }
 
     def _settle_in(self) -> None:
-        """As in the middle of a run: moments are there, the detector's windows full, the ring of snapshots too."""
-        for batch in self.batches:
-            measured, _ = self.engine.train_step(batch.micro_batches, RATE, _finite)
-        self.recovery.begin(self.state, self.loader)
+        """As in the middle of a run: the detector's windows are full, the ring of snapshots too."""
+        measured = self.latest
         # Snapshots are taken here, when their cost is measured.
         self.recovery.points.ring.due = lambda step, urgent=False: False  # type: ignore[method-assign]
         drawn = np.random.default_rng(0)
@@ -282,7 +282,6 @@ class Bench:
         with _stopwatches(inside, calls), watch.time("settle"):
             self._settle(batch, measured, applied)
         watch.seconds["settle"] -= sum(inside.seconds.values())
-        assert r.points.laboratory is not None
         with inside.time("kinds"):
             new_kinds.look(self.trained, r.points.laboratory, self.config.stability.samples, self.pools)
         inside.seconds["kinds"] /= novelty.PERIOD
@@ -311,17 +310,15 @@ class Bench:
         self, batch: Step, measured: Measured, applied: bool, found: LayerStatistics | None = None
     ) -> None:
         """What train.py does after a step."""
-        s = self.state
-        before = s.model_copy()
-        s.step += 1
-        s.updates += applied
-        s.cursor = batch.next
-        s.recent_losses = [*s.recent_losses, measured.loss][-20:]
+        before, tokens = self.state, self.config.train.global_batch * self.config.model.sequence_length
+        s = before.after(
+            cursor=batch.next, tokens=tokens, seconds=1.0, loss=measured.loss, applied=applied, mix={}
+        )
         if found is not None:
             self.recovery.indicators = found.indicators
         self.recovery.signs.after(s, found)
         self.observer.step(s, batch, measured, applied, RATE, 1.0, 0.0, found)
-        self.state = self.recovery.settle(batch, measured, applied, before, s, self.loader)
+        self.state = self.recovery.settle(batch, measured, applied, before, s).state
         decision = self.recovery.decision
         self.disturbed += decision is not None and decision.action is not Action.APPLY
 

@@ -15,7 +15,6 @@ import typer
 from rich.console import Console
 
 from megastable.base.errors import DataError, user_errors
-from megastable.generate.prompts import ask, read_prompt
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -59,13 +58,13 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Texts, tokens and log-probabilities, for machines")] = False,
 ) -> None:  # fmt: skip
     """See the module."""
+    from megastable.generate.decode import Sampling
+    from megastable.generate.load import open_speaker
+    from megastable.generate.talk import Talk, Wishes, ask, read_prompt
+
     text = read_prompt(prompt, prompt_file)
     if text is None and as_json:
         raise DataError("--json: give --prompt, --prompt-file or a pipe")
-
-    from megastable.generate.load import open_speaker
-    from megastable.generate.sampling import Sampling
-    from megastable.generate.talk import Talk, Wishes
 
     sampling = Sampling(temperature, top_k, top_p)
     wishes = Wishes(sampling, max_tokens, number, seed, tuple(stop or ()), past_eod, document_start)

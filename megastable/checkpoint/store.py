@@ -110,6 +110,19 @@ class RunState(BaseModel):
 
     versions: dict[str, str] = {}
 
+    def after(
+        self, *, cursor: int, tokens: int, seconds: float, loss: float, applied: bool, mix: dict[str, float]
+    ) -> RunState:
+        """Where the run stands after one more step: of `tokens` tokens, in `seconds`, with a mean `loss` in nats per
+        token; applied: its update was not refused; cursor, mix: behind it, and of its last sample."""
+        return self.model_copy(update={
+            "step": self.step + 1, "cursor": cursor, "tokens": self.tokens + tokens,
+            "seconds": self.seconds + seconds, "updates": self.updates + applied, "mix": mix,
+            "discards_in_a_row": 0 if applied else self.discards_in_a_row + 1,
+            "first_loss": loss if self.first_loss is None else self.first_loss,
+            "recent_losses": [*self.recent_losses, loss][-20:],
+        })  # fmt: skip
+
 
 class Contents(BaseModel):
     """manifest.json of a checkpoint.

@@ -24,7 +24,7 @@ from megastable.stability.policy import Policy
 
 
 class LastResort:
-    """policy: the present one. since: the steps since an onset. settle: waits until no checkpoint is under way, so that
+    """since: the steps since an onset. settle: waits until no checkpoint is under way, so that
     those that are there can be counted."""
 
     def __init__(
@@ -32,18 +32,14 @@ class LastResort:
         run: RunDirectory,
         casebook: Casebook,
         origin: Origin,
-        policy: Callable[[], Policy],
+        policy: Policy,
         since: Callable[[int], Sequence[Trained]],
         log: RunLog,
         settle: Callable[[], None],
     ) -> None:
         self.run, self.casebook, self.origin, self.policy, self.since = run, casebook, origin, policy, since
         self.log, self.settle = log, settle
-        self._alerted = False  # as was said last
-
-    def begin(self) -> None:
-        """When the policy's memory is loaded: an alert of the process before was told."""
-        self._alerted = self.policy().state.alert is not None
+        self._alerted = policy.state.alert is not None  # as was said last, by the process before, too
 
     def weigh(self, decision: Decision, damaged: bool = False) -> Decision:
         """What becomes of a hand-over: an alert where there is no checkpoint to go back to, or STOP where the state
@@ -52,7 +48,7 @@ class LastResort:
         if decision.action is not Action.HANDOVER or self.can_go_back(onset, damaged):
             return decision
         reason = f"no checkpoint in {self.run.checkpoints} is from before step {self._before(onset)}"
-        return self.policy().cannot_hand_over(decision, reason, damaged)
+        return self.policy.cannot_hand_over(decision, reason, damaged)
 
     def conclude(self, decision: Decision, state: RunState, cause: Cause, damaged: bool) -> None:
         """End, or alert and return. Raises HandoverError, UnstableError and SpaceError."""
@@ -71,7 +67,7 @@ class LastResort:
 
     def tell_alert(self, state: RunState) -> None:
         """Journal and say where an episode of training on begins, and where it is over. Raises SpaceError."""
-        alert = self.policy().state.alert
+        alert = self.policy.state.alert
         if (alert is not None) == self._alerted:
             return
         self._alerted = alert is not None
@@ -86,7 +82,7 @@ class LastResort:
         if self.casebook.incident is not None and not unknown:
             self.casebook.incident.cause = cause
         if decision.action is Action.HANDOVER:
-            more = self.policy().handing_over(cause)
+            more = self.policy.handing_over(cause)
             decision = replace(decision, reason=decision.reason + more)
         before = self._before(onset)
         incident = self.casebook.give_up(decision, state, self.since(onset), unknown, before)
@@ -107,4 +103,4 @@ class LastResort:
 
     def _before(self, onset: int) -> int:
         """The step that the next process's checkpoint must be before."""
-        return self.origin.before(onset, self.policy().state.clock)
+        return self.origin.before(onset, self.policy.state.clock)

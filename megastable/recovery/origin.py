@@ -36,25 +36,22 @@ class Origin:
     """Of one process. step: of the checkpoint it went on from, 0 = of none; proven: the step up to which trouble may be
     the checkpoint's; reason: why it is convicted, "" = it is not."""
 
-    def __init__(self, run: RunDirectory, config: RunConfig, changed: Sequence[str], log: RunLog) -> None:
-        """changed: what differs from the recipes that the run was started with before and that the checkpoint was
-        written with, as "key: old -> new"."""
+    def __init__(
+        self, run: RunDirectory, config: RunConfig, state: RunState, changed: Sequence[str], log: RunLog
+    ) -> None:
+        """state: that the process goes on from, of a checkpoint or the very first one. changed: what differs from the
+        recipes that the run was started with before and that the checkpoint was written with, as "key: old -> new"."""
         self._run, self._config, self._log = run, config.checkpoint.vitals, log
         self._verify, self._batch = config.stability.policy.verify_steps, config.train.global_batch
         self._other_measure, self._other_cause = (
             any(text.startswith(part) for text in changed for part in parts) for parts in (MEASURES, CAUSES)
         )
-        self.step = self.proven = self._cursor = self._returns = 0
-        self._recent: list[float] = []
-        self._accepted = False
-        self.reason = ""
-
-    def resumed(self, state: RunState) -> None:
-        """The process goes on from `state`, that of a checkpoint or the very first one."""
         self.step, self.proven = state.step, state.step + self._verify
         self._recent, self._cursor = list(state.recent_losses), state.cursor
-        path = self._run.checkpoints / store.name_of(state.step)
+        self._returns = 0
+        path = run.checkpoints / store.name_of(state.step)
         self._accepted = first(lambda: markers.accepted(path) is not None)
+        self.reason = ""
 
     def blame(self, step: int, measure: Callable[[int], Floats]) -> str:
         """As `worse`; if it is the state that was resumed from, the checkpoint is convicted."""

@@ -7,20 +7,20 @@ that it helped. Every decision is journaled with its reason. All methods are col
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megastable.base.collectives import first
+from megastable.base.collectives import first, shared
+from megastable.base.errors import UnstableError
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader, Step
 from megastable.data.skips import Selection
-from megastable.data.source import Source
 from megastable.engine import nan_locator
-from megastable.engine.engine import Engine, Measured
+from megastable.engine.engine import Engine, Judge, Measured
 from megastable.recovery.deferring import Deferring
 from megastable.recovery.incident_log import Casebook
 from megastable.recovery.last_resort import LastResort
@@ -28,11 +28,13 @@ from megastable.recovery.origin import Origin
 from megastable.recovery.persisted_state import TELLING, PersistedState, recall
 from megastable.recovery.rates import Rates
 from megastable.recovery.replays import Replays
-from megastable.recovery.rewind_points import Points
+from megastable.recovery.rewind_points import Points, budgeted
 from megastable.recovery.rewinding import Rewinding, Tripped
-from megastable.recovery.sample_replay import Trained
+from megastable.recovery.sample_replay import Laboratory, Trained
 from megastable.recovery.sample_watch import SampleWatch
 from megastable.recovery.skipping import Skipping
+from megastable.recovery.snapshot import Ring
+from megastable.recovery.snapshot_budget import NO_SNAPSHOTS
 from megastable.recovery.start_signs import StartSigns
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import MixChanged, SkipsRefused
@@ -45,12 +47,11 @@ from megastable.run.events.stability_events import (
     StabilityStateDropped,
     Would,
 )
-from megastable.run.events.training_events import Warned
+from megastable.run.events.training_events import Unstable, Warned
 from megastable.run.log import RunLog
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.guard import Guard
 from megastable.stability.signals import Finding, Signals, Verdict
-from megastable.stability.signs import SignsState
 
 QUIET = 500  # steps between two warnings: what moves, moves for long
 
@@ -58,76 +59,71 @@ Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
+@dataclass(frozen=True)
+class StepOutcome:
+    """What became of a step: where the run stands, and whether that is an earlier state than the step led to."""
+
+    state: RunState
+    rewound: bool = False
+
+
 class Recovery:
-    """The stability system of one training process. skipping: what it leaves out, and adds to; phase: the
-    trainer's heartbeat; settle: waits until no checkpoint is under way, so that those that are
-    there can be counted; changed: as `Origin` has it."""
+    """The stability system of one training process, which goes on from `state`.
+
+    skipping: what it leaves out, and adds to; phase: the trainer's heartbeat; settle: waits until no checkpoint is
+    under way, so that those that are there can be counted; changed: as `Origin` has it.
+    """
 
     def __init__(
         self,
         config: RunConfig,
         engine: Engine,
-        source: Source,
+        loader: Loader,
         run: RunDirectory,
         skipping: Skipping,
+        state: RunState,
         log: RunLog,
         phase: Callable[[str], None],
         settle: Callable[[], None] = lambda: None,
         changed: Sequence[str] = (),
     ) -> None:
         self.config, self.settings = config, config.stability
-        self.engine, self.source, self.run, self.skipping = engine, source, run, skipping
-        self.log, self.phase = log, phase
+        self.engine, self.loader, self.run, self.skipping = engine, loader, run, skipping
+        self.source, self.log, self.phase = loader.source, log, phase
         self.decision: Decision | None = None
         self.indicators: dict[str, float] = {}
         self._mixed = False  # whether the coming step is the first of another data mix
         self._quiet_until = 0
         self._located = ""  # what a replay of this step, refused as it is not finite, found
-        c = self.settings
         self._in_fp8 = True  # as was said last; an engine begins with it
-        self.guard = Guard(c, simulated=c.dry_run, fp8=engine.fp8 is not None)
+        c, source = self.settings, self.source
+        memory = self._recall(state)
+        self.guard = Guard(c, memory.guard, c.dry_run, engine.fp8 is not None)
+        self.guard.policy.resumed(state.step, state.updates)
+        self._before = self.guard.detector.state
         self.replays = Replays(engine, config.run.deterministic)
         deferring = Deferring(config, run, source, self._selection)
         self.casebook = Casebook(run, source, deferring, lambda: self.guard.policy.state, log)
-        self.samples = SampleWatch(c, self.casebook, log, phase, self._selection)
-        self.signs = StartSigns(config, source, SignsState(), log)
-        self._before = self.guard.detector.state
-        self.origin = Origin(run, config, changed, log)
-        self.points = Points(c, engine, self.origin, config.train.global_batch, log)
+        self.casebook.restore(memory.incident, memory.incidents, state.step, memory.left_out)
+        self.samples = SampleWatch(c, self.casebook, log, phase, self._selection, memory.samples)
+        self.signs = StartSigns(config, source, memory.signs, log)
+        self.origin = Origin(run, config, state, changed, log)
+        laboratory = Laboratory(c.attribution, engine, loader, config.train.global_batch)
+        room = budgeted(engine, c.snapshots, log) if self.acts else NO_SNAPSHOTS
+        ring = Ring(engine, room.points, c.snapshots.interval)
+        self.points = Points(c, engine, self.origin, ring, laboratory, log, room.aside)
         self.rates = Rates(self.points.trained.maxlen or 1)
+        self.rates.resume(state.step, memory.rate)
         self.last_resort = LastResort(
-            run, self.casebook, self.origin, lambda: self.guard.policy, self.points.since, log, settle
+            run, self.casebook, self.origin, self.guard.policy, self.points.since, log, settle
         )
         self.rewinding = Rewinding(
-            config, engine, source, self.points, self.replays, self.rates, self.casebook, self.origin,
-            self.samples, self.last_resort, lambda: self.guard, self._selection, log, phase,
+            config, engine, loader, self.points, self.replays, self.rates, self.casebook, self.origin,
+            self.samples, self.last_resort, self.guard, self._selection, log, phase,
         )  # fmt: skip
-
-    # Starting
-
-    def begin(self, state: RunState, loader: Loader) -> None:
-        """When the state is loaded: what is remembered, and the first snapshot."""
-        memory = self._recall(state)
-        in_fp8 = self.engine.fp8 is not None
-        self.guard = Guard(self.settings, memory.guard, self.settings.dry_run, in_fp8)
-        self.guard.policy.resumed(state.step, state.updates)
-        self.last_resort.begin()
-        self.rates.resume(state.step, memory.rate)
-        self.casebook.restore(memory.incident, memory.incidents, state.step, memory.left_out)
-        self.samples.rewind(memory.samples)
-        self.signs = StartSigns(self.config, self.source, memory.signs, self.log)
-        self.origin.resumed(state)
-        self.points.begin(loader, self.acts)
         if self.acts:
             self.points.take(state, self.guard.detector.state, self.samples.state)
-        self.choose_precision(state)
-
-    def mix_changed(self, step: int, old: dict[str, float], new: dict[str, float]) -> None:
-        """Other data is read from `step` on, on purpose: the detector takes another level of the loss for its effect.
-        While an incident is open, too: its proof is then judged by the new level."""
-        self._mixed = True
-        if self.settings.enabled:
-            self.log.emit(MixChanged(step=step, old=old, new=new), say=True)
+        self._choose_precision(state)
 
     def memory(self) -> dict[str, Any]:
         """For the checkpoint."""
@@ -169,7 +165,17 @@ class Recovery:
 
     # Before a step
 
-    def choose_precision(self, state: RunState) -> None:
+    def begin(self, state: RunState, mix: dict[str, float]) -> None:
+        """Before the step after `state`, whose samples are of the corpora in `mix`."""
+        if state.mix and mix != state.mix:
+            # Other data is read, on purpose: the detector takes another level of the loss for its effect. While an
+            # incident is open, too: its proof is then judged by the new level.
+            self._mixed = True
+            if self.settings.enabled:
+                self.log.emit(MixChanged(step=state.step + 1, old=state.mix, new=mix), say=True)
+        self._choose_precision(state)
+
+    def _choose_precision(self, state: RunState) -> None:
         """FP8, or what the rest of the run computes in, for the step after `state`; a change is journaled and said."""
         fp8, policy = self.engine.fp8, self.guard.policy
         if fp8 is None:
@@ -186,6 +192,10 @@ class Recovery:
         )
 
     # Before the update
+
+    def gate(self, state: RunState, lr: float) -> Judge:
+        """What judges the step after `state`, at a learning rate."""
+        return lambda measured: self.judge(measured, state.step + 1, lr)
 
     def judge(self, measured: Measured, step: int, lr: float) -> bool:
         """The gate: whether the update may be applied."""
@@ -225,10 +235,9 @@ class Recovery:
         applied: bool,
         before: RunState,
         state: RunState,
-        loader: Loader,
-    ) -> RunState:
-        """Carry out what was decided about the step from `before` to `state`; where the run stands then: where it
-        stays, suspected samples are examined.
+    ) -> StepOutcome:
+        """Carry out what was decided about the step from `before` to `state`. Where the run stays, suspected samples
+        are examined.
 
         Raises HandoverError and UnstableError.
         """
@@ -236,27 +245,34 @@ class Recovery:
         self.rates.done(state.step)
         if not measured.overflow:
             self.samples.observe(batch, measured, applied, state.step)
-        after = self._carry_out(batch, measured, applied, before, state, loader)
-        if after is state and self.acts and self.decision is not None:
-            if self.decision.action is Action.DISCARD and self.replays.finite_again != state.step:
-                self.samples.refused(batch, measured, state.step, self.decision, self._located)
-            incident = self.casebook.incident
-            clear = incident is None and not self.guard.policy.state.watching
-            assert self.points.laboratory is not None
-            # What comes while another cause is being dealt with, or is not known, is its consequence.
-            alone = clear or (incident is not None and incident.cause is Cause.DATA)
-            may_look = alone and self.points.may_look
-            case = self.samples.lifted(self.guard.policy, self.points.oldest) if may_look else None
-            if case is not None:
-                after = self.rewinding.look_back(case, measured, state, loader)
-            if after is not state:
+        back = self._carry_out(batch, measured, applied, before, state)
+        if back is None and self.acts and self.decision is not None:
+            back = self._look_at_samples(self.decision, batch, measured, applied, state)
+        return StepOutcome(state) if back is None else StepOutcome(back, rewound=True)
+
+    def _look_at_samples(
+        self, decision: Decision, batch: Step, measured: Measured, applied: bool, state: RunState
+    ) -> RunState | None:
+        """Note the samples of a refused update, examine those that are suspected; where the run goes back for it, the
+        state that it goes on from."""
+        if decision.action is Action.DISCARD and self.replays.finite_again != state.step:
+            self.samples.refused(batch, measured, state.step, decision, self._located)
+        incident = self.casebook.incident
+        clear = incident is None and not self.guard.policy.state.watching
+        # What comes while another cause is being dealt with, or is not known, is its consequence.
+        alone = clear or (incident is not None and incident.cause is Cause.DATA)
+        may_look = alone and self.points.may_look
+        case = self.samples.lifted(self.guard.policy, self.points.oldest) if may_look else None
+        if case is not None:
+            back = self.rewinding.look_back(case, measured, state)
+            if back is not None:
                 self.indicators = {}  # of the state that is undone
-                return after
-            quiet = applied and self.calm
-            for found in self.samples.act(state, self.points.trained, self.points.laboratory, clear, quiet):
-                self.guard.policy.explained()
-                self.guard.policy.skipped(found.convicted, found.odds)
-        return after
+                return back
+        quiet = applied and self.calm
+        for found in self.samples.act(state, self.points.trained, self.points.laboratory, clear, quiet):
+            self.guard.policy.explained()
+            self.guard.policy.skipped(found.convicted, found.odds)
+        return None
 
     def _carry_out(
         self,
@@ -265,18 +281,18 @@ class Recovery:
         applied: bool,
         before: RunState,
         state: RunState,
-        loader: Loader,
-    ) -> RunState:
+    ) -> RunState | None:
+        """Where the run goes back, the state that it goes on from."""
         decision, damage = self.decision, ""
         if decision is None:
-            return state
+            return None
         if decision.finding.verdict is Verdict.NON_FINITE and not applied:
             damage = self._locate(batch, state)
             if damage and not decision.action.ends and not decision.action.rewinds and self.acts:
                 decision = self.guard.policy.escalate(decision.finding, damage, self.points.oldest)
         if self.settings.dry_run:
             self._rehearse(decision, state)
-            return state
+            return None
         self._warn(decision, state)
         if decision.finding.reset:
             reason = decision.finding.reason
@@ -284,7 +300,7 @@ class Recovery:
         if decision.healed:
             self.casebook.close(state, "healed")
         if decision.action.rewinds:
-            return self._rewind(decision, batch, measured, state, loader, damage)
+            return self._rewind(decision, batch, measured, state, damage)
         if decision.action is not Action.APPLY and decision.action is not Action.DISCARD:
             self.casebook.open(decision, state, self.points.since(decision.finding.onset), measured.grad_norm)
             found = ""
@@ -293,7 +309,7 @@ class Recovery:
                 decision = replace(decision, reason="; ".join(filter(None, [decision.reason, found])))
             cause = Cause.HARDWARE if damage or found else Cause.UNKNOWN
             self.last_resort.conclude(decision, state, cause, damaged=bool(damage))
-            return state
+            return None
         self.last_resort.tell_alert(state)
         if applied:
             self._relax(decision.finding, state)
@@ -305,20 +321,32 @@ class Recovery:
             # The weights are those of before it: should more follow, nothing needs to be done again. (Nothing random
             # happens in a step, so the random states are those of before it, too.)
             self.points.take(before, self._before, self.samples.before, self.engine.counters_before)
-            return state
+            return None
         calm, finding = applied and decision.finding.verdict is Verdict.HEALTHY, decision.finding
         if calm and self.points.ring.due(state.step, urgent=not finding.on_trend):
             self.points.take(state, self.guard.detector.state, self.samples.state)
-        return state
+        return None
 
-    def rescue(
-        self, batch: Step, measured: Measured, state: RunState, loader: Loader, damage: str
-    ) -> RunState:
+    def give_up(self, state: RunState, measured: Measured) -> None:
+        """Raise UnstableError when updates are refused on and on and nothing else is done about it."""
+        if state.discards_in_a_row < self.settings.max_discards:
+            return
+        self.log.emit(Unstable(step=state.step, discards=state.discards_in_a_row))
+        _, reason = self.refusal(measured)
+        raise shared(
+            UnstableError(
+                f"{state.discards_in_a_row} updates in a row were refused ({reason}), up to step {state.step}: the "
+                "weights or the optimizer's state are damaged, or the data is. Look at journal.jsonl; the checkpoints "
+                f"in {self.run.checkpoints} are finite: lower optimizer.lr, or skip the data (data.skip)"
+            )
+        )
+
+    def rescue(self, batch: Step, measured: Measured, state: RunState, damage: str) -> StepOutcome:
         """Go back because the state itself is found to be damaged. Raises HandoverError and UnstableError."""
         finding = Finding(state.step, Verdict.NON_FINITE, 1.0, state.step, damage, on_trend=False)
         decision = self.guard.policy.escalate(finding, damage, self.points.oldest)
         if decision.action.rewinds:
-            return self._rewind(decision, batch, measured, state, loader, damage)
+            return StepOutcome(self._rewind(decision, batch, measured, state, damage), rewound=True)
         self.casebook.open(decision, state, self.points.since(state.step), measured.grad_norm)
         raise self.last_resort.end(self.last_resort.weigh(decision, damaged=True), state, Cause.HARDWARE)
 
@@ -350,12 +378,11 @@ class Recovery:
         batch: Step,
         measured: Measured,
         state: RunState,
-        loader: Loader,
         damage: str,
     ) -> RunState:
         tripped = Tripped(decision, batch, measured, state, self._before, damage)
         self.indicators = {}  # of the state that is undone
-        return self.rewinding.go_back(tripped, loader)
+        return self.rewinding.go_back(tripped)
 
     def _relax(self, finding: Finding, state: RunState) -> None:
         """Lift limits of the rate that have rested."""

@@ -15,14 +15,14 @@ from megastable.base import free_memory
 from megastable.base.collectives import agree, gathered
 from megastable.base.rng import rng_state
 from megastable.checkpoint.store import RunState
-from megastable.config.stability import StabilityConfig
-from megastable.data.loader import Loader
+from megastable.config.stability import SnapshotConfig, StabilityConfig
 from megastable.data.skips import Selection
 from megastable.engine.engine import Engine
 from megastable.recovery import snapshot_budget
 from megastable.recovery.origin import Origin
 from megastable.recovery.sample_replay import Laboratory, Trained, harmless
 from megastable.recovery.snapshot import Ring, Snapshot
+from megastable.recovery.snapshot_budget import NO_SNAPSHOTS, SnapshotBudget
 from megastable.run.events.stability_events import NoSnapshots, SnapshotRejected
 from megastable.run.log import RunLog
 from megastable.stability import attribution
@@ -43,48 +43,25 @@ class RewindState(NamedTuple):
 
 
 class Points:
-    """batch: global. None are taken before `begin`."""
+    """ring: the points. laboratory: measures samples on the state that the engine holds. may_look: whether there is
+    room for the present state beside the points."""
 
     def __init__(
         self,
         config: StabilityConfig,
         engine: Engine,
         origin: Origin,
-        batch: int,
+        ring: Ring,
+        laboratory: Laboratory,
         log: RunLog,
+        may_look: bool = False,
     ) -> None:
-        self.config, self.engine, self.origin, self.batch = config, engine, origin, batch
-        self.log = log
+        self.config, self.engine, self.origin, self.log = config, engine, origin, log
+        self.ring, self.laboratory, self.may_look = ring, laboratory, may_look
         c = config.snapshots
-        self.ring = Ring(engine, 0, c.interval)
-        self.may_look = False  # whether there is room for the present state beside the points
-        self.laboratory: Laboratory | None = None
         # As many steps as the ring reaches back, whichever snapshots it keeps.
         self.trained: deque[Trained] = deque(maxlen=min(512, 2**c.keep * max(1, c.interval)))
         self.finite: Snapshot | None = None  # the newest that `back` passed over although it is finite
-
-    def begin(self, loader: Loader, acts: bool) -> None:
-        """acts: whether there will be rewinds."""
-        self.laboratory = Laboratory(self.config.attribution, self.engine, loader, self.batch)
-        if acts:
-            self.ring = Ring(self.engine, self._capacity(), self.config.snapshots.interval)
-
-    def _capacity(self) -> int:
-        """How many snapshots every rank has room for; said, with the numbers."""
-        c = self.config.snapshots
-        if not c.interval:
-            return 0
-        state, pinned = self.engine.optimizer_state().values(), torch.cuda.is_initialized()
-        everyone = gathered(
-            free_memory.demand(state, self.engine.masters, self.engine.flat_state().moments, pinned)
-        )
-        found = agree(lambda: snapshot_budget.plan(everyone, c))
-        if found.points:
-            self.log.say(found.text)
-        else:
-            self.log.emit(NoSnapshots(bytes=found.snapshot, budget=found.budget), say=found.text)
-        self.may_look = found.aside
-        return found.points
 
     def take(
         self,
@@ -188,7 +165,6 @@ class Points:
         adjacent: bool,
     ) -> Conclusion:
         """Who of `window` is guilty."""
-        assert self.laboratory is not None
         applied, onset = [t for t in self.trained if t.applied], min(t.step for t in window)
         history = [t for t in applied if t.step <= snapshot.step]
         between = [t for t in applied if snapshot.step < t.step < onset]
@@ -200,7 +176,6 @@ class Points:
 
         Right after a start the former are not known, and empty.
         """
-        assert self.laboratory is not None
         count = self.config.attribution.reference
         before = [t for t in self.trained if t.step <= snapshot.step and t.applied]
         positions, recorded = harmless(before, left_out)
@@ -211,7 +186,20 @@ class Points:
 
     def _latest(self, cursor: int, left_out: Selection) -> Floats:
         """Losses on the present state of the latest harmless samples before a position."""
-        assert self.laboratory is not None
         count = self.config.attribution.reference
         latest, _ = left_out.next_kept(max(0, cursor - count), count)
         return self.laboratory.losses(latest[latest < cursor])
+
+
+def budgeted(engine: Engine, config: SnapshotConfig, log: RunLog) -> SnapshotBudget:
+    """How many points every rank has room for; said, with the numbers. Collective."""
+    if not config.interval:
+        return NO_SNAPSHOTS
+    state, pinned = engine.optimizer_state().values(), torch.cuda.is_initialized()
+    everyone = gathered(free_memory.demand(state, engine.masters, engine.flat_state().moments, pinned))
+    found = agree(lambda: snapshot_budget.plan(everyone, config))
+    if found.points:
+        log.say(found.text)
+    else:
+        log.emit(NoSnapshots(bytes=found.snapshot, budget=found.budget), say=found.text)
+    return found

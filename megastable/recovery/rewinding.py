@@ -13,7 +13,6 @@ from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader, Step
 from megastable.data.skips import Selection
-from megastable.data.source import Source
 from megastable.engine.engine import Engine, Measured
 from megastable.recovery.incident_log import Casebook
 from megastable.recovery.last_resort import LastResort
@@ -52,13 +51,13 @@ class Tripped:
 
 
 class Rewinding:
-    """guard: the present one. selection: what is read of the order as it is now. phase: the heartbeat's."""
+    """selection: what is read of the order as it is now. phase: the heartbeat's."""
 
     def __init__(
         self,
         config: RunConfig,
         engine: Engine,
-        source: Source,
+        loader: Loader,
         points: Points,
         replays: Replays,
         rates: Rates,
@@ -66,20 +65,20 @@ class Rewinding:
         origin: Origin,
         samples: SampleWatch,
         last_resort: LastResort,
-        guard: Callable[[], Guard],
+        guard: Guard,
         selection: Callable[[], Selection],
         log: RunLog,
         phase: Callable[[str], None],
     ) -> None:
-        self.config, self.engine, self.source = config, engine, source
+        self.config, self.engine, self.loader, self.source = config, engine, loader, loader.source
         self.points, self.replays, self.rates = points, replays, rates
         self.casebook, self.origin, self.samples, self.last_resort = casebook, origin, samples, last_resort
         self.guard, self.selection = guard, selection
         self.log, self.phase = log, phase
 
-    def go_back(self, t: Tripped, loader: Loader) -> RunState:
+    def go_back(self, t: Tripped) -> RunState:
         """Where the run stands then. Raises HandoverError, UnstableError and SpaceError."""
-        begin, finding, policy = time.perf_counter(), t.decision.finding, self.guard().policy
+        begin, finding, policy = time.perf_counter(), t.decision.finding, self.guard.policy
         self.phase("rewind")
         window = self.points.since(finding.onset)
         self.casebook.open(t.decision, t.state, window, t.measured.grad_norm)
@@ -90,7 +89,7 @@ class Rewinding:
         left_out = self.selection()
         snapshot = self.points.back(finding.onset, 1 if recurred and not numerics else 0, left_out)
         if snapshot is None:
-            return self._unproven(t, loader, damage, numerics)
+            return self._unproven(t, damage, numerics)
         if unsteady and not damage and self.replays.differ(t.batch):
             damage = UNSTEADY  # on a good state, too: there is nothing that would magnify the last bits
         if damage:
@@ -115,18 +114,18 @@ class Rewinding:
         conclusion, remedy = self._remedy(conclusion, found, saved, left_out)
         seconds = time.perf_counter() - begin
         self._write_down(t.decision, t.state, conclusion, remedy, window, snapshot, seconds)
-        return self._go_on_from(snapshot, t.state, loader, begin, remedy.reason, seconds)
+        return self._go_on_from(snapshot, t.state, begin, remedy.reason, seconds)
 
-    def look_back(self, case: Waiting, measured: Measured, state: RunState, loader: Loader) -> RunState:
+    def look_back(self, case: Waiting, measured: Measured, state: RunState) -> RunState | None:
         """Examine the steps of a case on a proven state of before them. Where a crowd of their samples is guilty there,
-        go on from it without them; else the run stays where it is: a few that are guilty each by its own loss are
-        skipped, and where nobody is, it is as if nobody had looked. Raises SpaceError."""
-        begin, policy = time.perf_counter(), self.guard().policy
+        go on from it without them, which is the answer; else the run stays where it is: a few that are guilty each by
+        its own loss are skipped, and where nobody is, it is as if nobody had looked. Raises SpaceError."""
+        begin, policy = time.perf_counter(), self.guard.policy
         self.phase("examine samples")
         window = [t for t in self.points.since(case.first) if t.step <= case.last]
         if not window:
             self.samples.drop(case, state.step, UNKNOWN)
-            return state
+            return None
         left_out = self.selection()
         present = self.points.ring.aside(state.step)
         snapshot = self.points.look(case.first, left_out)
@@ -138,12 +137,12 @@ class Rewinding:
             few = found.individuals({p for t in window for p in t.positions.tolist()})
             seconds = time.perf_counter() - begin
             if few.guilty:
-                self.samples.skip(case, few, window, state, loader, seconds)
+                self.samples.skip(case, few, window, state, self.loader, seconds)
                 policy.explained()
                 policy.skipped(few.convicted, few.odds)
             else:
                 self.samples.nobody(case, found, state.step, seconds)
-            return state
+            return None
         snapshot = self.points.before_region(found, snapshot)
         finding = Finding(state.step, Verdict.SHIFT, 1.0, case.first, case.reason, on_trend=False)
         decision = policy.convicted(finding, case.reason)
@@ -154,7 +153,7 @@ class Rewinding:
         seconds = time.perf_counter() - begin
         self._write_down(decision, state, found, remedy, window, snapshot, seconds)
         self.samples.convicted(case)
-        return self._go_on_from(snapshot, state, loader, begin, remedy.reason, seconds)
+        return self._go_on_from(snapshot, state, begin, remedy.reason, seconds)
 
     def _replayed(self, t: Tripped) -> tuple[bool, str, str]:
         """Whether every run of the step differs; what is proven of the hardware, and of FP8, a sentence each, or ""."""
@@ -163,7 +162,7 @@ class Rewinding:
             unsteady, damage = self.replays.compare(
                 t.batch, t.measured, t.state.step, t.decision.finding.verdict
             )
-        if not damage and self.guard().policy.may_fall_back:
+        if not damage and self.guard.policy.may_fall_back:
             expected = Detector(self.config.stability.detector, t.before).expected()
             numerics = self.replays.without_fp8(t.batch, t.measured, expected)
         if numerics and self.engine.fp8 is not None:
@@ -177,7 +176,7 @@ class Rewinding:
         culprit = self._culprit(found)
         most = self.config.stability.policy.swap_most
         may_swap = culprit is not None and left_out.share_without(culprit) >= 1 - most
-        remedy = self.guard().policy.remedy(found.cause, saved.updates, culprit, may_swap, examined)
+        remedy = self.guard.policy.remedy(found.cause, saved.updates, culprit, may_swap, examined)
         return _as_judged(found, remedy.cause), remedy
 
     def _culprit(self, found: Conclusion) -> str | None:
@@ -208,16 +207,16 @@ class Rewinding:
         if remedy.release:
             self.casebook.release(remedy.release, snapshot.extra.state.cursor, remedy.reason)
         if remedy.action in (Action.CUT_LR, Action.CAP_LR):
-            limits = [limit.model_dump() for limit in self.guard().policy.state.limits]
+            limits = [limit.model_dump() for limit in self.guard.policy.state.limits]
             self.log.emit(RateCut(step=state.step, reason=remedy.reason, limits=limits))
         if remedy.action.ends:
             decision = replace(decision, action=remedy.action, reason=remedy.reason)
             raise self.last_resort.end(decision, state, found.cause)
 
-    def _unproven(self, t: Tripped, loader: Loader, damage: str, numerics: str) -> RunState:
+    def _unproven(self, t: Tripped, damage: str, numerics: str) -> RunState:
         """No rewind point is proven good: hand over; where that cannot be, alert, and go on from the newest one that is
         finite. Raises HandoverError and UnstableError."""
-        policy, begin, snapshot = self.guard().policy, time.perf_counter(), self.points.finite
+        policy, begin, snapshot = self.guard.policy, time.perf_counter(), self.points.finite
         if self.origin.reason:
             why = f"the checkpoint of step {self.origin.step} is convicted: {self.origin.reason}"
             cause, decision = Cause.STORAGE, policy.abandon(t.decision, why, proven=True)
@@ -231,13 +230,12 @@ class Rewinding:
         if self.casebook.incident is not None:
             self.casebook.incident.cause = cause
         self.points.restore(snapshot)
-        return self._go_on_from(snapshot, t.state, loader, begin, "the newest that is finite")
+        return self._go_on_from(snapshot, t.state, begin, "the newest that is finite")
 
     def _go_on_from(
         self,
         snapshot: Snapshot,
         state: RunState,
-        loader: Loader,
         begin: float,
         reason: str,
         told: float = 0.0,
@@ -247,10 +245,10 @@ class Rewinding:
         kept = snapshot.extra
         back: RunState = kept.state.model_copy(deep=True)
         back.seconds = state.seconds
-        self.guard().rewind(kept.detector)
+        self.guard.rewind(kept.detector)
         self.samples.rewind(kept.samples)
         set_rng_state(kept.random)
-        loader.go_to(back.cursor, self.selection())
+        self.loader.go_to(back.cursor, self.selection())
         self.points.forget_after(snapshot.step)
         self.rates.forget_after(snapshot.step)
         seconds, lost = time.perf_counter() - begin, state.step - back.step

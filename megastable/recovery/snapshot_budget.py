@@ -26,6 +26,9 @@ class SnapshotBudget:
     aside: bool
 
 
+NO_SNAPSHOTS = SnapshotBudget(0, 0, 0.0, "", False)
+
+
 def plan(demands: Sequence[Demand], config: SnapshotConfig) -> SnapshotBudget:
     """The same on every rank. Raises ConfigError when the memory that the recipe allows is not enough for one."""
     ranks = Counter(d.host for d in demands)

@@ -46,7 +46,7 @@ from megastable.run.log import RunLog
 
 class Checkpoints:
     """Of one run, on this rank. phase: the trainer's heartbeat. recipe: the frozen one. vitals: measures those of the
-    state that the engine holds.
+    state that the engine holds, after a step.
 
     last: the step of the newest one that counts, -1 where there is none. rejected: those that were passed over at the
     start as they are damaged, and why; passed: those that are good, but have read what is put off by now. ill: the
@@ -61,7 +61,7 @@ class Checkpoints:
         log: RunLog,
         phase: Callable[[str], None],
         recipe: Callable[[], bytes],
-        vitals: Callable[[], Vitals],
+        vitals: Callable[[int], Vitals],
     ) -> None:
         self.config, self.engine, self.run, self.folder = config.checkpoint, engine, run, run.checkpoints
         self.log, self.phase, self.vitals = log, phase, vitals
@@ -174,7 +174,7 @@ class Checkpoints:
         Raises CheckpointError where one before computes other losses, and this one cannot tell whether that is to blame
         or what computes here.
         """
-        now = self.vitals()
+        now = self.vitals(saved.step)
         bf16 = self.engine.flat_state().moments is torch.bfloat16
         kept = saved.vitals
         most = ratio(self.engine.config.optimizer.betas, *first(lambda: self._betas(found)))
@@ -327,7 +327,7 @@ class Checkpoints:
     def _examine(self, state: RunState) -> None:
         """Measure what the checkpoint of `state` is to remember of it. The steps wait for this: done before anything is
         copied, it tells of a copy that goes wrong."""
-        before, now = state.vitals, self.vitals()
+        before, now = state.vitals, self.vitals(state.step)
         if before is not None and before.doubt:
             before = None  # no measure of anything
         reason = doubt(now, before, state.recent_losses, self.config.vitals)

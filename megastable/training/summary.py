@@ -4,17 +4,53 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from megastable.base import durable
+from megastable.base.errors import SpaceError
 from megastable.config.recipe import find
 from megastable.config.tree import RunConfig
 from megastable.data.plant import read_planted
+from megastable.data.statistics import token_counts, unigram_entropy
 from megastable.model.flops import parameters
-from megastable.run.directory import RunDirectory
+from megastable.run.directory import RunDirectory, as_json
 from megastable.run.events.reading import latest
 from megastable.run.events.stability_events import IncidentEvent
+from megastable.run.events.training_events import Finished, RecordsLost
+from megastable.run.log import RunLog
 from megastable.stability.policy_state import PolicyState
 
 if TYPE_CHECKING:  # it needs torch
     from megastable.checkpoint.store import RunState
+    from megastable.data.corpora import Corpora
+    from megastable.training.observer import Observer
+
+ENTROPY_TOKENS = 50_000_000  # of the validation text: more would not change its unigram entropy
+
+
+def write_summary(
+    run: RunDirectory, config: RunConfig, state: RunState, validation: float | None, corpora: Corpora,
+    observer: Observer | None, log: RunLog,
+) -> None:  # fmt: skip
+    """Write the last records and summary.json; rank 0. Raises SpaceError where the disk refuses."""
+    assert observer is not None, "rank 0 keeps the records"
+    observer.flush()
+    if pending := observer.steps.pending:
+        lost = len(pending)
+        log.emit(RecordsLost(steps=lost, from_step=pending[0].step))
+        raise SpaceError(f"{run.steps}: the last {lost} step records could not be written and are lost")
+    entropy = None
+    if corpora.validation is not None:
+        counts = sum(
+            token_counts(stream, corpora.vocab_size, ENTROPY_TOKENS) for stream in corpora.validation.streams
+        )
+        entropy = unigram_entropy(np.asarray(counts))
+    summary = summarise(config, state, validation, entropy, incidents(run, config))
+    try:
+        durable.write_file(run.summary, (as_json(summary, indent=1) + "\n").encode())
+    except OSError as error:
+        raise SpaceError(f"{run.summary} could not be written: {error}: make room, start again") from None
+    log.emit(Finished(**summary))
 
 
 def incidents(run: RunDirectory, config: RunConfig) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ def struck(config: RunConfig, kind: str) -> dict[str, Any]:
     from megastable import train
     from megastable.engine.engine import Engine
     from megastable.model.loss import LossFunction
-    from tests.engine.test_gate import trainer_of
+    from tests.engine.test_gate import first_batch, start_of
 
     assert config.run.dir is not None
     before = (Engine.train_step, LossFunction.__call__, train.rate)  # type: ignore[attr-defined]
@@ -34,10 +34,10 @@ def struck(config: RunConfig, kind: str) -> dict[str, Any]:
         run=config.run.dir,
         fault=Fault.model_validate({"kind": kind, "step": STEP, "steps": 2}),
     )
-    trainer = trainer_of(config)
+    start = start_of(config)
     faults.install(plan)
-    engine, rank = trainer.engine, dist.get_rank()
-    batch = next(trainer._loader(trainer.corpora.train, train.Skips.of([]), 0)).micro_batches  # type: ignore[attr-defined]
+    engine, rank = start.engine, dist.get_rank()
+    batch = first_batch(start)
 
     def state() -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in engine.optimizer_state().items()}
@@ -117,18 +117,17 @@ def test_a_state_that_is_changed_in_place(corpus: Path, tmp_path: Path, kind: st
 def through_a_broken_kernel(config: RunConfig) -> dict[str, Any]:
     """Losses of the same batch in steps 3 to 6, of which 4 and 5 are hit, none of them applied; in FP8 and without."""
     from drills import faults
-    from megastable import train
     from megastable.engine.engine import Engine
     from megastable.fp8 import emulated
-    from tests.engine.test_gate import trainer_of
+    from tests.engine.test_gate import first_batch, start_of
 
     assert config.run.dir is not None
     before = Engine.train_step, emulated.multiply
     fault = Fault(kind="fp8", step=STEP, steps=2, factor=5.0)
-    trainer = trainer_of(config)
+    start = start_of(config)
     faults.install(Plan(policy=Policy.OURS, run=config.run.dir, fault=fault))
-    engine = trainer.engine
-    batch = next(trainer._loader(trainer.corpora.train, train.Skips.of([]), 0)).micro_batches  # type: ignore[attr-defined]
+    engine = start.engine
+    batch = first_batch(start)
     try:
         for _ in range(STEP - 2):
             engine.train_step(batch, 1e-3, lambda m: False)

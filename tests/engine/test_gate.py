@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megastable.config.tree import RunConfig
-from megastable.data.skips import Skips
 from megastable.run import records
 from tests.conftest import tiny
 from tests.distributed import run_ranks
@@ -27,20 +26,33 @@ WRAPPERS: dict[str, tuple[int, dict[str, Any], str]] = {
 }
 
 
-def trainer_of(config: RunConfig) -> Any:
-    """What `train` builds, to be looked into."""
+def start_of(config: RunConfig) -> Any:
+    """What `train` goes on from, to be looked into."""
     import torch.distributed as dist
 
-    from megastable.recovery.skipping import Skipping
-    from megastable.train import Trainer
     from megastable.training.heartbeat import Heartbeat
+    from megastable.training.resume import Start
     from megastable.training.startup import StopRequest, open_data, open_run
 
     stop = StopRequest()
     config, run = open_run(config, Path("recipe.yaml"))
     config, corpora = open_data(config)
     heart = Heartbeat(run, dist.get_rank(), dist.get_world_size(), config.train.steps, stop, None)
-    return Trainer(config, run, Skipping(config, run), corpora, stop, heart)
+    return Start(config, run, corpora, heart)
+
+
+def first_batch(start: Any) -> Any:
+    """This rank's part of the first global batch."""
+    with start.from_the_first(start.order.source, start.config.train.global_batch) as loader:
+        return next(loader).micro_batches
+
+
+def trainer_of(config: RunConfig) -> Any:
+    """What `train` builds, to be looked into."""
+    from megastable.train import Trainer
+
+    start = start_of(config)
+    return Trainer(start, start.heart.stop, start.heart)
 
 
 def train_poisoned(config: RunConfig, bad: list[int], where: str) -> dict[str, Any]:
@@ -132,12 +144,11 @@ def test_a_non_finite_step_changes_nothing(name: str, where: str, corpus: Path, 
 
 def accept_all(config: RunConfig) -> tuple[float, bool, bool]:
     """A NaN in a gradient, a judge that refuses nothing: norm, whether it was applied, whether masters are finite."""
-    trainer = trainer_of(config)
-    engine = trainer.engine
+    start = start_of(config)
+    engine = start.engine
     weight = next(p for n, p in engine.ds.module.named_parameters() if n.endswith("mlp.down.weight"))
     weight.register_hook(lambda g: torch.full_like(g, math.nan))
-    with trainer._loader(trainer.corpora.train, Skips.of([]), 0) as loader:
-        measured, applied = engine.train_step(next(loader).micro_batches, 1e-3, lambda _: True)
+    measured, applied = engine.train_step(first_batch(start), 1e-3, lambda _: True)
     return measured.grad_norm, applied, all(bool(m.isfinite().all()) for m in engine.masters)
 
 
@@ -150,9 +161,10 @@ def test_no_judge_can_let_a_nan_through(zero: int, corpus: Path, tmp_path: Path)
 def poison_weights(config: RunConfig, at_step: int) -> tuple[int, str]:
     """A NaN in a master weight before a step (1: before the first snapshot): how the run ends."""
     from megastable.base.errors import MegastableError
+    from megastable.train import Trainer
 
-    trainer = trainer_of(config)
-    engine, real, calls = trainer.engine, trainer.engine.train_step, 0
+    start = start_of(config)
+    engine, real, calls = start.engine, start.engine.train_step, 0
 
     def poison() -> None:
         engine.masters[0].data.view(-1)[:99] = math.nan
@@ -170,7 +182,7 @@ def poison_weights(config: RunConfig, at_step: int) -> tuple[int, str]:
     else:
         engine.train_step = train_step  # type: ignore[method-assign]
     try:
-        return trainer.train(), ""
+        return Trainer(start, start.heart.stop, start.heart).train(), ""
     except MegastableError as error:
         return error.code, str(error)
 
@@ -268,27 +280,26 @@ def train_both(one: RunConfig, other: RunConfig, steps: list[int]) -> tuple[dict
 
 def train_without(config: RunConfig, refused: list[int], left_out: list[int]) -> dict[str, Any]:
     """Five steps; at `refused` the gate refuses finite gradients, `left_out` are passed over altogether."""
-    from megastable.data.skips import Skips
     from megastable.engine.flatstate import KINDS
 
-    trainer = trainer_of(config)
-    loader = trainer._loader(trainer.corpora.train, Skips.of([]), 0)
+    start = start_of(config)
+    loader = start.from_the_first(start.order.source, config.train.global_batch)
     numbers = []
     for step in range(5):
         batch = next(loader)
         if step in left_out:
             continue
         wanted = step not in refused
-        measured, applied = trainer.engine.train_step(
+        measured, applied = start.engine.train_step(
             batch.micro_batches, 1e-3, lambda _, wanted=wanted: wanted
         )
         assert applied == wanted
         if applied:
             numbers.append((measured.loss, measured.grad_norm))
     loader.close()
-    flat = trainer.engine.flat_state()
+    flat = start.engine.flat_state()
     state = {f"{kind}/{name}": t for kind in KINDS for name, t in flat.shards(kind).items()}
-    for index, parameter in enumerate(trainer.engine.ds.module.parameters()):
+    for index, parameter in enumerate(start.engine.ds.module.parameters()):
         state[f"low/{index}"] = getattr(parameter, "ds_tensor", parameter).detach().float().clone()
     return {"numbers": numbers, "state": state}
 
@@ -334,16 +345,15 @@ def save_slowly(config: RunConfig) -> tuple[bool, float]:
     from megastable.checkpoint.whole import WholeState
     from megastable.engine.flatstate import KINDS
 
-    trainer = trainer_of(config)
-    engine, saver = trainer.engine, trainer.checkpoints.saver
-    batch = next(trainer._loader(trainer.corpora.train, Skips.of([]), 0)).micro_batches
+    start = start_of(config)
+    engine, saver, batch = start.engine, start.checkpoints.saver, first_batch(start)
     for _ in range(2):
         engine.train_step(batch, 1e-3, lambda _: True)
     before = {
         kind: {name: t.clone() for name, t in engine.flat_state().shards(kind).items()} for kind in KINDS
     }
     saver._thread.submit(time.sleep, 0.5)
-    saver.begin(trainer.state)
+    saver.begin(start.state)
     _, applied = engine.train_step(batch, 1e-3, lambda _: True, saver.votes)
     assert applied
     outcome = saver.finish()

@@ -14,7 +14,7 @@ from megastable.engine.flatstate import FlatState, Fragment
 from megastable.optim.adamw import AdamW
 from tests.conftest import tiny
 from tests.distributed import run_ranks
-from tests.engine.test_gate import trainer_of
+from tests.engine.test_gate import start_of, trainer_of
 from tests.training.test_resume import identical
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -42,7 +42,6 @@ def train(config: RunConfig) -> tuple[dict[str, dict[str, Tensor]], set[tuple[st
     from megastable.engine.flatstate import KINDS
 
     trainer = trainer_of(config)
-    trainer.resume()
     assert trainer.train() == 0
     flat = trainer.engine.flat_state()
     dtypes = {(name.split("/")[1], t.dtype) for name, t in trainer.engine.optimizer_state().items()}
@@ -87,13 +86,12 @@ def test_steps_after_a_rewind_are_the_same(zero: int, corpus: Path, tmp_path: Pa
 
 def rewound(config: RunConfig) -> tuple[dict[str, Tensor], ...]:
     """The state after two steps from a rewind point, after the same once more, and after a third."""
-    from megastable.data.skips import Skips
     from megastable.recovery.snapshot import Ring
 
-    trainer = trainer_of(config)
-    engine = trainer.engine
-    loader = iter(trainer._loader(trainer.corpora.train, Skips.of([]), 0))
-    batches = [next(loader).micro_batches for _ in range(4)]
+    start = start_of(config)
+    engine = start.engine
+    with start.from_the_first(start.order.source, config.train.global_batch) as loader:
+        batches = [next(loader).micro_batches for _ in range(4)]
     ring = Ring(engine, 2, 1)
 
     def state_after(*indices: int) -> dict[str, Tensor]:
@@ -133,11 +131,10 @@ def resumed(config: RunConfig) -> Any:
     """The state as it was loaded, before a step."""
     from megastable.engine.flatstate import KINDS
 
-    trainer = trainer_of(config)
-    trainer.resume()
-    assert trainer.state.step >= 2
-    flat = trainer.engine.flat_state()
-    dtypes = {(name.split("/")[1], t.dtype) for name, t in trainer.engine.optimizer_state().items()}
+    start = start_of(config)
+    assert start.state.step >= 2
+    flat = start.engine.flat_state()
+    dtypes = {(name.split("/")[1], t.dtype) for name, t in start.engine.optimizer_state().items()}
     return {kind: flat.shards(kind) for kind in KINDS}, dtypes
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megastable.checkpoint.plain import PlainModel
-from megastable.generate import cache as caching
-from megastable.generate.cache import KeyValueCache, extend
+from megastable.generate import decode as caching
+from megastable.generate.decode import KeyValueCache, extend
 from tests.generate.models import KINDS, LENGTH, VOCABULARY, model, tokens
 
 MODELS = {name: model(**changes) for name, changes in KINDS.items()}

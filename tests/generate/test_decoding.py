@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
-from megastable.generate.decoding import StreamDecoder, cut
+from megastable.generate.decode import StreamDecoder, cut
 from tests.data.texts import hugging_face_file, sentencepiece_file
 
 text = st.text(st.characters(exclude_categories=("Cs",)) | st.sampled_from(" é日🤷🏽\n\ufffd"), max_size=30)

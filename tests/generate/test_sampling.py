@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
-from megastable.generate.sampling import Sampling, pick
+from megastable.generate.decode import Sampling, pick
 
 
 def distribution(logits: list[float], sampling: Sampling) -> dict[int, float]:

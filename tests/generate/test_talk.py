@@ -13,11 +13,9 @@ from rich.console import Console
 from megastable.base.errors import DataError
 from megastable.config.tree import DataConfig
 from megastable.data.tokenizer import load_tokenizer
-from megastable.generate.continuations import TextPiece
+from megastable.generate.decode import Sampling, TextPiece
 from megastable.generate.load import Speaker
-from megastable.generate.output import Printer
-from megastable.generate.sampling import Sampling
-from megastable.generate.talk import Talk, Wishes
+from megastable.generate.talk import Printer, Talk, Wishes
 from tests.data.texts import sentencepiece_file
 from tests.generate.models import LENGTH, model
 

@@ -135,8 +135,6 @@ def spoil(config: RunConfig, kind: str, steps: list[int], times: int = 1) -> dic
     from megastable.engine import engine as engines
 
     trainer = trainer_of(config)
-    trainer.resume()
-    trainer.follow_blend()
     engine, real = trainer.engine, trainer.engine.train_step
     done: dict[int, int] = {}
 

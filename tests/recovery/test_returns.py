@@ -25,11 +25,8 @@ HARMFUL = 250  # the position, at first, of a sample that harms whichever state 
 def harm(config: RunConfig) -> dict[str, Any]:
     """Train where one sample, wherever the order has it, spoils the weights when it is read."""
     trainer = trainer_of(config)
-    trainer.resume()
-    trainer.follow_blend()
-    trainer.run.recipe.write_bytes(trainer.frozen())
     engine, real = trainer.engine, trainer.engine.train_step
-    source = trainer.corpora.train
+    source = trainer.order.source
     sample = source.order.locate([HARMFUL]).sequence.tolist()
 
     def train_step(micro_batches: Any, *args: Any, **options: Any) -> Any:

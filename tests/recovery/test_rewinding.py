@@ -37,10 +37,10 @@ FOUND = Conclusion(
 
 def shell(policy: Policy) -> Any:
     """All that it talks to is made up; the present state is that of step 40, the good one that of step 30."""
-    fields = ("config", "engine", "source", "points", "replays", "rates", "casebook", "origin", "samples",
+    fields = ("config", "engine", "loader", "points", "replays", "rates", "casebook", "origin", "samples",
               "last_resort", "guard", "selection", "log", "phase")  # fmt: skip
     rewinding: Any = Rewinding(**{name: MagicMock() for name in fields})
-    rewinding.guard.return_value.policy = policy
+    rewinding.guard.policy = policy
     rewinding.config.stability.policy.swap_most = 0.5
     rewinding.config.schedule.warmup_steps = 0
     rewinding.selection.return_value.share_without.return_value = 1.0
@@ -63,7 +63,7 @@ def go_back(found: Conclusion, *rates: float) -> tuple[Policy, Conclusion]:
     rewinding.casebook.returned_again.return_value = found
     rewinding.origin.again.return_value = False
     rewinding.rates.before.return_value, rewinding.rates.highest_since.return_value = rates
-    rewinding.go_back(tripped, MagicMock())
+    rewinding.go_back(tripped)
     return policy, rewinding.casebook.attribute.call_args.args[0]
 
 
@@ -79,8 +79,8 @@ def test_a_cause_that_the_policy_overrules_leaves_nobody_convicted() -> None:
     assert told == Conclusion(Cause.LEARNING_RATE, [], [], "bad")
 
 
-def look_back(found: Conclusion, good: bool = True, last: int = 39) -> tuple[Any, Any, Any]:
-    """Where the run stands, where it stood, and the shell. good: whether there is a good state of before the case."""
+def look_back(found: Conclusion, good: bool = True, last: int = 39) -> tuple[Any, Any]:
+    """Where the run goes back to, None = it stays, and the shell. good: there is a good state of before the case."""
     policy, present = Policy(PolicyConfig()), MagicMock(step=40, seconds=1.0)
     policy.decide(seen(40), 0)
     rewinding = shell(policy)
@@ -90,18 +90,18 @@ def look_back(found: Conclusion, good: bool = True, last: int = 39) -> tuple[Any
     if not good:
         rewinding.points.look.return_value = None
     case = Waiting(kind="batch", first=last - 2, last=last, verdict=Verdict.TRICKLE, reason="higher")
-    return rewinding.look_back(case, MagicMock(), present, MagicMock()), present, rewinding
+    return rewinding.look_back(case, MagicMock(), present), rewinding
 
 
 def test_a_crowd_that_is_guilty_is_undone() -> None:
     found = Conclusion(Cause.DATA, list(range(CROWD)), [], "bad", odds=3.0)
-    stands, present, made = look_back(found)
-    assert stands is not present
+    stands, made = look_back(found)
+    assert stands is not None
     window = made.points.examine.call_args.args[0]
     assert [t.step for t in window] == [37, 38, 39]
-    (taken,) = made.guard().policy.state.taken
+    (taken,) = made.guard.policy.state.taken
     assert (taken.action, taken.cause, taken.odds) == (Action.REWIND, Cause.DATA, 3.0)
-    assert made.guard().policy.state.watching and made.casebook.attribute.call_args.args[0] == found
+    assert made.guard.policy.state.watching and made.casebook.attribute.call_args.args[0] == found
     made.points.forget_after.assert_called_once_with(30)
     made.points.restore.assert_not_called()
     made.samples.convicted.assert_called_once()
@@ -116,8 +116,8 @@ def test_a_crowd_that_is_guilty_is_undone() -> None:
 )
 @pytest.mark.parametrize("good", [True, False])
 def test_whoever_is_not_guilty_costs_nothing_but_time(found: Conclusion, good: bool) -> None:
-    stands, present, made = look_back(found, good)
-    assert stands is present and not made.guard().policy.state.taken
+    stands, made = look_back(found, good)
+    assert stands is None and not made.guard.policy.state.taken
     made.points.restore.assert_called_once_with(made.points.ring.aside.return_value)
     made.samples.nobody.assert_called_once()
     made.casebook.open.assert_not_called()
@@ -127,8 +127,8 @@ def test_whoever_is_not_guilty_costs_nothing_but_time(found: Conclusion, good: b
 
 
 def test_steps_that_are_not_known_are_not_looked_back_on() -> None:
-    stands, present, made = look_back(FOUND, last=36)
-    assert stands is present
+    stands, made = look_back(FOUND, last=36)
+    assert stands is None
     made.samples.drop.assert_called_once()
     made.points.ring.aside.assert_not_called()
 
@@ -136,12 +136,12 @@ def test_steps_that_are_not_known_are_not_looked_back_on() -> None:
 def test_a_few_that_are_guilty_by_themselves_are_skipped_on_the_present_state() -> None:
     """So is whoever outside of the window is like them, but not who is accused in a crowd or by a gradient."""
     found = Conclusion(Cause.DATA, [7, 8, 20], [], "bad", inferred=[30], odds=3.0, alone=[7])
-    stands, present, made = look_back(found)
-    assert stands is present
+    stands, made = look_back(found)
+    assert stands is None
     made.points.restore.assert_called_once_with(made.points.ring.aside.return_value)
     case, few = made.samples.skip.call_args.args[:2]
     assert case.first == 37 and few == Conclusion(Cause.DATA, [7, 20], [], "bad", [30], odds=3.0, alone=[7])
-    (taken,) = made.guard().policy.state.taken
+    (taken,) = made.guard.policy.state.taken
     assert (taken.action, taken.cause, taken.odds) == (Action.SKIP, Cause.DATA, 3.0)
     for undone in (made.samples.nobody, made.casebook.open, made.points.forget_after):
         undone.assert_not_called()
@@ -158,13 +158,11 @@ def test_a_look_without_a_good_state_drops_no_point_and_convicts_no_checkpoint(
     config.stability.policy.verify_steps = 60
     checkpoint = tmp_path / store.name_of(20)
     checkpoint.mkdir()
-    suspect = Origin(MagicMock(checkpoints=tmp_path), config, [], KeptLog())
-    suspect.resumed(resumed)
+    suspect = Origin(MagicMock(checkpoints=tmp_path), config, resumed, [], KeptLog())
     engine.optimizer_state.return_value = {"weight": torch.zeros(2)}
     engine.flat_state().norms.return_value = MagicMock(parameters=norm, second_moment=1.0)
-    points = Points(StabilityConfig(), engine, suspect, 8, KeptLog())
-    points.ring, points.laboratory = Ring(engine, 4, 10), MagicMock()
-    points.laboratory.losses = lambda positions: np.full(positions.size, 9.0)
+    laboratory = MagicMock(losses=lambda positions: np.full(positions.size, 9.0))
+    points = Points(StabilityConfig(), engine, suspect, Ring(engine, 4, 10), laboratory, KeptLog())
     points.trained.append(Trained(38, np.arange(300, 308), np.full(8, 4.0), True))
     for step in (20, 30):
         points.ring.take(
@@ -175,7 +173,7 @@ def test_a_look_without_a_good_state_drops_no_point_and_convicts_no_checkpoint(
     made.selection.return_value.mask = lambda positions: np.zeros(positions.size, dtype=bool)
     made.selection.return_value.next_kept = lambda begin, count: (np.arange(begin, begin + count), None)
     case = Waiting(kind="batch", first=37, last=39, verdict=Verdict.TRICKLE, reason="higher")
-    assert made.look_back(case, MagicMock(), present, MagicMock()) is present
+    assert made.look_back(case, MagicMock(), present) is None
     made.samples.nobody.assert_called_once()
     assert points.ring.steps == [20, 30]
     assert not suspect.reason and markers.convicted(checkpoint) is None

@@ -38,7 +38,6 @@ def recipe(corpus: Path, run: Path, **parts: Any) -> RunConfig:
 def train(config: RunConfig) -> dict[str, Any]:
     """What the run remembers of its signs at the end, on this rank."""
     trainer = trainer_of(config)
-    trainer.resume()
     assert trainer.train() in (0, 75)
     return trainer.recovery.signs.signs.state.model_dump()
 

@@ -234,23 +234,23 @@ def test_the_journal_is_read_once_for_corpora_that_the_run_does_not_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not at every change of the ledger, in the middle of the training."""
-    from megastable.train import Trainer
+    from megastable.training.data_order import DataOrder
 
     read, log = list[type[Event]](), KeptLog()
     known = [{"fingerprint": "told"}]
-    trainer = SimpleNamespace(
+    data_order = SimpleNamespace(
         skipping=SimpleNamespace(foreign=lambda order: foreign),
-        corpora=SimpleNamespace(train=SimpleNamespace(order=None)),
+        source=SimpleNamespace(order=None),
         config=SimpleNamespace(model=SimpleNamespace(sequence_length=32)),
         run=SimpleNamespace(events=lambda kind: read.append(kind) or known, skips=Path("skips.jsonl")),
-        state=SimpleNamespace(step=7), log=log, _told_foreign=None,
+        log=log, _told_foreign=None,
     )  # fmt: skip
-    monkeypatch.setattr("megastable.train.first", lambda action: action())
+    monkeypatch.setattr("megastable.training.data_order.first", lambda action: action())
     foreign = {Identity("a", "told"): 5, Identity("a", "old"): 96}
     for _ in range(3):
-        Trainer.tell_foreign(trainer)  # type: ignore[arg-type]
+        DataOrder.warn_of_foreign(data_order, 7)  # type: ignore[arg-type]
     foreign[Identity("b", "other")] = 33
-    Trainer.tell_foreign(trainer)  # type: ignore[arg-type]
+    DataOrder.warn_of_foreign(data_order, 7)  # type: ignore[arg-type]
     assert read == [SkipsForeign]
     assert [(e["fingerprint"], e["tokens"]) for e in log.events] == [("old", 96), ("other", 33)]
     assert log.said[0].startswith("WARNING: skips.jsonl names 96 tokens (3 samples) of corpus a")

@@ -152,13 +152,12 @@ def test_another_layout_takes_over_exactly(name: str, kind: str, corpus: Path, t
 def resave(config: RunConfig, folder: Path) -> None:
     """Load the newest checkpoint in this layout and save it elsewhere."""
     from megastable.checkpoint.saving import Saver
-    from tests.engine.test_gate import trainer_of
+    from tests.engine.test_gate import start_of
 
-    trainer = trainer_of(config)
-    trainer.resume()
+    start = start_of(config)
     folder.mkdir(exist_ok=True, parents=True)
-    saver = Saver(folder, trainer.engine, config.checkpoint, config.model, trainer.frozen)
-    saver.begin(trainer.state)
+    saver = Saver(folder, start.engine, config.checkpoint, config.model, start.frozen)
+    saver.begin(start.state)
     saved = saver.finish()
     assert saved is not None and saved.path is not None, saved
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megastable.base.errors import DataError
-from megastable.generate.prompts import read_prompt
+from megastable.generate.talk import read_prompt
 
 
 def test_a_file_or_a_pipe_loses_its_last_newline_only(

@@ -1,0 +1,310 @@
+"""Continues a prompt token by token: key/value cache, sampling, text that is shown as it becomes certain.
+
+    cache = KeyValueCache()
+    hidden = extend(model, prompt, cache)           # int64 [b, n] -> [n, b, hidden]
+    hidden = extend(model, next_tokens, cache)      # [b, 1] -> [1, b, hidden]
+
+The same modules as in training, but for the attention's core: see `Attention.heads` and `Block.around`. Shapes as in
+model/attention.py: b rows, q query heads, k key/value heads, d head width, n new tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megastable.base.errors import CheckpointError, DataError
+from megastable.checkpoint.plain import PlainModel
+from megastable.data.tokenizer import Tokenizer
+from megastable.model.attention import Attention
+from megastable.model.gpt import Block, Head
+from megastable.model.rope import rope_table, rotate
+
+SMALLEST = 64  # tokens that there is room for at least
+AT_ONCE = 2048  # tokens of a long prompt in one pass: what bounds the memory of activations and masks
+
+
+class KeyValueCache:
+    """Rotated keys, and values, of the `length` tokens of every row that were read so far; by block."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._held: dict[str, Tensor] = {}  # [2, b, k, room, d]
+
+    def put(self, block: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep k and v [b, k, n, d] behind what is there; all of both, [b, k, length + n, d]."""
+        b, heads, n, d = k.shape
+        end = self.length + n
+        held = self._held.get(block)
+        if held is None or end > held.shape[3]:
+            grown = k.new_empty(2, b, heads, _room(end), d)
+            if held is not None:
+                grown[..., : self.length, :] = held[..., : self.length, :]
+            held = self._held[block] = grown
+        held[0, :, :, self.length : end] = k
+        held[1, :, :, self.length : end] = v
+        return held[0, :, :, :end], held[1, :, :, :end]
+
+    def choose(self, rows: Tensor) -> None:
+        """Go on with these rows of the batch, int64 [n]; one may come more than once."""
+        self._held = {block: held.index_select(1, rows) for block, held in self._held.items()}
+
+
+def _room(tokens: int) -> int:
+    return max(SMALLEST, 1 << (tokens - 1).bit_length()) if tokens else SMALLEST
+
+
+# Not inference_mode: `rope_table` is kept, and what it gives there could not be used in training any more.
+@torch.no_grad()
+def extend(model: PlainModel, tokens: Tensor, cache: KeyValueCache) -> Tensor:
+    """Read tokens int64 [b, n] behind those in the cache: what the head takes, [n, b, hidden].
+
+    Long inputs are read in parts. Equal to `model.hidden` of all tokens at once but for rounding.
+    """
+    parts = []
+    for part in tokens.split(AT_ONCE, dim=1):
+        x: Any = part
+        for layer in model.gpt.children():
+            if isinstance(layer, Block):
+                x = layer.around(x, partial(_attend, layer.attention, layer.name, cache))
+            elif not isinstance(layer, Head):
+                x = layer(x)
+        cache.length += part.shape[1]
+        parts.append(x)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend(attention: Attention, name: str, cache: KeyValueCache, x: Tensor) -> Tensor:
+    """`Attention.forward` of x [n, b, hidden] behind what the cache holds."""
+    q, k, v = attention.heads(x)
+    n, b = q.shape[:2]
+    before = cache.length
+    table = rope_table(_room(before + n), attention.rope, x.device)
+    cos, sin = (t[before : before + n, None, None] for t in table)
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+    keys, values = cache.put(name, k, v)
+    y = attention.core.run(q, k, v, None) if before == 0 else _core(q, keys, values)
+    return attention.out(y.permute(2, 0, 1, 3).reshape(n, b, -1))
+
+
+def _core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v for the last n of L positions: q [b, q, n, d], k and v [b, k, L, d].
+
+    The queries that share a key/value head are laid behind each other: the cache is read as it is, not repeated.
+    """
+    (b, heads, n, d), (kv, length) = q.shape, k.shape[1:3]
+    groups = heads // kv
+    mask = None
+    if n > 1:
+        index = torch.arange(length, device=q.device)
+        mask = (index <= index[length - n :, None]).repeat(groups, 1)
+    grouped = q.unflatten(1, (kv, groups)).flatten(2, 3)
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(b, heads, n, d)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature: 0 takes the most likely token always; 1 is what the model says. top_k: only of so many most likely
+    ones; 0 = of all. top_p: only of the fewest most likely ones that have at least this share of the probability.
+
+    Raises DataError for what cannot be.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 0.95
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise DataError(f"temperature {self.temperature}: give 0 (the most likely token always) or more")
+        if self.top_k < 0:
+            raise DataError(f"top-k {self.top_k}: give how many tokens to choose from, or 0 for all")
+        if not 0 < self.top_p <= 1:
+            raise DataError(f"top-p {self.top_p}: give a share above 0, at most 1")
+
+
+def pick(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Tensor:
+    """The next token of each row, int64 [n]: logits [n, v], uniforms fp64 [n] in [0, 1).
+
+    First the temperature, then top-k, then top-p of what is left. One uniform number decides by the inverse of the
+    distribution function, so that rounding in the logits hardly ever changes a choice.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    scores, ids = logits.double(), None
+    if 0 < sampling.top_k < logits.shape[-1]:
+        scores, ids = scores.topk(sampling.top_k)
+    elif sampling.top_p < 1:
+        scores, ids = scores.sort(descending=True)
+    # The largest first taken away: a small temperature must not overflow.
+    share = ((scores - scores.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)
+    if sampling.top_p < 1:
+        share = share.masked_fill(share.cumsum(-1) - share >= sampling.top_p, 0.0)
+    below = share.cumsum(-1)
+    chosen = (below <= uniforms[:, None] * below[:, -1:]).sum(-1, keepdim=True)
+    return (chosen if ids is None else ids.gather(-1, chosen)).squeeze(-1)
+
+
+CONTEXT = 4  # tokens before one that its text may depend on: a space that the first of a text loses
+UNFINISHED = (
+    3  # bytes of a character that can be there without the last, each a token at most, shown as U+FFFD
+)
+
+
+class StreamDecoder:
+    """What `feed` and at last `end` return is, joined, what the tokens say behind `before`."""
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._begin(list(before[-CONTEXT:]))
+
+    def _begin(self, ids: list[int]) -> None:
+        self._ids, self._given = ids, len(self._tokenizer.decode(ids))
+
+    def feed(self, token: int) -> str:
+        """The text that is certain now; "" while a character is unfinished."""
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids)
+        held = len(text) - len(text.rstrip("\ufffd"))
+        new = text[self._given : len(text) - min(held, UNFINISHED)]
+        self._given += len(new)
+        if not held:
+            self._begin(self._ids[-CONTEXT:])
+        return new
+
+    def end(self) -> str:
+        """What was held back: a character that stays unfinished shows as U+FFFD."""
+        text = self._tokenizer.decode(self._ids)[self._given :]
+        self._given += len(text)
+        return text
+
+
+def cut(text: str, stops: Sequence[str]) -> tuple[str, str, bool]:
+    """(what may be shown, what may be the beginning of a stop, whether one was met) of text that goes on.
+
+    What may be shown ends before the first stop that is in there.
+    """
+    at = min((found for stop in stops if (found := text.find(stop)) >= 0), default=None)
+    if at is not None:
+        return text[:at], "", True
+    longest = max((len(stop) for stop in stops), default=1) - 1
+    for begin in range(max(0, len(text) - longest), len(text)):
+        if any(stop.startswith(text[begin:]) for stop in stops):
+            return text[:begin], text[begin:], False
+    return text, "", False
+
+
+End = Literal["eod", "stop", "length"]
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """What a token adds to sample number `sample`.
+
+    text: what can be shown now; a character of several tokens comes with the last of them. logprob: of the token by the
+    model itself (temperature 1, nothing left out), nats. end: why the sample ends here: the end-of-document token, a
+    stop text, or it is long enough.
+    """
+
+    sample: int
+    text: str
+    token: int
+    logprob: float
+    end: End | None = None
+
+
+class Continuations:
+    """`number` samples that go on from one prompt, int64 ids; it is read when this is built.
+
+    known: only ids below it are chosen. seed: any numbers; sample i depends on them and on i alone, not on `number`
+    (but for rounding, which may turn a choice that was close). Raises CheckpointError when the model says nothing.
+    """
+
+    def __init__(
+        self,
+        model: PlainModel,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        number: int,
+        seed: Sequence[int],
+        known: int,
+    ) -> None:
+        self._model, self._sampling, self._known = model, sampling, known
+        self._uniforms = [np.random.default_rng([*seed, sample]) for sample in range(number)]
+        self._cache = KeyValueCache()
+        self.going = list(range(number))
+        hidden = extend(model, torch.tensor([list(prompt)], device=model.device), self._cache)
+        self._hidden = hidden[-1].expand(number, -1)
+        self._cache.choose(torch.zeros(number, dtype=torch.int64, device=model.device))
+        self._chosen: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[int, int, float]]:
+        """(sample, its next token, the token's log-probability) of every sample that goes on."""
+        if self._chosen is not None:
+            self._hidden = extend(self._model, self._chosen[:, None], self._cache)[-1]
+        logits = self._model.logits(self._hidden)[:, : self._model.vocabulary].float()
+        if not bool(logits.isfinite().all()):
+            raise CheckpointError(
+                f"{self._model.checkpoint}: the model's logits are not finite: its weights are of a run that had "
+                "diverged, or their precision is too low for them (try --dtype fp32)"
+            )
+        uniforms = torch.tensor(
+            [self._uniforms[sample].random() for sample in self.going], dtype=torch.float64
+        )
+        self._chosen = pick(logits[:, : self._known], self._sampling, uniforms.to(logits.device))
+        logprobs = logits.log_softmax(-1).gather(-1, self._chosen[:, None])[:, 0]
+        return list(zip(self.going, self._chosen.tolist(), logprobs.tolist(), strict=True))
+
+    def finish(self, samples: Sequence[int]) -> None:
+        """These need no more tokens."""
+        rows = [row for row, sample in enumerate(self.going) if sample not in samples]
+        if len(rows) < len(self.going) and self._chosen is not None:
+            index = torch.tensor(rows, dtype=torch.int64, device=self._chosen.device)
+            self._chosen = self._chosen[index]
+            self._cache.choose(index)
+            self.going = [self.going[row] for row in rows]
+
+
+def write(
+    model: PlainModel, tokenizer: Tokenizer, prompt: Sequence[int], sampling: Sampling, *, number: int, most: int,
+    seed: Sequence[int], ends: Collection[int], stops: Sequence[str] = (),
+) -> Iterator[TextPiece]:  # fmt: skip
+    """Continue `prompt`, at least one id: pieces of all samples in turn, each sample's last one with its `end`.
+
+    most: tokens of a sample, at least one. seed: any numbers. ends: tokens that end a sample; stops: texts that do, and
+    are no part of it. Raises CheckpointError, and what torch raises where memory does not suffice.
+    """
+    known = min(model.vocabulary, tokenizer.vocab_size)
+    samples = Continuations(model, prompt, sampling, number, seed, known)
+    decoders = [StreamDecoder(tokenizer, prompt) for _ in range(number)]
+    held = [""] * number
+    for count in range(1, most + 1):
+        ended = []
+        for sample, token, logprob in samples.step():
+            end: End | None = "length" if count == most else None
+            if token in ends:
+                end, new = "eod", ""
+            else:
+                new = decoders[sample].feed(token)
+            if end is not None:
+                new += decoders[sample].end()
+            text, held[sample], met = cut(held[sample] + new, stops)
+            if met:
+                end = "stop"
+            elif end is not None:
+                text += held[sample]
+            if end is not None:
+                ended.append(sample)
+            yield TextPiece(sample, text, token, logprob, end)
+        samples.finish(ended)
+        if not samples.going:
+            return

@@ -1,0 +1,188 @@
+"""The order that a run reads its data in, as it is settled at the start: blends, exchanges, skips. Collective."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megastable.base.collectives import agree, first, shared
+from megastable.base.errors import CheckpointError
+from megastable.base.text import plural
+from megastable.checkpoint.store import RunState
+from megastable.config.tree import RunConfig
+from megastable.data.blends import BlendEntry, ExchangeEntry, Line, moved_skips, named_skips
+from megastable.data.corpora import Corpora, open_corpora
+from megastable.data.order import BLOCK
+from megastable.data.skip_ledger import Ledger, append, append_all
+from megastable.data.skips import Selection
+from megastable.data.source import Source
+from megastable.recovery.skipping import Skipping
+from megastable.run.directory import RunDirectory
+from megastable.run.events.data_events import (
+    BlendChanged,
+    ExchangesUndone,
+    OrderChanged,
+    SkipsForeign,
+    SkipsNamed,
+    SkipsRefused,
+)
+from megastable.run.log import RunLog
+
+
+class DataOrder:
+    """Of one run. strict: a line of the skip ledger that somebody got wrong ends the start (`Skipping`).
+
+    corpora: as they are read from here on. anew: they are others than those that the checkpoint knew.
+    """
+
+    def __init__(
+        self, config: RunConfig, run: RunDirectory, corpora: Corpora, log: RunLog, strict: bool
+    ) -> None:
+        """Raises DataError where nothing is left to train on."""
+        self.config, self.run, self.corpora, self.log, self.strict = config, run, corpora, log, strict
+        self.anew = False
+        self.skipping = Skipping(config, run)
+        self._told_foreign: set[str] | None = None  # fingerprints, once the journal was read for them
+        # Before anything long begins; another blend may be what leaves something to train on.
+        if corpora.reblended:
+            self.skipping.check(strict)
+        else:
+            self.selection()
+
+    @property
+    def source(self) -> Source:
+        """Of the training samples."""
+        return self.corpora.train
+
+    def selection(self) -> Selection:
+        """What is left of the order, by the skip ledger of now."""
+        return self.skipping.selection(self.source.order, self.strict)
+
+    # What a checkpoint knew of it
+
+    def exchanged_since(self, saved: RunState) -> list[ExchangeEntry] | None:
+        """The exchanges since a checkpoint that put off what it has read; None where it knew another order altogether.
+
+        There are some where a process went back behind it, and died before it was put aside; or a person brought it
+        back. Such a one is passed over for one that has none; where there is no such one, they are undone.
+        """
+        if not saved.cursor:
+            return []
+        known = self.corpora.known_by(saved.order_fingerprint, saved.cursor)
+        return None if known is None else self.corpora.exchanges[known:]
+
+    def undo(self, later: list[ExchangeEntry], saved: RunState, found: Path) -> None:
+        """Go on in the order that the checkpoint `found` knew."""
+        c, corpora, name = self.config, self.corpora, self.run.blends.name
+        reason = f"{found.name} has read these samples already, and no good checkpoint has not"
+        undone = [entry.undone(reason, saved.step) for entry in reversed(later)]
+        first(lambda: append_all(self.run.blends, undone))
+        lines: list[Line] = [*corpora.blends, *corpora.exchanges, *undone]
+        self.corpora = agree(lambda: open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, lines))
+        self.log.emit(
+            ExchangesUndone(step=saved.step, lines=len(undone), reason=reason),
+            say=f"note: {reason}: {plural(len(undone), 'line')} of {name} that put them off are undone",
+        )
+
+    def accept_another(self, saved: RunState, found: Path) -> None:
+        """The checkpoint `found` knew another order altogether. Raises CheckpointError unless the recipe accepts it."""
+        message = (
+            f"{found}: the data is not what it was when this checkpoint was written: a manifest, seed or sequence "
+            "length of data.corpora changed, so positions mean other samples now"
+        )
+        if not self.config.data.accept_changed_manifest:
+            raise shared(
+                CheckpointError(
+                    f"{message}. Restore the old corpora, or say data.accept_changed_manifest=true to go on "
+                    "with the new order"
+                )
+            )
+        self.anew = True
+        old, new = saved.order_fingerprint, self.corpora.order_fingerprint
+        self.log.emit(OrderChanged(old=old, new=new), say=f"note: {message}")
+
+    # What is written down of it
+
+    def follow_blend(self, state: RunState) -> None:
+        """Write down how the corpora are blended, from the first block on that nothing was read of yet."""
+        corpora, c = self.corpora, self.config
+        begins = self.anew or not corpora.blends
+        # Where nothing was done yet, the corpora may also have become others.
+        others = not state.step and corpora.blends and corpora.blends[-1].corpora != corpora.shares
+        if not begins and not others and not corpora.reblended:
+            return
+        position = 0 if begins else -(-state.cursor // BLOCK) * BLOCK
+        entry = BlendEntry(position=position, corpora=corpora.shares, step=state.step)
+        blends: list[Line] = [*corpora.blends, *corpora.exchanges, entry]
+        self.corpora = agree(
+            lambda: open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, blends)
+        )
+        # The blend last: a start that dies in between does both again.
+        moved = 0 if begins else first(lambda: self._move_skips(corpora, position))
+        first(lambda: append(self.run.blends, entry))
+        if begins or not corpora.reblended:
+            return
+        old, new = corpora.blends[-1].weights, entry.weights
+        self.log.emit(
+            BlendChanged(step=state.step, position=position, old=old, new=new, skips_moved=moved),
+            say=f"the blend changes at position {position:,}, this is {state.cursor:,}: {old} -> {new}",
+        )
+        if moved:
+            self.log.say(
+                f"{plural(moved, 'sample')} that the skip ledger names behind it: named where they are now"
+            )
+
+    def _move_skips(self, before: Corpora, position: int) -> int:
+        """Skip the samples that the ledger names also where the new blend puts them; how many."""
+        entries = self._ledger().by_position.entries
+        new, since = self.source.order, before.blends[-1].time
+        moved = moved_skips(entries, before.train.order, new, position, since)
+        append_all(self.run.skips, moved)
+        return sum(entry.end - entry.first for entry in moved)
+
+    def name_convicted(self, step: int) -> None:
+        """Skip in every epoch what an earlier version of this program convicted for one."""
+        if not step or not self.skipping.by_position:
+            return
+
+        def write() -> int:
+            entries = named_skips(self._ledger(), self.corpora.blends, self.source.order)
+            append_all(self.run.skips, entries)
+            return len(entries)
+
+        if lines := first(write):
+            self.log.emit(
+                SkipsNamed(step=step, lines=lines),
+                say="samples that an earlier version convicted for one epoch are skipped in every epoch from now on: "
+                f"{plural(lines, 'new line')} in {self.run.skips.name}",
+            )
+
+    def _ledger(self) -> Ledger:
+        return Ledger.read(self.run.skips, None if self.strict else [])
+
+    def warn_of_foreign(self, step: int) -> None:
+        """Say, once in the life of a run, which corpora the skip ledger names samples of that it does not have: their
+        content was another one then, or the run was."""
+        foreign, length = self.skipping.foreign(self.source.order), self.config.model.sequence_length
+        if foreign and self._told_foreign is None:
+            events = first(lambda: [e.get("fingerprint") for e in self.run.events(SkipsForeign)])
+            self._told_foreign = set(map(str, events))
+        for (corpus, fingerprint), tokens in foreign.items():
+            if fingerprint in (told := self._told_foreign or set()):
+                continue
+            told.add(fingerprint)
+            self.log.emit(
+                SkipsForeign(step=step, corpus=corpus, fingerprint=fingerprint, tokens=tokens),
+                say=f"WARNING: {self.run.skips.name} names {tokens:,} tokens "
+                f"({plural(-(-tokens // length), 'sample')}) of corpus {corpus} with fingerprint "
+                f"{fingerprint[:12]}..., which this run does not use: they are not skipped",
+            )
+
+    def usable(self, step: int) -> Selection:
+        """As `selection`, in the middle of a run, which a line that somebody got wrong does not end."""
+        wanted, odd = self.skipping.usable(self.source.order)
+        for problem in odd:
+            self.log.emit(
+                SkipsRefused(step=step, problem=problem),
+                say=f"WARNING: {problem}. Training goes on without that line",
+            )
+        return wanted

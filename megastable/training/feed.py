@@ -1,0 +1,46 @@
+"""The training data of a run on this rank, a global batch at a time; hears when the skip ledger grows."""
+
+from __future__ import annotations
+
+import time
+
+from megastable.base.collectives import first
+from megastable.base.text import plural
+from megastable.data.loader import Loader, Step
+from megastable.data.skips import Selection
+from megastable.run.events.data_events import SkipsRead
+from megastable.training.data_order import DataOrder
+from megastable.training.heartbeat import Heartbeat
+
+
+class Feed:
+    """loader: of the order's samples, from the run's cursor on. waited: seconds for the last batch."""
+
+    def __init__(self, order: DataOrder, loader: Loader, heart: Heartbeat) -> None:
+        self.order, self.loader, self.heart = order, loader, heart
+        self.waited = 0.0
+
+    def next(self) -> Step:
+        """The next global batch, and this rank's part of it."""
+        begin = time.perf_counter()
+        batch = next(self.loader)
+        self.waited = time.perf_counter() - begin
+        return batch
+
+    def mix(self, batch: Step) -> dict[str, float]:
+        """The share of each corpus in the last sample's block; empty where nothing is known of it."""
+        skips = self.loader.skips
+        return skips.mix(batch.next - 1) if isinstance(skips, Selection) else {}
+
+    def read_ledger(self, step: int, cursor: int) -> None:
+        """Somebody added to the skip ledger: go on at `cursor` without what it names. Collective."""
+        first(self.heart.skips_read)
+        wanted = self.order.usable(step)
+        before = self.loader.skips.lines if isinstance(self.loader.skips, Selection) else 0
+        self.loader.go_to(cursor, wanted)
+        self.order.warn_of_foreign(step)
+        if (more := wanted.lines - before) > 0:
+            self.order.log.emit(
+                SkipsRead(step=step, cursor=cursor, entries=more),
+                say=f"step {step}: {plural(more, 'new line')} in {self.order.run.skips.name}: skipped from now on",
+            )

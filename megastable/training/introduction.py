@@ -1,0 +1,42 @@
+"""What the console says of a run before its first step: model, layout, kernels, precision, batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megastable.base.deterministic import exact
+from megastable.config.tree import LINEARS, RunConfig
+from megastable.engine.engine import Engine
+from megastable.model.flops import parameters
+from megastable.model.sizes import in_fp8
+
+
+def introduction(config: RunConfig, engine: Engine, run: Path, peak: float, peak_source: str) -> str:
+    """Several lines. run: the run directory; peak: TFLOP/s of a device, and where that is from."""
+    c, layout = config, engine.topology.layout
+    context = f" (context {layout.context})" if layout.context > 1 else ""
+    return (
+        f"{parameters(c.model) / 1e6:,.1f}M parameters, {layout.world} ranks: tensor {layout.tensor} x pipeline "
+        f"{layout.pipeline} x data {layout.data}{context}, ZeRO {c.parallel.zero}, {c.precision.kind} on "
+        f"{engine.device.type}\n"
+        f"optimizer wrapper {type(engine.optimizer).__name__}, kernels: {engine.kernels}\n"
+        f"recomputation {c.parallel.recompute}, peak {peak:.3g} TFLOP/s a device ({peak_source}){_fp8(c, engine)}\n"
+        f"{_repeatable(c, engine)}\n"
+        f"{c.train.global_batch} samples of {c.model.sequence_length} tokens a step, run directory {run}"
+    )
+
+
+def _fp8(config: RunConfig, engine: Engine) -> str:
+    if config.precision.fp8 is None:
+        return ""
+    count, of = len(in_fp8(config)), config.model.layers * len(LINEARS)
+    emulated = (
+        ", emulated: its rounding is real, its speed is not" if engine.kernels.fp8 == "emulated" else ""
+    )
+    return f"\nFP8 with {config.precision.fp8.recipe} scales in {count} of {of} linear layers{emulated}"
+
+
+def _repeatable(config: RunConfig, engine: Engine) -> str:
+    if exact(config.run.deterministic, engine.device):
+        return "a repeated step gives the same bits"
+    return "a repeated step may differ in the last bits (run.deterministic=true: the same bits)"

@@ -1,0 +1,87 @@
+"""A rank as a process: its command line, its place among the ranks, and how its errors become exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megastable.base.errors import FAILED, ConfigError, MegastableError, RendezvousError
+from megastable.config import deepspeed_json, recipe
+from megastable.config.tree import RunConfig
+from megastable.engine.distributed import start_distributed, stop_distributed
+from megastable.run.membership import membership, tasks
+from megastable.run.rank_ipc import attempt_of
+from megastable.training.heartbeat import parting
+
+
+def main(
+    train: Callable[[RunConfig, Path, int | None], int], arguments: Sequence[str] | None = None
+) -> NoReturn:
+    """Run `train` as one rank of a process group; arguments: of the command line. Ends the process."""
+    parser = argparse.ArgumentParser(
+        prog="deepspeed --module megastable.train",
+        description="Train a GPT as a recipe says; resume when run.dir holds a run already.",
+        epilog="example: deepspeed --num_gpus 4 --module megastable.train launch/recipes/quickstart.yaml "
+        "parallel.tensor=2 parallel.pipeline=2 train.steps=20",
+    )
+    parser.add_argument("recipe", help="a YAML file, e.g. launch/recipes/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", help="dotted overrides, e.g. train.steps=20 run.dir=runs/x")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher adds it
+    parser.add_argument("--supervised", help=argparse.SUPPRESS)  # the supervisor's mark (rank_ipc.py)
+    args = parser.parse_intermixed_args(arguments)
+    _join()
+    rank, world = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        config = recipe.load(args.recipe, args.overrides)
+        deepspeed_json.build(config, world)
+    except MegastableError as error:
+        # The same on every rank: one message is enough. The launcher ends all when the first one ends: not before it.
+        if rank:
+            time.sleep(30)
+        _fail(error)
+    try:
+        start_distributed(config.run.timeout, config.run.deterministic)
+        code = train(config, recipe.find(args.recipe), attempt_of(args.supervised))
+    except MegastableError as error:
+        # The supervisor chose the port, and chooses another one for its next attempt.
+        retried = isinstance(error, RendezvousError) and args.supervised is not None
+        code = FAILED if retried else error.code
+        if rank == 0 or not error.collective:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        if not error.collective:
+            # The others wait in a collective that this rank will not reach: leave at once, the launcher ends them.
+            sys.stdout.flush()
+            os._exit(code)
+    except (Exception, KeyboardInterrupt) as error:
+        # The end of the interpreter would wait for the thread that writes this rank's part of a checkpoint, which
+        # nobody will commit.
+        sys.stdout.flush()
+        print(parting(error, rank, world), end="", file=sys.stderr, flush=True)
+        os._exit(130 if isinstance(error, KeyboardInterrupt) else FAILED)
+    stop_distributed()
+    # Everything is on the disk. What C++ libraries destroy when a process ends sometimes aborts, once in hundreds of
+    # runs ("terminate called without an active exception"): a run that is complete would end with -6.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _join() -> None:
+    """Into the environment which rank this is."""
+    try:
+        os.environ.update(membership(os.environ))
+    except ConfigError as error:
+        together = tasks(os.environ)
+        if together is None or together.rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.code) from None
+
+
+def _fail(error: MegastableError) -> NoReturn:
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(error.code) from None

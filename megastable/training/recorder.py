@@ -1,0 +1,77 @@
+"""Watches and writes down every step: statistics of the layers, signs of the start, the record, refused updates."""
+
+from __future__ import annotations
+
+from megastable.checkpoint.store import RunState
+from megastable.config.tree import LoggingConfig
+from megastable.data.loader import Step
+from megastable.engine.engine import Engine, Measured
+from megastable.recovery.recovery import Recovery
+from megastable.run.events.stability_events import Discarded
+from megastable.run.log import RunLog
+from megastable.training.observer import Observer
+
+
+def due(interval: int, step: int) -> bool:
+    """Whether something that happens every `interval` steps (0 = never) happens at this one."""
+    return interval > 0 and step % interval == 0
+
+
+class StepRecorder:
+    """Of one rank. observer: what keeps and shows the steps, None where another rank does. Collective."""
+
+    def __init__(
+        self,
+        config: LoggingConfig,
+        engine: Engine,
+        recovery: Recovery,
+        log: RunLog,
+        observer: Observer | None,
+    ) -> None:
+        self.config, self.engine, self.recovery, self.log = config, engine, recovery, log
+        self.observer = observer
+        self._look = False  # into the layers, in the present step
+
+    def begin(self, state: RunState) -> None:
+        """Before the step after `state`."""
+        # The second refused update, too: what the trouble looks like inside.
+        self._look = due(self.config.layers_interval, state.step + 1) or state.discards_in_a_row == 1
+        if self._look or self.recovery.signs.looks(state.step + 1):
+            self.engine.probe.watch()
+
+    def step(
+        self,
+        state: RunState,
+        batch: Step,
+        measured: Measured,
+        applied: bool,
+        lr: float,
+        seconds: float,
+        waited: float,
+    ) -> None:
+        """The step that ended at `state`; seconds: it took, `waited` of them for data."""
+        signs, statistics = self.recovery.signs, None
+        regular = self._look or due(self.config.norms_interval, state.step)
+        if regular or signs.measures(state.step):
+            statistics = self.engine.statistics()
+            if regular and applied:
+                self.recovery.indicators = statistics.indicators
+        signs.after(state, statistics, self.recovery.casebook.incident is not None)
+        if self.observer is not None:
+            self.observer.step(state, batch, measured, applied, lr, seconds, waited, statistics)
+        if not applied:
+            verdict, reason = self.recovery.refusal(measured)
+            self.log.emit(Discarded(
+                step=state.step, verdict=verdict, reason=reason, first_position=batch.first,
+                next_position=batch.next, loss=measured.loss, grad_norm=measured.grad_norm,
+                loss_scale=measured.loss_scale,
+            ))  # fmt: skip
+
+    def validation(self, step: int, loss: float) -> None:
+        """An evaluation after `step`; loss: nats per token."""
+        if self.observer is not None:
+            self.observer.live.validation(step, loss)
+
+    def flush(self) -> None:
+        if self.observer is not None:
+            self.observer.flush()

@@ -1,0 +1,160 @@
+"""Brings a rank to where its run stands: the engine, the order of the data, the newest good checkpoint. Collective."""
+
+from __future__ import annotations
+
+import platform
+import random
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import megastable
+from megastable.base.collectives import agree, first
+from megastable.base.errors import ConfigError
+from megastable.checkpoint import store
+from megastable.checkpoint.vitals import Vitals
+from megastable.config import deepspeed_json
+from megastable.config.tree import RunConfig
+from megastable.data.corpora import Corpora
+from megastable.data.loader import Loader
+from megastable.data.skips import Selection, Skips
+from megastable.data.source import Source
+from megastable.engine.engine import Engine
+from megastable.parallel.layout import Layout
+from megastable.parallel.topology import Topology
+from megastable.run import directory
+from megastable.run.directory import RunDirectory
+from megastable.run.events.training_events import ConfigChanged, Resumed, Warned
+from megastable.run.log import RunLog
+from megastable.training.checkpoints import Checkpoints
+from megastable.training.data_order import DataOrder
+from megastable.training.heartbeat import Heartbeat
+from megastable.training.lint import lint
+from megastable.training.probe_samples import ProbeSamples
+
+
+class Start:
+    """What the training of a rank begins from, complete when built.
+
+    state: of the newest good checkpoint, which the engine holds, or of a new run. changed: what the recipe says
+    otherwise than when the run was started before, or its checkpoint was written.
+    """
+
+    def __init__(self, config: RunConfig, run: RunDirectory, corpora: Corpora, heart: Heartbeat) -> None:
+        world, rank, p = dist.get_world_size(), dist.get_rank(), config.parallel
+        self.config, self.run, self.heart = config, run, heart
+        self.log = RunLog(run, partial(print, flush=True), active=rank == 0)
+        self.order = DataOrder(config, run, corpora, self.log, heart.strict)
+        changed = first(lambda: run.compare(config))
+        data = deepspeed_json.data_parallel(config, world)
+        self.layout = Layout(p.tensor, p.pipeline, data, p.context)
+        self.topology = Topology(self.layout, rank, config.run.timeout)
+        self.ds_config = deepspeed_json.build(config, world)
+        random.seed(config.run.seed + rank)
+        np.random.seed(config.run.seed + rank)
+        torch.manual_seed(config.run.seed + rank)
+        self.engine = Engine(config, self.ds_config, self.topology)
+        self.probes = ProbeSamples(self.engine, self._probe_loader, config.checkpoint.vitals.probes, self.log)
+        self.checkpoints = Checkpoints(
+            config, self.engine, run, self.log, heart.phase, self.frozen, self._vitals
+        )
+        self.changed: list[str] = changed
+        self.state = store.RunState(
+            order_fingerprint=corpora.order_fingerprint,
+            layout=store.LayoutState(**vars(self.layout), zero=p.zero, precision=config.precision.kind),
+            versions={
+                "megastable": megastable.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        )
+        self._resume()
+        self.order.follow_blend(self.state)
+        self.order.name_convicted(self.state.step)
+        self.skips = self.order.selection()
+        first(lambda: run.freeze(config, self.order.corpora.fingerprints, self.ds_config))
+        self._say(changed)
+
+    def _resume(self) -> None:
+        """Continue from the newest good checkpoint of the run directory, if there is one."""
+        order, checkpoints = self.order, self.checkpoints
+        while True:
+            found = checkpoints.find(lambda saved: bool(order.exchanged_since(saved)))
+            if found is None:
+                stability = self.config.stability
+                for text in lint(self.config) if stability.enabled and stability.signs.enabled else ():
+                    self.log.emit(Warned(step=0, text=text, sign="recipe"), say=f"WARNING: {text}")
+                return
+            saved = agree(lambda found=found: store.read_state(found))  # type: ignore[misc]
+            if (later := order.exchanged_since(saved)) is None:
+                order.accept_another(saved, found)
+            checkpoints.load(found, saved, self.state.layout)
+            if checkpoints.proved(found, saved):
+                break
+        if later:
+            order.undo(later, saved, found)
+        # Who was started with another recipe and died before a checkpoint of his has frozen it all the same.
+        self.changed = sorted({*self.changed, *first(lambda: self._changed_since(found))})
+        # Every rewind point copies the state, and what FP8 remembers is the engine's from here on.
+        known = {"layout": self.state.layout, "versions": self.state.versions, "fp8": {}}
+        self.state = saved.model_copy(update=known)
+        self.log.emit(
+            Resumed(step=saved.step, checkpoint=found.name, cursor=saved.cursor, changes=checkpoints.changes),
+            say=f"resumed from {found} at step {saved.step}",
+        )
+
+    def _changed_since(self, found: Path) -> list[str]:
+        """What the recipe says otherwise than when `found` was written, where that can be read."""
+        try:
+            return self.run.compare(self.config, found / store.RECIPE)
+        except ConfigError:
+            return []
+
+    def _say(self, changed: list[str]) -> None:
+        if changed:
+            told = f"changed since this run was started: {'; '.join(changed)}"
+            self.log.emit(ConfigChanged(changes=changed), say=told)
+        if self.skips.text:
+            self.log.say(f"skipped: {self.skips.text} (data.skip, {self.run.skips.name})")
+            ahead = int(self.skips.next_kept(self.state.cursor, 1)[0][0]) - self.state.cursor
+            if ahead > sum(self.order.source.order.sequences):
+                self.log.say(f"WARNING: the next position is {ahead:,} further on: whole epochs are skipped")
+        self.order.warn_of_foreign(self.state.step)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to do. Collective."""
+        return self.state.step >= self.config.train.steps and first(self.run.summary.exists)
+
+    @property
+    def suspects(self) -> list[str]:
+        """What is other than it was: what trouble right after the start may come from."""
+        return [*self.changed, *(["data"] if self.order.anew else [])]
+
+    def loader(
+        self, source: Source, skips: Skips | Selection, cursor: int, batch: int | None = None
+    ) -> Loader:
+        """A loader of this rank's part of global batches; batch: of another size than the recipe's."""
+        c, t, on_gpu = self.config, self.topology, self.engine.device.type == "cuda"
+        return Loader(
+            source, skips, cursor, batch or c.train.global_batch, c.train.micro_batch, t.sample_rank,
+            self.layout.samples, c.data.keep_documents_apart, c.data.prefetch, pin_memory=on_gpu,
+            part=(t.context_rank, self.layout.context),
+        )  # fmt: skip
+
+    def from_the_first(self, source: Source, batch: int) -> Loader:
+        """From the first sample of `source` on, in global batches of that size."""
+        return self.loader(source, Skips.of([]), 0, batch)
+
+    def _probe_loader(self, corpora: Corpora) -> Loader:
+        return self.from_the_first(corpora.train, self.config.train.micro_batch * self.layout.samples)
+
+    def _vitals(self, step: int) -> Vitals:
+        return self.probes.vitals(self.order.corpora, step)
+
+    def frozen(self) -> bytes:
+        """The recipe as it is kept."""
+        return directory.frozen(self.config, self.order.corpora.fingerprints, self.ds_config)
