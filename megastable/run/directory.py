@@ -169,6 +169,15 @@ def as_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(_plain(value), default=str, indent=indent)
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """A file of one JSON object; empty where there is none, or it is not whole."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(below) for key, below in value.items()}

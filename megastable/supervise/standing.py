@@ -14,9 +14,9 @@ from megastable.base.text import duration, visible
 from megastable.config.supervise import SuperviseConfig, redacted_override
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import NOTHING, whole
+from megastable.supervise.hang_detector import patience
 from megastable.supervise.journal_view import WORKS, JournalView
-
-MODULE = "megastable.train"  # what launch/supervise.py starts where it is not told otherwise
+from megastable.supervise.processes import MODULE
 
 
 class State(StrEnum):
@@ -39,12 +39,6 @@ class Standing:
     state: State
     code: int | None = None
     reason: str = ""
-
-
-def patience(phase: str, rate: float | None, limits: SuperviseConfig) -> float:
-    """Seconds without a sign of progress that mean nothing yet, in a phase of rank 0. rate: seconds a step."""
-    usual = rate if phase == "step" else None
-    return limits.hang_unknown if usual is None else max(limits.hang_floor, limits.hang_factor * usual)
 
 
 def state_of(

@@ -6,7 +6,6 @@ of the directory, by the last words of the journal, and by the age of progress.j
 
 from __future__ import annotations
 
-import json
 import math
 import socket
 import time
@@ -24,14 +23,15 @@ from megastable.base.errors import DataError
 from megastable.base.text import visible
 from megastable.config.supervise import SuperviseConfig
 from megastable.run import directory
-from megastable.run.directory import RunDirectory
+from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import NOTHING, real, whole
 from megastable.run.events.follow import Follower
+from megastable.supervise.hang_detector import patience
 from megastable.supervise.journal_skim import skim
 from megastable.supervise.journal_view import AttemptSummary, IncidentSummary, JournalView, Said
 from megastable.supervise.locks import SUPERVISOR, TRAINING, is_held
 from megastable.supervise.recent_steps import RecentSteps
-from megastable.supervise.standing import Standing, State, advice, patience, state_of
+from megastable.supervise.standing import Standing, State, advice, state_of
 
 SHOWN = 5  # checkpoints
 
@@ -158,7 +158,7 @@ class RunWatch:
         self._read_journal(problems)
         self._read_recipe(problems)
         self._steps.read()
-        s, progress = self._told, _read_object(self.run.progress)
+        s, progress = self._told, read_object(self.run.progress)
         attempt = next(reversed(s.attempts), whole(progress.get("attempt")))
         # What an earlier attempt wrote says nothing about the processes of this one.
         stale = bool(s.attempts) and whole(progress.get("attempt")) not in (attempt, None)
@@ -284,7 +284,7 @@ class RunWatch:
 
     def _complete(self) -> bool:
         """Whether all steps are done, as summary.json has it: training on begins with its removal."""
-        done, wanted = whole(_read_object(self.run.summary).get("steps")), self._recipe.steps
+        done, wanted = whole(read_object(self.run.summary).get("steps")), self._recipe.steps
         return done is not None and (wanted is None or done >= wanted)
 
     def _last_progress(self, progress: dict[str, Any]) -> float | None:
@@ -337,12 +337,3 @@ def _alert(told: JournalView) -> str:
 def _finite(value: object) -> float | None:
     number = real(value)
     return number if number is not None and math.isfinite(number) else None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """A file of one JSON object; empty where there is none, or it is not whole."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -7,7 +7,6 @@ imports neither torch nor deepspeed, and talks to the ranks through files only (
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -22,7 +21,8 @@ from megastable.config.supervise import redacted_override
 from megastable.config.tree import RunConfig
 from megastable.data.skip_ledger import append_all
 from megastable.data.skips import Range, ranges_of
-from megastable.run.directory import RunDirectory
+from megastable.run.directory import RunDirectory, read_object
+from megastable.run.events.event import whole
 from megastable.run.events.supervisor_events import Ended, Hang, Launched, Restart, SupervisorEvent
 from megastable.run.rank_ipc import folder_of, log_of
 from megastable.stability.actions import Action, Cause, Remedy
@@ -35,7 +35,7 @@ from megastable.supervise.locks import nobody_trains, only_supervisor, wait_unti
 from megastable.supervise.log_tail import end_of_log
 from megastable.supervise.prescan_process import PrescanProcess
 from megastable.supervise.process_incidents import ProcessIncidents
-from megastable.supervise.processes import Attempt, command, hosts
+from megastable.supervise.processes import MODULE, Attempt, command, hosts
 from megastable.supervise.rank_files import RankFiles
 from megastable.supervise.supervisor_journal import Listener, SupervisorJournal
 
@@ -75,7 +75,7 @@ class Supervisor:
         recipe: str,
         overrides: Sequence[str],
         given: Sequence[str] = (),
-        module: str = "megastable.train",
+        module: str = MODULE,
     ) -> None:
         self.config, self.run, self.say = config, run, listener.say
         self.recipe, self.given, self.module = recipe, list(given), module
@@ -342,11 +342,8 @@ class Supervisor:
         return ranges_of(found.positions)
 
     def _complete(self) -> bool:
-        try:
-            done = json.loads(self.run.summary.read_text())["steps"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
-        return isinstance(done, int) and done >= self.config.train.steps
+        done = whole(read_object(self.run.summary).get("steps"))
+        return done is not None and done >= self.config.train.steps
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
         self.signals += 1
