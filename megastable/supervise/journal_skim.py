@@ -19,7 +19,7 @@ PASSING = rb'(?:discarded|checkpoint_healthy|discard_examined|samples_examined|s
 COUNTS = re.compile(
     rb'"event": "(?!' + PASSING + rb")"
     rb'(?:(?P<evaluated>evaluated)", "step": \d+, "loss": [-"\d]'
-    rb'|checkpoint", "step": \d+, "name": (?P<checkpoint>"[^"\\]+"), "bytes": \d'
+    rb'|checkpoint", "step": \d+, "name": (?P<checkpoint>"[^"\\]+"), "bytes": \d{1,15}[,}]'
     rb'|(?P<incident>incident)", "what": ")?'
 )
 SUMMARY = re.compile(rb'"summary": \{"number": (\d{1,15}), ')  # each has all that is known of an incident

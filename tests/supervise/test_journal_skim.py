@@ -98,6 +98,11 @@ REFUSED = {"event": "discarded", "step": 900, "loss": 9.0}
         [],
         stretch({"event": "evaluated", "step": 5, "loss": 3.5}, 25),
         stretch({"event": "checkpoint", "step": 5, "name": "", "bytes": 7}, 50),
+        [
+            one
+            for size in (7, 1.5)  # the second is none: the sizes of before count
+            for one in stretch({"event": "checkpoint", "step": 5, "name": "", "bytes": size}, 50)
+        ],
         [b'{"time": 7.0, "event": "discarded", "step": 5, "l\0\0\0": 9}\n'],
         [incident(n, "opened") for n in (3, 1, 2, 1)],
     ],
