@@ -48,6 +48,7 @@ from megastable.recovery import new_kinds
 from megastable.recovery.recovery import Recovery
 from megastable.recovery.sample_replay import Trained
 from megastable.recovery.skipping import Skipping
+from megastable.recovery.step_result import StepResult
 from megastable.run import directory
 from megastable.run.directory import RunDirectory
 from megastable.run.log import RunLog
@@ -317,8 +318,9 @@ class Bench:
         if found is not None:
             self.recovery.indicators = found.indicators
         self.recovery.signs.after(s, found)
-        self.observer.step(s, batch, measured, applied, RATE, 1.0, 0.0, found)
-        self.state = self.recovery.settle(batch, measured, applied, before, s).state
+        done = StepResult(batch, measured, applied, before, s, RATE, 1.0, 0.0)
+        self.observer.step(done, found)
+        self.state = self.recovery.settle(done).state
         decision = self.recovery.decision
         self.disturbed += decision is not None and decision.action is not Action.APPLY
 

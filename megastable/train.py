@@ -22,11 +22,10 @@ from megastable.base.collectives import first, shared
 from megastable.base.errors import OK, STOPPED, MegastableError, SpaceError
 from megastable.base.hardware import peak_tflops
 from megastable.config.tree import RunConfig
-from megastable.data.loader import Step
-from megastable.engine.engine import Measured
 from megastable.model.kernels import DTYPES
 from megastable.optim.schedule import rate
 from megastable.recovery.recovery import Recovery, StepOutcome
+from megastable.recovery.step_result import StepResult
 from megastable.run.events.training_events import Evaluated, Stopped, Training, Warned
 from megastable.training import rank_process
 from megastable.training.evaluation import Evaluation
@@ -83,7 +82,7 @@ class Trainer:
             )  # fmt: skip
             self.checkpoints.prepare()
             if self.checkpoints.rejected:
-                self.recovery.casebook.damaged(self.checkpoints.rejected, self.state.step)
+                self.recovery.incident_log.damaged(self.checkpoints.rejected, self.state.step)
             self.recorder = StepRecorder(c.logging, self.engine, self.recovery, self.log, observer)
             self._closing = closing.pop_all()
 
@@ -119,15 +118,11 @@ class Trainer:
             measured, applied = self.engine.train_step(
                 batch.micro_batches, lr, recovery.gate(before, lr), self._votes
             )
+            seconds = time.perf_counter() - begin
             stop_votes, skip_votes, written, settled = measured.votes
             self.stopping = stop_votes > 0
-            seconds = time.perf_counter() - begin
 
             # Where the run stands now, and the record of it
-            self.heart.stepped(
-                loss=measured.loss, grad_norm=measured.grad_norm, lr=lr, applied=applied, seconds=seconds,
-                tokens_per_second=tokens / seconds,
-            )  # fmt: skip
             self.state = state = before.after(
                 cursor=batch.next,
                 tokens=tokens,
@@ -136,17 +131,21 @@ class Trainer:
                 applied=applied,
                 mix=mix,
             )
-            recorder.step(state, batch, measured, applied, lr, seconds, feed.waited)
+            done = StepResult(batch, measured, applied, before, state, lr, seconds, feed.waited)
+            self.heart.stepped(
+                loss=measured.loss, grad_norm=measured.grad_norm, lr=lr, applied=applied, seconds=seconds,
+                tokens_per_second=tokens / seconds,
+            )  # fmt: skip
+            recorder.step(done)
 
             # What the guard decided: mostly nothing, sometimes back to an earlier step
-            incident = recovery.casebook.incident
-            outcome = recovery.settle(batch, measured, applied, before, state)
+            incident = recovery.incident_log.incident
+            outcome = recovery.settle(done)
             if not outcome.rewound:
-                recovery.give_up(state, measured)
                 self.checkpoints.stepped(state.step, applied and recovery.calm, written, settled)
                 if self.checkpoints.ill is not None:
-                    outcome = self._leave(batch, measured)
-            if recovery.casebook.incident is not incident:
+                    outcome = self._leave(done)
+            if recovery.incident_log.incident is not incident:
                 recorder.flush()  # one was opened or closed: its report is written now
             if skip_votes:
                 feed.read_ledger(state.step, outcome.state.cursor)
@@ -200,12 +199,12 @@ class Trainer:
             *self.checkpoints.saver.votes(),
         )
 
-    def _leave(self, batch: Step, measured: Measured) -> StepOutcome:
+    def _leave(self, done: StepResult) -> StepOutcome:
         """Go back from a state that was found not to be finite when it was to be saved."""
         if not self.recovery.acts:
             raise self.checkpoints.unstable()
         damage = f"weights or Adam's moments were not finite after step {self.checkpoints.ill}"
-        return self.recovery.rescue(batch, measured, self.state, damage)
+        return self.recovery.rescue(done, damage)
 
     def _evaluate(self) -> float | None:
         """Mean cross-entropy over the evaluation samples, nats per token; always the same samples."""

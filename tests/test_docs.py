@@ -61,3 +61,14 @@ def test_config_command_of_the_readme() -> None:
         ["bash", "-c", command.replace("python", sys.executable, 1)], cwd=ROOT, text=True, capture_output=True
     )
     assert done.returncode == 0 and '"train_batch_size"' in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("page", ["tour.md", "extending.md"])
+def test_files_below_the_package_exist(page: str) -> None:
+    """These pages name files without the package's folder."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/]+(?:\.py|/))`", text))
+    assert len(named) > 10
+    assert not [
+        name for name in named if not ((ROOT / "megastable" / name).exists() or (ROOT / name).exists())
+    ]

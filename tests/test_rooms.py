@@ -32,6 +32,7 @@ SUPERVISOR = {"supervise": "base config run data stability"}
 # They read run directories and checkpoints; nothing that trains imports one.
 WINGS = {"convert", "forensics", "fp8_check", "generate", "plan", "report"}
 LOOSE = {"__init__.py", "train.py", "cli.py"}
+LONGEST = 500  # lines of a file
 MOST = 5  # names that stand for several files, or for several classes
 
 
@@ -133,6 +134,15 @@ def test_only_the_engine_imports_deepspeed() -> None:
 
 def test_what_lies_loose() -> None:
     assert {path.name for path in (ROOT / "megastable").glob("*.py")} <= LOOSE
+
+
+def test_no_file_is_long() -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in (ROOT / "megastable").rglob("*.py")
+    }
+    assert lengths.pop("megastable/train.py") < 300
+    assert not {name: lines for name, lines in lengths.items() if lines > LONGEST}
 
 
 def test_names_stand_for_one_thing() -> None:

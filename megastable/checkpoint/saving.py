@@ -33,7 +33,8 @@ from megastable.checkpoint.files import hash_file
 from megastable.checkpoint.parts import Files, put_in_place, write_head, write_part
 from megastable.checkpoint.staging import Sealed, Staging, upload
 from megastable.checkpoint.store import SAVING, RunState
-from megastable.config.tree import CheckpointConfig, ModelConfig
+from megastable.config.checkpoint import CheckpointConfig
+from megastable.config.tree import ModelConfig
 from megastable.engine.flatstate import KINDS, FlatState, Fragment
 from megastable.engine.hostcopy import CopiedTensors, HostCopy
 from megastable.parallel.topology import Topology

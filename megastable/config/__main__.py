@@ -1,4 +1,4 @@
-"""`python -m megastable.config`: the resolved configuration of a recipe, and the DeepSpeed JSON of it."""
+"""`python -m megastable.config`: a recipe's resolved configuration and DeepSpeed JSON, or the reference of all keys."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import yaml
 
 from megastable.base.errors import ConfigError, MegastableError, user_errors
-from megastable.config import deepspeed_json
+from megastable.config import deepspeed_json, reference
 from megastable.config.recipe import find, load, read_yaml
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.training import lint
+
+EXAMPLES = f"""python -m megastable.config launch/recipes/7b.yaml parallel.tensor=8 --world 64
+  python -m megastable.config launch/recipes/quickstart.yaml --json
+  {reference.COMMAND}"""
 
 
 def _of_corpora(config: RunConfig) -> list[str]:
@@ -31,17 +36,32 @@ def _of_corpora(config: RunConfig) -> list[str]:
     return []
 
 
+class _Reference(argparse.Action):
+    """Prints the reference and ends, as --help does: no recipe is needed."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(reference.page(), end="")
+        parser.exit()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """`python -m megastable.config`: print the resolved tree and the DeepSpeed JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m megastable.config",
         description="Print the resolved configuration of a recipe and the DeepSpeed JSON that follows from it.",
-        epilog="example: python -m megastable.config launch/recipes/7b.yaml parallel.tensor=8 --world 64",
+        epilog=f"examples:\n  {EXAMPLES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", help="dotted overrides, e.g. model.layers=12")
     parser.add_argument("--world", type=int, help="number of ranks (default: one data-parallel replica)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of YAML and JSON")
+    parser.add_argument(
+        "--reference",
+        action=_Reference,
+        nargs=0,
+        help="print docs/configuration.md, every key there is, and end",
+    )
     args = parser.parse_intermixed_args(arguments)
     with user_errors():
         config = load(args.recipe, args.overrides)

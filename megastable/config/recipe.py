@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
 from megastable.base.errors import ConfigError
-from megastable.config.section import Section
+from megastable.config.explain import explain
+from megastable.config.keys import section_at
 from megastable.config.tree import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +79,7 @@ def override(tree: dict[str, Any], assignment: str) -> None:
     if isinstance(node, list):
         node[_index(node, last, key)] = value
         return
-    word = _part(parents).in_a_word.get(last)
+    word = section_at(parents).in_a_word.get(last)
     if word is not None and isinstance(node.get(last), dict):
         if value is True:
             return
@@ -96,7 +95,7 @@ def _child(node: Any, path: Sequence[str]) -> Any:
         child = node[_index(node, name, ".".join(path))]
     else:
         child = node.setdefault(name, {})
-        word = _part(parents).in_a_word.get(name)
+        word = section_at(parents).in_a_word.get(name)
         if child is None or (word is not None and child in (True, False, "off", "none")):
             child = node[name] = {}
         elif word is not None and isinstance(child, str):
@@ -131,45 +130,5 @@ def validate(tree: dict[str, Any], where: str) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        problems = "\n".join(f"  {_explain(detail)}" for detail in error.errors())
+        problems = "\n".join(f"  {line}" for detail in error.errors() for line in explain(detail))
         raise ConfigError(f"{where}:\n{problems}") from None
-
-
-def _explain(detail: ErrorDetails) -> str:
-    location = [str(part) for part in detail["loc"]]
-    key = ".".join(location)
-    if detail["type"] == "extra_forbidden":
-        *parents, last = location
-        siblings = list(_part(parents).model_fields)
-        near = [".".join((*parents, name)) for name in difflib.get_close_matches(last, siblings, n=1)]
-        if not near:  # a key of another part, perhaps
-            keys = {path: path.rpartition(".")[2] for path in _keys(RunConfig)}
-            best = difflib.get_close_matches(last, keys.values(), n=1, cutoff=0.8)
-            near = [path for path, name in keys.items() if name in best]
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(siblings)}"
-        return f"{key}: unknown key; {hint}"
-    if detail["type"] == "missing":
-        return f"{key}: missing"
-    message = detail["msg"].removeprefix("Value error, ")
-    if detail["type"] == "value_error":
-        return f"{key}: {message}" if key else message
-    return f"{key}={detail['input']!r}: {message}"
-
-
-def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _keys(field.annotation, f"{prefix}{name}.")
-
-
-def _part(location: Sequence[str]) -> type[Section]:
-    """The model at a place of the tree, e.g. CorpusConfig at ["data", "corpora", "0"]."""
-    model: type[Section] = RunConfig
-    for name in location:
-        if name in model.model_fields:
-            annotation = model.model_fields[name].annotation
-            for kind in (annotation, *get_args(annotation)):
-                if isinstance(kind, type) and issubclass(kind, Section):
-                    model = kind
-    return model

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+BOOL_FOR_ANOTHER_KIND = "bool_for_another_kind"  # an error's type
 
 
 def _takes_bool(annotation: Any) -> bool:
@@ -15,7 +17,10 @@ def _takes_bool(annotation: Any) -> bool:
 
 
 class Section(BaseModel):
-    """A part of the tree: frozen, finite, and without room for keys that nobody reads."""
+    """A part of the tree: frozen, finite, and without room for keys that nobody reads.
+
+    The string below a key says what it means, with its unit in brackets at the end: docs/configuration.md shows them.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     # Parts that a single word may stand for: the value of which key of theirs it is. True: as it is; false: none.
@@ -30,7 +35,9 @@ class Section(BaseModel):
             if not isinstance(value, bool) or field is None or name in cls.in_a_word:
                 continue
             if not _takes_bool(field.annotation):
-                raise ValueError(
-                    f"{name}={str(value).lower()}: expected another kind of value than yes or no"
+                raise PydanticCustomError(
+                    BOOL_FOR_ANOTHER_KIND,
+                    "{name}={given}: expected another kind of value than yes or no",
+                    {"name": name, "given": str(value).lower()},
                 )
         return given

@@ -10,202 +10,245 @@ from megastable.config.section import Fraction, Section
 
 
 class DetectorConfig(Section):
-    """What counts as a deviation; see detector.py. Lengths are in observations: steps, or lines of a sparse trace.
+    """What counts as a deviation (stability/detector.py). Lengths are in observations: steps, or lines of a sparse
+    trace. Sigma is the scatter of the last `window` accepted values.
 
-    The figures below are from public traces of real runs: 48,000 healthy steps, seven onsets of spikes and a slow
-    divergence (docs/stability.md has what was chosen on which, and what is missed).
+    The defaults are from public traces of real runs: 48,000 healthy steps, seven onsets of spikes and a slow divergence
+    (docs/stability.md has what was chosen on which, and what is missed).
 
-    Residuals are in sigma, the scatter of the last `window` accepted values: long enough for a steady estimate, short
-    enough to follow the trend. min_values, warmup_steps: nothing is judged before both, but a rise of
-    more than half of `explosion` (nats) above the lowest level that does not turn within start_patience observations
-    (start-ups without warm-up rise by up to 40 nats, and turn within 30), and one value alone that is beyond
-    `explosion`. loss_floor (nats), norm_floor (log units): the scatter is taken as at
-    least that, so that the first wiggle of a constant series is nothing, and a norm that is up by a half neither, which
-    late in a quiet run is 10 sigma and means nothing.
+    Start: nothing is judged before `min_values` and `warmup_steps`, but a rise of more than half of `explosion` above
+    the lowest level that does not turn within `start_patience` (start-ups without warm-up rise by up to 40 nats, and
+    turn within 30), and one value alone that is beyond `explosion`.
 
-    Outlier, refused (severity 1): loss and norm of the same step beyond outlier_loss and outlier_norm; or one alone
-    beyond `lone` and beyond record_margin times the farthest harmless jump of its kind that this run has shown, which
-    is forgotten with a half-life of record_half_life. Single gradient norms at 13 times the usual and single hard
-    batches at 15 sigma pass without harm. lone_without_norm: for the loss, where no norm can confirm it. A loss beyond
-    `notice` and beyond that record is mentioned, with a severity below 1.
+    Outlier, refused (severity 1): loss and norm of the same step beyond `outlier_loss` and `outlier_norm`; or one alone
+    beyond `lone` and beyond `record_margin` times the farthest harmless jump of its kind in this run. Single gradient
+    norms at 13 times the usual and single hard batches at 15 sigma pass without harm.
 
-    Cumulative sums: a term is the residual, at most *_clip, less *_allowance; the alarm is at *_limit; the largest term
-    does not count. Within five steps spikes reach 4.8 (loss) or 4.0 (joint), healthy runs 3.7 and 2.1 ever. tame: the
-    norm counts less by as much as its farthest harmless jump exceeds this. drift: against the best level, a median of
-    `level` values, in units of the scatter of neighbours; a slow divergence reaches 45 in 100 steps, healthy runs 3.6
-    ever. forget: in sigma per observation, how fast best level and smallest scatter are given up, for data whose
-    difficulty wanders. oscillation: of the residuals on either side over the smallest scatter; swings of 4 sigma are
-    noticed, healthy runs reach 1.5 ever.
+    Cumulative sums: a term is the residual, at most `_clip`, less `_allowance`; the alarm is at `_limit`; the largest
+    term does not count. Within five steps spikes reach 4.8 (loss) or 4.0 (joint), healthy runs 3.7 and 2.1 ever. A slow
+    divergence reaches a drift of 45 in 100 steps, healthy runs 3.6 ever. Swings of 4 sigma are noticed; healthy runs
+    reach an oscillation of 1.5 ever. The limits hold for at most one false alarm; another rate moves them. What
+    neighbouring residuals are worth is reduced by the root of their long-run variance (1.5 to 3.5 in the first thousand
+    steps of real healthy runs, 1 to 2 later).
 
-    false_alarms: rewinds accepted per 10,000 healthy steps. The limits above were chosen for one at most; another
-    rate moves them (detector.Limits). Held on noise of every kind: `tools/bench.py noise`. What neighbouring residuals
-    are worth is reduced by the root of their long-run variance, measured over scatter_memory observations, over
-    scatter_usual (real healthy runs show 1.5 to 3.5 in their first thousand steps, 1 to 2 later), by scatter_most at
-    most.
-
-    An alarm that only the loss raises is one of the training if the log gradient norm lies `heat` sigma up on average
-    since its onset (spikes of real runs: 2.9 and more; a rise that healed in 5 steps: 1.9), if the loss has jumped by
-    `gross` nats, gross_sigma sigma and the farthest harmless jump of the run, twice at least, or if it climbs. Where no
-    norm was recorded, 4 sigma since the onset, and 3 of the latest scatter, are a spike, too.
-    Otherwise it is a shift: after `settle` observations the level is taken as given.
-
-    renewal: share of the limits at which a further jump during an excursion is noticed.
-
-    recovery: an excursion is over when the median of so many residuals is below `calm`. lasting: one that is longer
-    is a plateau; spikes that heal do so in 10 to 30 steps. adapt: after so many the level is taken as given, and learnt
-    anew from the last `relearn`. fall_allowance, drop_memory: a sudden fall of the loss, a shard of easy text
-    (typically 100M tokens), and for how long the level before it may come back without being a spike.
-    indicator_growth: factor between the first and the last third of indicator_window measurements.
+    An alarm that only the loss raises is one of the training if the gradient norm is up by `heat` (spikes of real runs:
+    2.9 and more; a rise that healed in 5 steps: 1.9), if the loss has jumped by `gross`, by `gross_sigma` and by the
+    farthest harmless jump of the run, twice at least, or if it climbs. Where no norm was recorded, 4 sigma since the
+    onset, and 3 of the latest scatter, are a spike, too. Otherwise it is a shift of the data.
     """
 
     window: int = Field(default=100, ge=30)
+    """Accepted values that trend and scatter are estimated from: enough for a steady estimate, few enough to follow.
+    [observations]"""
     min_values: int = Field(default=20, ge=9, le=30)
+    """Accepted values before anything is judged. [observations]"""
     warmup_steps: NonNegativeInt = 50
+    """Steps before anything is judged. [steps]"""
     explosion: PositiveFloat = 2.0
+    """At the start: a rise of the loss that is refused at once. [nats]"""
     start_patience: int = Field(default=100, ge=20)
+    """At the start: how long a rise may take to turn. [observations]"""
     false_alarms: PositiveFloat = 1.0
+    """Rewinds accepted per 10,000 healthy steps; checked on noise of every kind by `tools/bench.py noise`."""
     scatter_memory: PositiveInt = 1000
+    """Span over which the long-run variance is measured. [observations]"""
     scatter_usual: PositiveFloat = 2.5
+    """Long-run variance that the limits hold for."""
     scatter_most: PositiveFloat = 3.0
+    """What residuals are divided by at most."""
     heat: PositiveFloat = 2.4
+    """Mean of the log gradient norm since the onset that confirms an alarm of the loss. [sigma]"""
     gross: PositiveFloat = 0.6
+    """Jump of the loss that needs no confirmation by the norm. [nats]"""
     gross_sigma: PositiveFloat = 5.0
+    """The same, relative to the scatter. [sigma]"""
     settle: int = Field(default=40, ge=20)
+    """After a shift, when the new level is taken as given. [observations]"""
     loss_floor: PositiveFloat = 0.005
+    """Least scatter of the loss, so that the first wiggle of a constant series is nothing. [nats]"""
     norm_floor: PositiveFloat = 0.2
+    """Least scatter of the log gradient norm: up by a half is 10 sigma late in a quiet run, and means nothing. [log
+    units]"""
 
     outlier_loss: PositiveFloat = 6.0
+    """Loss of an outlier, if the norm is one, too. [sigma]"""
     outlier_norm: PositiveFloat = 4.0
+    """Log gradient norm of an outlier, if the loss is one, too. [sigma]"""
     lone: PositiveFloat = 20.0
+    """Outlier of either alone. [sigma]"""
     lone_without_norm: PositiveFloat = 8.0
+    """Outlier of the loss where no norm can confirm it. [sigma]"""
     notice: PositiveFloat = 6.0
+    """Loss that is mentioned, with a severity below 1, if no harmless one was farther out. [sigma]"""
     record_margin: PositiveFloat = 2.0
+    """Times the farthest harmless jump that an outlier of one alone must exceed."""
     record_half_life: PositiveInt = 10000
+    """Half-life with which the farthest harmless jump is forgotten. [observations]"""
 
     spike_clip: PositiveFloat = 6.0
+    """Sum of the loss: largest residual that counts. [sigma]"""
     spike_allowance: PositiveFloat = 2.0
+    """Sum of the loss: subtracted from each residual. [sigma]"""
     spike_limit: PositiveFloat = 4.0
+    """Sum of the loss: alarm of a spike. [sigma]"""
     joint_loss_clip: PositiveFloat = 2.0
+    """Sum of loss and log gradient norm: largest residual of the loss that counts. [sigma]"""
     joint_norm_clip: PositiveFloat = 4.0
+    """Sum of loss and log gradient norm: largest residual of the norm that counts. [sigma]"""
     joint_allowance: PositiveFloat = 2.5
+    """Sum of loss and log gradient norm: subtracted from each pair. [sigma]"""
     joint_limit: PositiveFloat = 3.2
+    """Sum of loss and log gradient norm: alarm of a spike. [sigma]"""
     tame: PositiveFloat = 10.0
+    """Where the farthest harmless jump of the norm exceeds this, the norm counts that much less. [sigma]"""
     level: PositiveInt = 30
+    """Values whose median is a level; drift is counted from the best one. [observations]"""
     drift_clip: PositiveFloat = 3.0
+    """Sum above the best level: largest residual that counts. [scatters of neighbours]"""
     drift_allowance: PositiveFloat = 1.7
+    """Sum above the best level: subtracted from each residual. [scatters of neighbours]"""
     drift_limit: PositiveFloat = 10.0
+    """Sum above the best level: alarm of a drift. [scatters of neighbours]"""
     forget: NonNegativeFloat = 0.001
+    """How fast best level and smallest scatter are given up, for data whose difficulty wanders. [sigma per
+    observation]"""
     oscillation_clip: PositiveFloat = 4.0
+    """Sums on either side: largest residual that counts. [smallest scatters]"""
     oscillation_allowance: PositiveFloat = 0.9
+    """Sums on either side: subtracted from each residual. [smallest scatters]"""
     oscillation_limit: PositiveFloat = 3.0
+    """Sums on either side: alarm of an oscillation, if both reach it. [smallest scatters]"""
 
     renewal: Fraction = 0.6
+    """Share of the limits at which a further jump during an excursion is noticed."""
     recovery: PositiveInt = 4
+    """Latest residuals whose median decides whether an excursion is over. [observations]"""
     calm: PositiveFloat = 1.0
+    """An excursion is over when that median is below this. [sigma]"""
     lasting: PositiveInt = 50
+    """A longer excursion is a plateau; spikes that heal do so in 10 to 30 steps. [observations]"""
     adapt: PositiveInt = 150
+    """After so long an excursion the level is taken as given. [observations]"""
     relearn: int = Field(default=50, ge=30)
+    """Latest values that a new level is learnt from. [observations]"""
     fall_allowance: PositiveFloat = 1.5
+    """Sum of a sudden fall of the loss, as of a shard of easy text: subtracted from each residual. [sigma]"""
     drop_memory: PositiveInt = 300
+    """How long the level before such a fall may come back without being a spike. [observations]"""
 
     indicator_window: int = Field(default=24, ge=9)
+    """Measurements over which indicators, as norms of weights, are watched for growth. [measurements]"""
     indicator_growth: PositiveFloat = 2.0
+    """Factor between the first and the last third of them that is a warning."""
 
 
 class PolicyConfig(Section):
-    """What is done about one, and how often; see policy.py.
+    """What is done about a deviation, and how often (stability/policy.py).
 
-    discards: the update that would be refused as this many within 16 steps leads to a rewind instead: more would cost
-    more data than a rewind costs steps. rewinds, swaps, handovers per `budget_window` steps of new ground: what PaLM
-    needed in a whole run (arXiv:2204.02311 section 5.1, about 20 times) is far below; more means that the cause is not
-    the data.
-    data_rewinds: the same for rewinds after which samples were convicted at `odds_swap`; a corpus with some per cent
-    of bad samples needs many. A budget that is spent pauses the remedy, not the run: it trains on with refusals only,
-    and a person is told; last_resort=stop ends it with code 76 instead.
+    Budgets are per `budget_window` steps of new ground. What PaLM needed in a whole run (arXiv:2204.02311, section 5.1:
+    about 20 rewinds) is far below; more means that the cause is not the data. A budget that is spent pauses the remedy,
+    not the run: it trains on with refusals only, and a person is told.
 
-    odds_*: log10 odds of the cause against the next best that a remedy needs (odds.py has the account); a rewind
-    needs none. odds_cap, odds_fall_back: 10 to 1, as both end by themselves. odds_cut, odds_swap: 100 to 1.
-    odds_handover: 10 to 1 that the state is bad, which no data and no rate mends.
-
-    cuts: how often the rate is limited in a run, an eighth of the rate is no training any more; the last one is for
-    good. cut_rest: steps of new ground after which a limit is lifted, twice as many after each return; 0 = never.
-    fallbacks: from FP8, of the whole run; the last one is for good: what was tried so often is no bad luck. fp8_rest:
-    steps of new ground without it after the first, twice as many after each further one; an incident is over long
-    before. recur_steps: an incident with nobody guilty so soon after another, or after a limit was lifted, has come
-    back. verify_steps: after an action the loss must be back on its trend within so many steps. Spikes that heal do
-    so in 10 to 30 steps on the public traces (docs/stability.md).
+    `odds_` keys are log10 odds of the cause against the next best that a remedy needs (stability/odds.py); a rewind
+    needs none. 10 to 1 for what ends by itself, 100 to 1 for cuts and swaps.
     """
 
     discards: PositiveInt = 4
-    non_finite: PositiveInt = 3  # the same of updates that are not finite
+    """Refused updates within 16 steps that lead to a rewind: more would cost more data than a rewind costs steps.
+    [updates]"""
+    non_finite: PositiveInt = 3
+    """The same of updates that are not finite. [updates]"""
     budget_window: PositiveInt = 2000
+    """Window of the budgets. [steps]"""
     rewinds: NonNegativeInt = 8
+    """Budget of rewinds."""
     data_rewinds: NonNegativeInt = 32
+    """Budget of rewinds that convicted samples at `odds_swap`; a corpus with some per cent of bad ones needs many."""
     odds_fall_back: float = 1.0
+    """To leave FP8. [log10 odds]"""
     odds_cap: float = 1.0
+    """To limit the learning rate for a while. [log10 odds]"""
     odds_cut: float = 2.0
+    """To cut the learning rate. [log10 odds]"""
     odds_swap: float = 2.0
+    """To leave a corpus out. [log10 odds]"""
     odds_handover: float = 1.0
+    """To start again from an older checkpoint, as the state is bad, which no data and no rate mends. [log10 odds]"""
     last_resort: Literal["train_on", "stop"] = "train_on"
+    """When nothing is left to do; `stop` ends the run with exit code 76."""
     cuts: NonNegativeInt = 3
+    """Limits of the learning rate in a run; an eighth of the rate is no training any more. The last is for good."""
     cut_rest: NonNegativeInt = 200
-    fallbacks: NonNegativeInt = 3  # 0 = FP8 is never left
-    fp8_rest: NonNegativeInt = 200  # 0 = for good
+    """When a limit is lifted, twice as long after each return; 0: never. [steps]"""
+    fallbacks: NonNegativeInt = 3
+    """Times that a run leaves FP8, the last one for good; 0: never."""
+    fp8_rest: NonNegativeInt = 200
+    """Without FP8 after the first time, twice as long after each further one; 0: for good. [steps]"""
     swaps: NonNegativeInt = 2
+    """Budget of corpora left out."""
     handovers: NonNegativeInt = 2
+    """Budget of starts from an older checkpoint."""
     recur_steps: PositiveInt = 200
+    """An incident with nobody guilty so soon after another, or after a limit was lifted, has come back. [steps]"""
     verify_steps: PositiveInt = 30
-    swap_after: PositiveInt = (
-        4  # incidents by data of a corpus in a window before it is left out, if there is another
-    )
-    swap_most: Fraction = 0.5  # of the blend that may be swapped out: with less left it is another run
-    hardware: PositiveInt = 3  # irreproducible incidents in a window: then it is a host, not luck
-    restarts: NonNegativeInt = 20  # after failures of processes or hosts, in a window
-    barren: PositiveInt = 5  # of them in a row without a step of new ground
-    same_place: PositiveInt = 3  # the same failure at the same step so often is data or code, not luck
-    same_host: PositiveInt = 3  # failures of one host among several, in a window: then it is the host
-    # Of the learning rate; GLM-130B and OPT-175B halved it by hand.
+    """How soon the loss must be back on its trend after an action; spikes that heal do so in 10 to 30 steps. [steps]"""
+    swap_after: PositiveInt = 4
+    """Incidents by data of a corpus in a window before it is left out, if there is another. [incidents]"""
+    swap_most: Fraction = 0.5
+    """Share of the blend that may be left out: with less left it is another run."""
+    hardware: PositiveInt = 3
+    """Irreproducible incidents in a window that blame a host. [incidents]"""
+    restarts: NonNegativeInt = 20
+    """Budget of restarts after failures of processes or hosts."""
+    barren: PositiveInt = 5
+    """Failures in a row without a step of new ground that are not luck either. [failures]"""
+    same_place: PositiveInt = 3
+    """Failures at the same step, alike, that are data or code, not luck. [failures]"""
+    same_host: PositiveInt = 3
+    """Failures of one host among several, in a window, that blame the host. [failures]"""
     cut_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    rewarm_steps: NonNegativeInt = 50  # updates from a tenth of the cut rate back to it
+    """What a cut multiplies the learning rate by; GLM-130B (arXiv:2210.02414) and OPT-175B (arXiv:2205.01068) halved it
+    by hand."""
+    rewarm_steps: NonNegativeInt = 50
+    """From a tenth of the cut rate back to it. [updates]"""
 
 
 class SnapshotConfig(Section):
-    """Rewind points in host memory; see snapshot.py.
+    """Rewind points in host memory (recovery/snapshot.py). A rewind loses half of `interval` on average, at most
+    `interval` and the steps until something is noticed; a copy, 12 bytes a parameter, costs about a hundredth of a
+    step."""
 
-    interval: steps between two. A rewind loses half of it on average, at most `interval` + the steps until something
-    is noticed; a copy of 12 bytes a parameter costs about a hundredth of a step. keep: how many, the newest and
-    ever older ones: a slow divergence is noticed late.
-    """
-
-    interval: NonNegativeInt = 10  # 0 = none
+    interval: NonNegativeInt = 10
+    """Between rewind points; 0: none. [steps]"""
     keep: PositiveInt = 4
-    memory_gib: PositiveFloat | None = None  # host memory per rank; None = a quarter of what is free
+    """How many, the newest and ever older ones: a slow divergence is noticed late. [snapshots]"""
+    memory_gib: PositiveFloat | None = Field(default=None, examples=[64.0])
+    """Host memory per rank; null: a quarter of what is free. [GiB]"""
 
 
 class AttributionConfig(Section):
-    """Who is guilty; see attribution.py, groups.py, scores.py, region.py.
-
-    threshold: robust z of a sample's loss among its corpus's, from which on it may be guilty by itself. significance:
-    how often a window of harmless samples passes for a bad crowd (a permutation test), innocent: share of the named of
-    a crowd that may be innocent (false discovery rate); adjacent_significance: the first where the window lies next to
-    what was just skipped, as data is the likely cause there. gradients: measured at most where no loss is bad; each
-    costs a step. More only to halve one batch down to one sample. window: steps since the onset whose samples are
-    suspects; later ones follow from the first. reference: harmless samples measured, of before the rewind point, of a
-    corpus with few recorded. behind: steps before the rewind point that are no measure of harmless tails, as the region
-    may have begun there. region: steps of time that it may take at most to find where a bad region ends and who is
-    guilty inside; a forward pass of a batch is a third of a step. Where likeness tells, a hundred bad samples are
-    measured, and the rest is inferred.
-    """
+    """Which samples are guilty (stability/attribution.py, groups.py, scores.py, region.py)."""
 
     threshold: PositiveFloat = 6.0
+    """Robust z of a sample's loss among its corpus's, from which it may be guilty by itself. [sigma]"""
     significance: Fraction = 0.001
+    """How often a window of harmless samples passes for a bad crowd (permutation test)."""
     adjacent_significance: Fraction = 0.05
+    """The same next to what was just skipped, where data is the likely cause."""
     innocent: Fraction = 0.03
+    """Share of the named of a crowd that may be innocent (false discovery rate)."""
     gradients: NonNegativeInt = 16
+    """Gradients measured at most where no loss is bad; each costs a step. More only to halve one batch down to one
+    sample."""
     window: PositiveInt = 16
+    """Since the onset, whose samples are suspects; later ones follow from the first. [steps]"""
     reference: PositiveInt = 128
+    """Harmless ones measured, of before the rewind point, for a corpus with few recorded. [samples]"""
     behind: NonNegativeInt = 16
+    """Before the rewind point, that are no measure of harmless tails: the region may have begun there. [steps]"""
     region: NonNegativeInt = 40
+    """Time to find where a bad region ends and who is guilty inside; a forward pass of a batch is a third of a step.
+    Where likeness tells, a hundred bad samples are measured, and the rest is inferred. [steps]"""
 
     @model_validator(mode="before")
     @classmethod
@@ -215,53 +258,70 @@ class AttributionConfig(Section):
 
 
 class SampleConfig(Section):
-    """Single samples over time, and refused batches; see samples.py."""
+    """Single samples over time, and refused batches (recovery/sample_watch.py)."""
 
-    # Trickles that are none, per 10,000 healthy steps, at most; and as many new kinds of text that are none.
     false_alarms: PositiveFloat = 0.1
-    # Groups of batches that are examined for nothing, likewise: it takes some steps of time and convicts nobody.
+    """Trickles that are none, per 10,000 healthy steps, at most; and as many new kinds of text that are none."""
     examinations: PositiveFloat = 1.0
-    known: PositiveInt = 512  # scored samples of a corpus, before which it is not judged
-    quiet_steps: PositiveInt = 4  # on the trend, after which a refused batch is examined
-    measured: PositiveInt = 256  # suspects measured again at most, the worst first
-    # Batches looked ahead at most, for more of the kind; each costs a third of a step. In the whole run one more for
-    # every so many steps: 3 % of its time.
+    """Groups of batches that are examined for nothing, likewise: it takes some steps of time and convicts nobody."""
+    known: PositiveInt = 512
+    """Scored ones of a corpus before it is judged. [samples]"""
+    quiet_steps: PositiveInt = 4
+    """On the trend, before a refused batch is examined. [steps]"""
+    measured: PositiveInt = 256
+    """Suspects measured again at most, the worst first. [samples]"""
     ahead: NonNegativeInt = 32
+    """Batches looked ahead at most for more of the kind; each costs a third of a step. [batches]"""
     ahead_every: PositiveInt = 10
+    """In the whole run one more such batch for every so many steps: 3 % of its time. [steps]"""
 
 
 class SignsConfig(Section):
-    """Signs of a rate that is too high from the start; see signs.py. Each is a warning, told once; nobody acts on it.
+    """Signs of a learning rate that is too high from the start (stability/signs.py). Each is a warning, told once;
+    nothing acts on it.
 
     Chosen on runs of 3 layers of 128 on Python source, measured on two other texts (docs/stability.md, with the error
-    rates). norms, looks: the steps after which weights and update are measured, and every block is looked into; () =
-    never. The first look is what later ones are compared with. change: of what a layer puts out by one update,
-    relative to itself. growth, rms: of the residual stream, both, in models at least `narrowest` wide: narrower ones
-    bear a thousandfold growth (docs/stability.md). growth is over the first look, whose scale is that of the initial
-    embedding: healthy runs, too, grow 46 times, to 1.7. rms: the geometric middle of that and 222, that of `no-qk-norm`
-    at step 20. collapse: share of its first entropy that is left of a block's attention. below_unigram: nats that the
-    loss must lie below the unigram entropy when the rates of all updates add up to `rate_sum`, after `updates` at
-    least. sample: tokens of the corpus whose unigram entropy that is.
+    rates). The first look at every block is what later ones are compared with. Healthy runs, too, grow 46 times over
+    it, to an rms of 1.7; `rms` is the geometric middle of that and the 222 of the run `no-qk-norm` at step 20. Models
+    narrower than `narrowest` bear a thousandfold growth.
     """
 
     enabled: bool = True
+    """Look for them."""
     norms: tuple[PositiveInt, ...] = (1, 2, 5, 10, 20, 50)
+    """After which weights and update are measured; []: never. [steps]"""
     looks: tuple[PositiveInt, ...] = (1, 20, 50, 100)
+    """After which every block is looked into; []: never. [steps]"""
     change: PositiveFloat = 0.25
+    """Change of what a layer puts out by one update, relative to itself."""
     growth: PositiveFloat = 40.0
+    """Growth of the residual stream over the first look; a sign only together with `rms`."""
     rms: PositiveFloat = 20.0
+    """Root mean square of the residual stream."""
     narrowest: PositiveInt = 128
+    """Least width of a model that is judged by its residual stream."""
     collapse: Fraction = 0.25
+    """Share of its first entropy that is left of a block's attention."""
     below_unigram: NonNegativeFloat = 0.3
+    """How far the loss must be below the unigram entropy once the learning rates of all updates add up to `rate_sum`.
+    [nats]"""
     rate_sum: PositiveFloat = 0.25
+    """Sum of learning rates at which that is looked at."""
     updates: PositiveInt = 20
+    """Least number of updates before that. [updates]"""
     sample: PositiveInt = 250_000
+    """Part of the corpus that the unigram entropy is measured on. [tokens]"""
 
 
 class StabilityConfig(Section):
-    enabled: bool = True  # False: only non-finite updates are refused
-    dry_run: bool = False  # report what would be done; refuse nothing but non-finite updates
-    max_discards: PositiveInt = 20  # updates refused in a row before the run stops as unstable
+    """Detection, remedies and attribution (docs/stability.md)."""
+
+    enabled: bool = True
+    """false: only non-finite updates are refused."""
+    dry_run: bool = False
+    """Report what would be done; refuse nothing but non-finite updates."""
+    max_discards: PositiveInt = 20
+    """Updates refused in a row before the run stops as unstable. [updates]"""
     detector: DetectorConfig = DetectorConfig()
     policy: PolicyConfig = PolicyConfig()
     snapshots: SnapshotConfig = SnapshotConfig()

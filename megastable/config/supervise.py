@@ -87,33 +87,42 @@ def redacted_override(assignment: str) -> str:
 
 
 class SuperviseConfig(Section):
-    """Budgets of restarts are in stability.policy, like all others.
+    """The process above the training (docs/clusters.md). Budgets of restarts are in `stability.policy`, as all are.
 
-    Hangs: a step may take hang_factor times the median of the last ones, never less than hang_floor; all else (the
-    start, a checkpoint, a rewind) hang_unknown, or hang_factor times the longest of its kind where that is more. Ten
-    times is far beyond a slow file system and far below a night. grace_seconds: from a rank's death to the end of the
-    others, for their last words. stop_seconds: for the checkpoint after SIGTERM. backoff_seconds: at most, between
-    restarts that lead nowhere.
+    A step may take `hang_factor` times the median of the last ones, at least `hang_floor`; all else (the start, a
+    checkpoint, a rewind) `hang_unknown`, or `hang_factor` times the longest of its kind where that is more. Ten times
+    is far beyond a slow file system and far below a night.
 
-    A webhook is a password but for its host, and so are the addresses and tokens in `command` (`hidden`): what is
-    written of this configuration has `REDACTED` instead.
+    A webhook is a password but for its host, and so are the addresses and tokens in `command`: whatever is written of
+    this configuration has `<redacted>` instead.
     """
 
     hang_factor: PositiveFloat = 10.0
+    """Times the usual duration after which a step counts as hung."""
     hang_floor: PositiveFloat = 30.0
+    """A step is never called hung before. [seconds]"""
     hang_unknown: PositiveFloat = 1800.0
+    """When anything but a step counts as hung. [seconds]"""
     grace_seconds: NonNegativeFloat = 2.0
+    """From the death of a rank to the end of the others, for their last words. [seconds]"""
     stop_seconds: PositiveFloat = 900.0
+    """For the checkpoint after SIGTERM. [seconds]"""
     backoff_seconds: NonNegativeFloat = 60.0
-    command: str | None = None  # started on every incident: JSON on its standard input
-    webhook: str | None = None  # gets the same JSON by POST; best a $VARIABLE of the environment
-    notify_seconds: NonNegativeFloat = (
-        60.0  # at least, between two notifications; what comes in between is folded
-    )
+    """At most, between restarts that make no progress. [seconds]"""
+    command: str | None = Field(default=None, examples=["mail -s incident me@example.org"])
+    """Started on every incident, with JSON on its standard input."""
+    webhook: str | None = Field(default=None, examples=["$WEBHOOK"])
+    """Gets the same JSON by POST; best the name of an environment variable, as `$WEBHOOK`."""
+    notify_seconds: NonNegativeFloat = 60.0
+    """At least, between two notifications; what happens in between is folded into one. [seconds]"""
     hook_timeout: PositiveFloat = 10.0
-    metrics_port: NonNegativeInt = Field(default=0, le=65535)  # Prometheus on 127.0.0.1; 0 = none
-    gpu_hour_price: PositiveFloat | None = None  # for the costs in post-mortems
+    """For `command` and `webhook`. [seconds]"""
+    metrics_port: NonNegativeInt = Field(default=0, le=65535)
+    """Prometheus metrics on 127.0.0.1; 0: none. [port]"""
+    gpu_hour_price: PositiveFloat | None = Field(default=None, examples=[2.5])
+    """For the cost in post-mortems; null: no cost. [`currency`]"""
     currency: str = "USD"
+    """Currency of `gpu_hour_price`."""
 
     @field_serializer(*SECRETS)
     def _without_secrets(self, value: str | None, info: FieldSerializationInfo) -> str | None:

@@ -23,25 +23,31 @@ from pydantic import (
     model_validator,
 )
 
-from megastable.config.checkpoint import VitalsConfig
+from megastable.config.checkpoint import CheckpointConfig
+from megastable.config.rules import impossible
 from megastable.config.section import Fraction, Section
 from megastable.config.stability import StabilityConfig
 from megastable.config.supervise import SuperviseConfig
 
 
 class RopeScalingConfig(Section):
-    """Rotary embeddings for longer texts than a model was first trained on; how: model/rope.py.
+    """Rotary embeddings for texts longer than those a model was first trained on (model/rope.py).
 
-    factor: how much longer. linear: every frequency is divided by it (arXiv:2306.15595). llama3: those with fewer than
-    low_freq_factor turns in original_length positions are, those with more than high_freq_factor are kept, the ones
-    between are blended (Llama 3.1, arXiv:2407.21783).
+    `linear` divides every frequency by `factor` (arXiv:2306.15595) and has no other key. `llama3` (Llama 3.1,
+    arXiv:2407.21783) needs `original_length`: it divides frequencies with fewer than `low_freq_factor` turns in that
+    many positions, keeps those with more than `high_freq_factor`, and blends the ones between.
     """
 
-    kind: Literal["linear", "llama3"]
-    factor: float = Field(ge=1.0)
-    original_length: PositiveInt | None = None
+    kind: Literal["linear", "llama3"] = Field(examples=["llama3"])
+    """The method."""
+    factor: float = Field(ge=1.0, examples=[8.0])
+    """How much longer the texts are."""
+    original_length: PositiveInt | None = Field(default=None, examples=[8192])
+    """Sequence length before it was scaled; `llama3` needs it. [tokens]"""
     low_freq_factor: PositiveFloat = 1.0
+    """`llama3`: frequencies with fewer turns are divided. [turns]"""
     high_freq_factor: PositiveFloat = 4.0
+    """`llama3`: frequencies with more turns are kept. [turns]"""
 
     @model_validator(mode="after")
     def _consistent(self) -> RopeScalingConfig:
@@ -58,29 +64,53 @@ class RopeScalingConfig(Section):
 
 
 class ModelConfig(Section):
-    """The GPT. Sizes are whole-model sizes, whatever the layout."""
+    """The GPT: RMSNorm, rotary embeddings, SwiGLU, no biases but those of `qkv_bias`, no dropout. Sizes are those of
+    the whole model, whatever the parallel layout.
+
+    `kv_heads` divides `heads`; `heads` divides `hidden` unless `head_dim` is set; the width of a head is even.
+    """
 
     layers: PositiveInt = 12
+    """Transformer blocks."""
     hidden: PositiveInt = 768
+    """Width of the residual stream."""
     heads: PositiveInt = 12
-    kv_heads: PositiveInt | None = None  # grouped-query attention; None = heads
-    head_dim: PositiveInt | None = None  # None = hidden / heads
-    ffn: PositiveInt | None = None  # width of the SwiGLU; None = 8/3 hidden, rounded up to 128
+    """Query heads."""
+    kv_heads: PositiveInt | None = Field(default=None, examples=[4])
+    """Key/value heads (grouped-query attention, arXiv:2305.13245); null: as many as `heads`."""
+    head_dim: PositiveInt | None = Field(default=None, examples=[64])
+    """Width of a head; null: `hidden` / `heads`."""
+    ffn: PositiveInt | None = Field(default=None, examples=[2048])
+    """Inner width of the SwiGLU (arXiv:2002.05202); null: 8/3 `hidden`, rounded up to a multiple of 128."""
     sequence_length: PositiveInt = 2048
-    vocab_size: PositiveInt | None = None  # None = the tokenizer's
-    vocab_multiple: PositiveInt = 128  # the embedding is padded to a multiple of it, the same in every layout
-    max_positions: PositiveInt | None = (
-        None  # for exports: an imported model's, if it was made for more than we train
-    )
+    """Length of a training sample. [tokens]"""
+    vocab_size: PositiveInt | None = Field(default=None, examples=[50257])
+    """Vocabulary before padding; null: the tokenizer's. [tokens]"""
+    vocab_multiple: PositiveInt = 128
+    """The embedding is padded to a multiple of this, the same in every parallel layout. [rows]"""
+    max_positions: PositiveInt | None = Field(default=None, examples=[8192])
+    """For exports: positions that an imported model was made for, if more than `sequence_length`. [tokens]"""
     rope_theta: PositiveFloat = 10_000.0
-    rope_scaling: RopeScalingConfig | None = None
+    """Base of the rotary embeddings (arXiv:2104.09864)."""
+    rope_scaling: RopeScalingConfig | None = Field(
+        default=None, examples=[{"kind": "llama3", "factor": 8.0, "original_length": 8192}]
+    )
+    """Scaled rotary embeddings; null: not scaled."""
     norm_eps: PositiveFloat = 1e-5
-    qk_norm: Literal[True, False, "full"] = True  # of each head; full: over the width of all heads, as OLMo 2
-    qkv_bias: bool = False  # of queries, keys and values, as Qwen2
-    norms: Literal["before", "after"] = "before"  # attention and MLP, inside the residual branch
+    """Epsilon of the RMSNorms (arXiv:1910.07467)."""
+    qk_norm: Literal[True, False, "full"] = True
+    """RMSNorm of queries and keys (arXiv:2302.05442), of each head; `full`: over the width of all heads, as OLMo 2
+    (arXiv:2501.00656)."""
+    qkv_bias: bool = False
+    """Biases of queries, keys and values, as Qwen2 (arXiv:2407.10671)."""
+    norms: Literal["before", "after"] = "before"
+    """Norms before or after attention and MLP, inside the residual branch."""
     tied: bool = False
+    """The output layer shares its weights with the embedding."""
     init_std: PositiveFloat = 0.02
-    z_loss: NonNegativeFloat = 1e-4  # weight of mean(logsumexp(logits)^2)
+    """Standard deviation of the initial weights."""
+    z_loss: NonNegativeFloat = 1e-4
+    """Weight of mean(logsumexp(logits)²) in the loss (arXiv:2204.02311); 0: none."""
 
     @property
     def key_value_heads(self) -> int:
@@ -124,8 +154,10 @@ class ModelConfig(Section):
 class CorpusConfig(Section):
     """One corpus of the blend: a folder that `tools/prepare_data.py` made."""
 
-    path: Path
+    path: Path = Field(examples=["data/mine"])
+    """The folder."""
     weight: PositiveFloat = 1.0
+    """Share of the blend, relative to the weights of the other corpora."""
 
 
 Corruption = Literal[
@@ -136,27 +168,35 @@ Corruption = Literal[
 
 class LookAheadConfig(Section):
     """What the supervisor scans on a spare core before it is trained on; what is clearly corrupt goes on the skip
-    ledger.
+    ledger."""
 
-    score: about -log10 of the share of ordinary text that is as odd; kinds: what it must look like; share: of a sample
-    that must be so; most: of the positions looked at that may be skipped, beside the first 64.
-    """
-
-    steps: NonNegativeInt = 0  # so many ahead of the run; 0 = none
+    steps: NonNegativeInt = 0
+    """How far ahead of the run to scan; 0: not at all. [steps]"""
     score: PositiveFloat = 5.0
+    """Oddity from which text counts as corrupt: about -log10 of the share of ordinary text that is as odd."""
     kinds: tuple[Corruption, ...] = (
         "outside of the vocabulary", "binary data", "repetition", "random tokens", "shuffled text",
     )  # fmt: skip
+    """What corrupt text must look like."""
     share: Fraction = 0.06
+    """Share of a sample that must be corrupt."""
     most: Fraction = 0.01
+    """Share of the scanned positions that may be skipped, besides the first 64."""
 
 
 class DataConfig(Section):
-    corpora: list[CorpusConfig] = Field(default_factory=list)
-    skip: list[tuple[NonNegativeInt, NonNegativeInt]] = Field(default_factory=list)  # [first, end) positions
-    keep_documents_apart: bool = False  # attention stays inside documents, positions restart at each
-    prefetch: PositiveInt = 2  # steps made ready in the background
-    accept_changed_manifest: bool = False  # go on although the corpus is not the one the checkpoint knew
+    """The corpora, and how samples are made of them (docs/data.md)."""
+
+    corpora: list[CorpusConfig] = Field(default_factory=list, examples=[[{"path": "data/mine"}]])
+    """The blend; at least one corpus is needed to train."""
+    skip: list[tuple[NonNegativeInt, NonNegativeInt]] = Field(default_factory=list, examples=[[[1200, 1300]]])
+    """Ranges [first, end) of the sample order that are never trained on, `end` not included. [samples]"""
+    keep_documents_apart: bool = False
+    """Attention stays inside documents, and positions restart at each."""
+    prefetch: PositiveInt = 2
+    """Steps that are prepared in the background. [steps]"""
+    accept_changed_manifest: bool = False
+    """Resume although the corpus is not the one that the checkpoint was trained on."""
     look_ahead: LookAheadConfig = LookAheadConfig()
 
     @field_validator("skip")
@@ -171,72 +211,113 @@ class DataConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW (Loshchilov & Hutter, arXiv:1711.05101); weight decay is not applied to norms and biases."""
+    """AdamW (arXiv:1711.05101). Norms and biases have no weight decay."""
 
     lr: PositiveFloat = 3e-4
+    """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay rates of the first and second moment; both below 1."""
     eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
-    clip: NonNegativeFloat = 1.0  # global gradient norm; 0 = never
-    moments: Literal["fp32", "bf16"] = "fp32"  # of Adam; master weights are fp32 in any case
+    """Decoupled weight decay: each update shrinks the weights by this times the learning rate."""
+    clip: NonNegativeFloat = 1.0
+    """Global gradient norm to clip to (arXiv:1211.5063); 0: never."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the moments; master weights are fp32 in any case."""
 
 
 class ScheduleConfig(Section):
+    """The learning rate: linear warm-up to `optimizer.lr`, then a decay to `floor`."""
+
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the decay (`cosine`: arXiv:1608.03983; `wsd`, constant and then a final decay: arXiv:2404.06395)."""
     warmup_steps: NonNegativeInt = 100
-    decay_steps: PositiveInt | None = None  # wsd: length of the final decay; None = a tenth of the run
-    total_steps: PositiveInt | None = None  # where the decay ends; None = train.steps
-    floor: Fraction = 0.1  # of the peak rate
+    """Length of the warm-up. [steps]"""
+    decay_steps: PositiveInt | None = Field(default=None, examples=[100])
+    """`wsd`: length of the final decay; null: a tenth of the run. [steps]"""
+    total_steps: PositiveInt | None = Field(default=None, examples=[1000])
+    """Where the decay ends; null: `train.steps`. [steps]"""
+    floor: Fraction = 0.1
+    """Learning rate at the end of the decay, as a share of `optimizer.lr`."""
 
 
 class TrainConfig(Section):
+    """Length, batch and evaluation. `micro_batch` divides `global_batch`; together with the number of ranks they
+    determine the gradient accumulation."""
+
     steps: PositiveInt = 1000
-    global_batch: PositiveInt = 64  # samples per step over all ranks
-    micro_batch: PositiveInt = 1  # samples per rank and pass
-    eval_interval: NonNegativeInt = 200  # steps; 0 = only at the end
-    eval_samples: NonNegativeInt = 256  # of the validation split, always the same ones; 0 = never
+    """Length of the run. [steps]"""
+    global_batch: PositiveInt = 64
+    """Batch of a step, over all ranks. [samples]"""
+    micro_batch: PositiveInt = 1
+    """Batch of one forward pass on a rank. [samples]"""
+    eval_interval: NonNegativeInt = 200
+    """Between evaluations; 0: only at the end. [steps]"""
+    eval_samples: NonNegativeInt = 256
+    """Of the validation split, always the same ones; 0: never evaluate. [samples]"""
 
 
 class ParallelConfig(Section):
-    """Data parallelism takes what tensor and pipeline leave of the world."""
+    """How the model is laid out over ranks; data parallelism takes the rest of them.
+
+    `tensor` divides `model.heads`, `kv_heads`, `ffn` and `vocab_multiple`; `tensor` x `context` divides `model.heads`
+    if `context` is above 1; `context` divides `model.sequence_length`; `pipeline` is at most `model.layers`, and above
+    1 needs `zero` = 1; `sequence` needs `tensor` above 1, which divides `model.sequence_length` / `context`.
+    """
 
     tensor: PositiveInt = 1
+    """Tensor-parallel size (arXiv:1909.08053). [ranks]"""
     pipeline: PositiveInt = 1
-    context: PositiveInt = 1  # so many data-parallel ranks share every sample, each a part of its tokens
-    sequence: bool = False  # Megatron sequence parallelism over the tensor group (arXiv:2205.05198)
+    """Pipeline stages (arXiv:1806.03377). [ranks]"""
+    context: PositiveInt = 1
+    """Data-parallel ranks that share every sample, each a part of its tokens (arXiv:2309.14509). [ranks]"""
+    sequence: bool = False
+    """Sequence parallelism over the tensor group (arXiv:2205.05198)."""
     zero: Literal[0, 1, 2, 3] = 1
-    recompute: Literal["none", "selective", "full"] = "none"  # activation checkpointing
+    """ZeRO stage (arXiv:1910.02054); 0 is refused, as DeepSpeed is wrong without: 1 costs nothing on one rank."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation checkpointing: of nothing, of the attention's core and the SwiGLU (arXiv:2205.05198), or of whole
+    blocks (arXiv:1604.06174)."""
 
 
 class KernelsConfig(Section):
-    """What computes: the same numbers, but for rounding. `kernel_choice.choose` says what "auto" is on a device."""
+    """What computes: the same numbers, but for rounding. `auto` is resolved at start-up (docs/speed.md)."""
 
     attention: Literal["auto", "reference", "sdpa", "blocked", "te"] = "auto"
-    loss: Literal["auto", "reference", "chunked"] = "auto"  # chunked: the logits never exist as a whole
-    compile: Literal["auto", True, False] = "auto"  # every block by torch.compile
+    """Attention: plain PyTorch (`reference`), PyTorch's fused one (`sdpa`), ours in blocks (`blocked`), Transformer
+    Engine's (`te`)."""
+    loss: Literal["auto", "reference", "chunked"] = "auto"
+    """Cross entropy; `chunked`: the logits never exist as a whole."""
+    compile: Literal["auto", True, False] = "auto"
+    """Compile every block by torch.compile."""
 
 
 class Fp8Config(Section):
-    """The products of the blocks' linear layers in FP8 (Micikevicius et al., arXiv:2209.05433); see fp8/.
+    """The products of the blocks' linear layers in FP8 (arXiv:2209.05433; docs/fp8.md). When a run leaves FP8 and
+    returns to it: `stability.policy`.
 
-    recipe: where scales come from. current: the largest magnitude of the tensor itself; delayed: that of the last
-    `history` steps; block: that of 128 neighbours, 128 x 128 of a weight (DeepSeek-V3, arXiv:2412.19437 section 3.3).
-    backend: te is Transformer Engine, emulated quantizes and multiplies what is left; auto: te where it can be had.
-    formats: hybrid is E4M3 forward and E5M2 for gradients; auto: hybrid, but E4M3 throughout with blocks.
-    keep_first, keep_last, keep: what stays in the precision of the rest: so many blocks of either end, and layers by
-    name, such as blocks.3.mlp.down (tools/fp8_check.py recommends some).
-    margin: powers of two that delayed scales leave for magnitudes which the history has not seen. When a run leaves FP8
-    and returns to it: stability.policy.
+    `keep_first` + `keep_last` is below `model.layers`. A recipe's name stands for the section:
+    `precision.fp8=delayed`.
     """
 
     recipe: Literal["current", "delayed", "block"] = "current"
+    """Where scales come from: the tensor's own largest magnitude (`current`), that of the last `history` steps
+    (`delayed`), or that of 128 neighbours, 128 x 128 of a weight (`block`, arXiv:2412.19437, section 3.3)."""
     backend: Literal["auto", "te", "emulated"] = "auto"
+    """Transformer Engine (`te`), or quantize and multiply what is left (`emulated`); `auto`: `te` where available."""
     formats: Literal["auto", "hybrid", "e4m3"] = "auto"
+    """`hybrid`: E4M3 forward, E5M2 for gradients; `auto`: `hybrid`, but E4M3 throughout with `block`."""
     keep_first: NonNegativeInt = 0
+    """First blocks that stay in the precision of the rest. [blocks]"""
     keep_last: NonNegativeInt = 0
-    keep: tuple[str, ...] = ()
+    """Last blocks that stay in the precision of the rest. [blocks]"""
+    keep: tuple[str, ...] = Field(default=(), examples=[["blocks.3.mlp.down"]])
+    """Linear layers that stay in the precision of the rest; `tools/fp8_check.py` recommends some."""
     history: int = Field(default=16, ge=1, le=1024)
+    """`delayed`: how far back the largest magnitude is looked for. [steps]"""
     margin: int = Field(default=0, ge=0, le=8)
+    """`delayed`: headroom for magnitudes that the history has not seen. [powers of 2]"""
 
     @field_validator("keep", mode="before")
     @classmethod
@@ -245,10 +326,16 @@ class Fp8Config(Section):
 
 
 class PrecisionConfig(Section):
+    """Precision of computing; master weights and gradient sums are fp32."""
+
     kind: Literal["bf16", "fp32", "fp16"] = "bf16"
-    fp8: Fp8Config | None = None  # a recipe's name stands for that recipe: precision.fp8=delayed
-    initial_scale_power: PositiveInt = 16  # fp16: the loss scale starts at 2^this
-    scale_window: PositiveInt = 1000  # fp16: steps without overflow before the scale doubles
+    """Precision of weights and activations."""
+    fp8: Fp8Config | None = Field(default=None, examples=["current"])
+    """FP8 for the blocks' linear layers: a recipe's name or a section; null: none."""
+    initial_scale_power: PositiveInt = 16
+    """fp16: the loss scale starts at 2 to this power."""
+    scale_window: PositiveInt = 1000
+    """fp16: steps without overflow before the loss scale doubles. [steps]"""
 
     in_a_word: ClassVar[Mapping[str, str]] = {"fp8": "recipe"}
 
@@ -260,33 +347,36 @@ class PrecisionConfig(Section):
         return {} if given is True else {"recipe": given} if isinstance(given, str) else given
 
 
-class CheckpointConfig(Section):
-    interval: NonNegativeInt = 500  # steps; 0 = only at the end and on a signal
-    keep: PositiveInt = 3  # newest ones; besides, the newest healthy one and all that are pinned
-    keep_every: NonNegativeInt = 0  # steps; the first one of every so many is kept for good, 0 = none
-    healthy_after: NonNegativeInt = 50  # steps on trend after it, before a checkpoint counts as healthy
-    asynchronous: bool = True  # the step waits for a copy in host memory only
-    staging: Path | None = None  # local disk of every host: written there first, then uploaded to run.dir
-    at_end: bool = True
-    on_failure: Literal["continue", "stop"] = "continue"  # when a checkpoint cannot be written
-    vitals: VitalsConfig = VitalsConfig()
-
-
 class LoggingConfig(Section):
+    """What is recorded and shown, and how often."""
+
     tensorboard: bool = True
-    interval: PositiveInt = 1  # steps between lines where there is no terminal
-    norms_interval: NonNegativeInt = 50  # steps between norms of weights, moments and updates; 0 = never
-    layers_interval: NonNegativeInt = 100  # steps between looks into every layer; 0 = never
-    worst_samples: PositiveInt = 4  # of every step, recorded by position
-    flush_steps: PositiveInt = 50  # steps in one file of step records
-    peak_tflops: PositiveFloat | None = None  # per device, for MFU; None = known or measured
+    """Write TensorBoard files."""
+    interval: PositiveInt = 1
+    """Between lines on a console that is no terminal. [steps]"""
+    norms_interval: NonNegativeInt = 50
+    """Between norms of weights, moments and updates; 0: never. [steps]"""
+    layers_interval: NonNegativeInt = 100
+    """Between statistics of every layer; 0: never. [steps]"""
+    worst_samples: PositiveInt = 4
+    """Samples of highest loss that are recorded at every step, by position. [samples]"""
+    flush_steps: PositiveInt = 50
+    """Length of one file of step records. [steps]"""
+    peak_tflops: PositiveFloat | None = Field(default=None, examples=[989.0])
+    """Peak of a device, for MFU; null: looked up or measured. [TFLOP/s]"""
 
 
 class RunSection(Section):
-    dir: Path | None = None  # None = a new folder below runs/; given and there = resumed
+    """The run directory and the processes."""
+
+    dir: Path | None = Field(default=None, examples=["runs/mine"])
+    """Run directory; one that exists is resumed; null: a new folder below `runs/`."""
     seed: NonNegativeInt = 1234
-    timeout: PositiveInt = 1800  # seconds before a collective counts as hung
-    deterministic: bool = False  # on GPUs: kernels whose sums have one order; slower. On a CPU all have
+    """Of initial weights and the order of the data."""
+    timeout: PositiveInt = 1800
+    """When a collective counts as hung. [seconds]"""
+    deterministic: bool = False
+    """On GPUs, only kernels that sum in a fixed order: bit-exact repeats, but slower. On a CPU all do."""
 
 
 class RunConfig(Section):
@@ -305,7 +395,8 @@ class RunConfig(Section):
     logging: LoggingConfig = LoggingConfig()
     stability: StabilityConfig = StabilityConfig()
     supervise: SuperviseConfig = SuperviseConfig()
-    deepspeed: str = "ds_configs/zero{zero}.json"  # {zero} becomes parallel.zero
+    deepspeed: str = "ds_configs/zero{zero}.json"
+    """File of DeepSpeed's own settings; `{zero}` becomes `parallel.zero`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -322,89 +413,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> RunConfig:
-        if problems := _impossible(self):
+        if problems := impossible(self):
             raise ValueError("\n  ".join(problems))
         return self
-
-
-def _impossible(c: RunConfig) -> list[str]:
-    """What cannot be, or what DeepSpeed 0.19.8 gets wrong; each with its key and its remedy."""
-    m, p, bad = c.model, c.parallel, []
-    for key, size in (("heads", m.heads), ("kv_heads", m.key_value_heads), ("ffn", m.ffn_width)):
-        if size % p.tensor:
-            bad.append(f"parallel.tensor={p.tensor} does not divide model.{key}={size}: change one of them")
-    if m.vocab_multiple % p.tensor:
-        bad.append(
-            f"parallel.tensor={p.tensor} does not divide model.vocab_multiple={m.vocab_multiple}: the padded "
-            "vocabulary is shared out by it; set vocab_multiple to a multiple of parallel.tensor"
-        )
-    if p.context > 1 and m.heads % (p.tensor * p.context):
-        bad.append(
-            f"parallel.context={p.context} x parallel.tensor={p.tensor} does not divide model.heads={m.heads}: "
-            "attention shares the heads out over both; change one of them"
-        )
-    if m.sequence_length % p.context:
-        bad.append(
-            f"parallel.context={p.context} does not divide model.sequence_length={m.sequence_length}: change one of "
-            "them"
-        )
-    if p.pipeline > m.layers:
-        bad.append(
-            f"parallel.pipeline={p.pipeline} needs at least one block a stage, and model.layers={m.layers}: "
-            "use fewer stages"
-        )
-    if p.sequence and p.tensor == 1:
-        bad.append(
-            "parallel.sequence shares the sequence out over the tensor group: set parallel.tensor above 1"
-        )
-    if p.sequence and m.sequence_length % p.context == 0 and m.sequence_length // p.context % p.tensor:
-        of = f" / parallel.context={p.context}" if p.context > 1 else ""
-        bad.append(
-            f"parallel.sequence: parallel.tensor={p.tensor} does not divide "
-            f"model.sequence_length={m.sequence_length}{of}: change one of them"
-        )
-    if p.pipeline > 1 and p.zero > 1:
-        bad.append(
-            f"parallel.zero={p.zero} with parallel.pipeline={p.pipeline}: DeepSpeed's pipeline keeps whole gradients; "
-            "use parallel.zero=1 or parallel.pipeline=1"
-        )
-    if c.precision.fp8 is not None:
-        bad += _impossible_fp8(c, c.precision.fp8)
-    if p.zero == 0:
-        bad.append(
-            "parallel.zero=0: DeepSpeed's wrappers without ZeRO have no gradient norm (fp32), sum in bf16 (bf16), "
-            "or divide by a loss scale that they never multiplied by (fp16); use parallel.zero=1, which costs nothing "
-            "on one data-parallel rank"
-        )
-    if c.train.global_batch % c.train.micro_batch:
-        bad.append(
-            f"train.micro_batch={c.train.micro_batch} does not divide train.global_batch={c.train.global_batch}: "
-            "change one of them"
-        )
-    if c.optimizer.betas[0] >= 1 or c.optimizer.betas[1] >= 1:
-        bad.append(f"optimizer.betas={list(c.optimizer.betas)}: both must be below 1")
-    return bad
-
-
-LINEARS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")  # of a block, that FP8 can compute
-
-
-def _impossible_fp8(c: RunConfig, fp8: Fp8Config) -> list[str]:
-    bad, layers = [], c.model.layers
-    if c.precision.kind == "fp16":
-        bad.append(
-            "precision.fp8 with precision.kind=fp16: sums of products of E4M3 numbers are beyond fp16's range; use "
-            "precision.kind=bf16"
-        )
-    if fp8.keep_first + fp8.keep_last >= layers:
-        bad.append(
-            f"precision.fp8: keep_first={fp8.keep_first} and keep_last={fp8.keep_last} leave none of the {layers} "
-            "blocks to FP8: lower them, or leave precision.fp8 out"
-        )
-    known = {f"blocks.{i}.{linear}" for i in range(layers) for linear in LINEARS}
-    if unknown := sorted(set(fp8.keep) - known):
-        bad.append(
-            f"precision.fp8.keep: {', '.join(unknown)}: no such linear layer; name them like blocks.0.mlp.down, with "
-            f"blocks.0 to blocks.{layers - 1} and {', '.join(LINEARS)}"
-        )
-    return bad

@@ -1,1 +1,1 @@
-"""Text from a checkpoint: what was trained, continuing what a person types. The command is tools/generate.py."""
+"""Generates text from a checkpoint. The command is tools/generate.py."""

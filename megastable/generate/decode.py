@@ -1,4 +1,4 @@
-"""Continues a prompt token by token: key/value cache, sampling, text that is shown as it becomes certain.
+"""Continues a prompt token by token: key/value cache, sampling, streaming decoder.
 
     cache = KeyValueCache()
     hidden = extend(model, prompt, cache)           # int64 [b, n] -> [n, b, hidden]

@@ -1,4 +1,4 @@
-"""What it takes to talk to a checkpoint: its model, and the tokenizer that it was trained with."""
+"""Loads a checkpoint for generation: its model, and the tokenizer that it was trained with."""
 
 from __future__ import annotations
 

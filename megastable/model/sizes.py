@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from megastable.config.tree import LINEARS, Fp8Config, ModelConfig, RunConfig
+from megastable.config.rules import LINEARS
+from megastable.config.tree import Fp8Config, ModelConfig, RunConfig
 
 # Logits at a time. A chunk must be long enough that adding up dW [rows, h], once for each, costs little.
 CPU_ELEMENTS = 2**26

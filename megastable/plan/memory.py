@@ -18,7 +18,8 @@ from typing import Any
 
 from megastable.base.host_memory import taken
 from megastable.config import deepspeed_json
-from megastable.config.tree import LINEARS, RunConfig
+from megastable.config.rules import LINEARS
+from megastable.config.tree import RunConfig
 from megastable.model.sizes import chunk_size, elements_on, fp8_linears
 from megastable.parallel.layout import Layout
 from megastable.plan import activations

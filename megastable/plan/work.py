@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
-from megastable.config.tree import LINEARS, RunConfig
+from megastable.config.rules import LINEARS
+from megastable.config.tree import RunConfig
 from megastable.plan.volume import Stage, element, parameters
 
 FORWARD, BACKWARD, AGAIN = "forward", "backward", "recomputed"

@@ -1,4 +1,4 @@
-"""One search for samples that repeat themselves: easy, soon learnt by heart, and no text. Collective.
+"""Finds samples that were learned by heart: repeated, very easy, not text. Collective.
 
 Tables and lists have few different tokens, too. A spot, so many neighbours as tell it, is of the region where far more
 of it are below the bar than of harmless ones: by mistake in one of 100 such spots at most, in one of 10,000 from 32

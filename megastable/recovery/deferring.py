@@ -1,4 +1,4 @@
-"""Samples that a run reads later, on all ranks alike: the plan is made and written down by rank 0. Collective."""
+"""Moves samples to a later position of the order: rank 0 plans and writes, all ranks follow. Collective."""
 
 from __future__ import annotations
 

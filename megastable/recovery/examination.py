@@ -1,4 +1,4 @@
-"""One search for guilty samples, from the suspects of an incident to the ends of a bad region. Collective.
+"""Searches for the guilty samples of one incident, up to the ends of a bad region. Collective.
 
 Measures by the laboratory (sample_replay.py), decides by stability/: individuals and crowds (groups.py,
 scores.py). How far a bad region goes: growth.py.

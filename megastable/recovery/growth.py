@@ -1,4 +1,4 @@
-"""How far the guilty of a window go on, ahead and behind. Collective.
+"""Finds how far a bad region extends beyond the steps of an incident, ahead and behind. Collective.
 
 Measures by the laboratory (sample_replay.py), decides by stability/: how far the region goes (region.py), and who is
 guilty by likeness alone where time does not allow to measure all (likeness.py).

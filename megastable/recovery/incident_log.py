@@ -1,4 +1,4 @@
-"""The incidents of a run as they are written down: in journal, skip ledger and console. Rank 0 writes, all ranks know.
+"""Writes incidents down: journal, skip ledger and console. Rank 0 writes, all ranks know.
 
 Opened when something is acted on, added to with every action against it, closed when an action is proven or the run
 ends. What the journal says of an incident carries all of it and the policy's memory along: both outlive the process
@@ -48,7 +48,7 @@ TWICE = 1.0  # log10 odds of samples that trouble came with twice: two coinciden
 NOBODY = Deferral([], *(np.empty(0, np.int64) for _ in range(3)))
 
 
-class Casebook:
+class IncidentLog:
     """The present incident, and how they are told. memory: the policy's, as it is now."""
 
     def __init__(

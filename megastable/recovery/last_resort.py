@@ -1,4 +1,4 @@
-"""What is left where going back in memory does not help: hand over to an older checkpoint, train on and alert, or stop.
+"""Ends or limits a run when rewinding does not help: hand over to an older checkpoint, alert, or stop.
 
 All methods are collective. What ends the process is returned as an error to raise; all that a restart needs is written
 down before.
@@ -13,7 +13,7 @@ from megastable.base.collectives import first, shared
 from megastable.base.errors import HandoverError, MegastableError, UnstableError
 from megastable.checkpoint import store
 from megastable.checkpoint.store import RunState
-from megastable.recovery.incident_log import Casebook
+from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.origin import Origin
 from megastable.recovery.sample_replay import Trained
 from megastable.run.directory import RunDirectory
@@ -30,14 +30,20 @@ class LastResort:
     def __init__(
         self,
         run: RunDirectory,
-        casebook: Casebook,
+        incident_log: IncidentLog,
         origin: Origin,
         policy: Policy,
         since: Callable[[int], Sequence[Trained]],
         log: RunLog,
         settle: Callable[[], None],
     ) -> None:
-        self.run, self.casebook, self.origin, self.policy, self.since = run, casebook, origin, policy, since
+        self.run, self.incident_log, self.origin, self.policy, self.since = (
+            run,
+            incident_log,
+            origin,
+            policy,
+            since,
+        )
         self.log, self.settle = log, settle
         self._alerted = policy.state.alert is not None  # as was said last, by the process before, too
 
@@ -72,20 +78,20 @@ class LastResort:
             return
         self._alerted = alert is not None
         if alert is not None:
-            self.casebook.alert(alert.reason, state)
+            self.incident_log.alert(alert.reason, state)
         else:
             self.log.emit(AlertEvent(what="over", step=state.step), say=True)
 
     def end(self, decision: Decision, state: RunState, cause: Cause) -> MegastableError:
         """What ends this process. A hand-over defers the window if the cause is not known: its data may be guilty."""
         onset, unknown = decision.finding.onset, cause is Cause.UNKNOWN
-        if self.casebook.incident is not None and not unknown:
-            self.casebook.incident.cause = cause
+        if self.incident_log.incident is not None and not unknown:
+            self.incident_log.incident.cause = cause
         if decision.action is Action.HANDOVER:
             more = self.policy.handing_over(cause)
             decision = replace(decision, reason=decision.reason + more)
         before = self._before(onset)
-        incident = self.casebook.give_up(decision, state, self.since(onset), unknown, before)
+        incident = self.incident_log.give_up(decision, state, self.since(onset), unknown, before)
         where = f"step {state.step}: incident {incident.number} (began at step {onset}): {decision.reason}. "
         if decision.action is Action.HANDOVER:
             return shared(

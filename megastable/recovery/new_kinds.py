@@ -1,4 +1,4 @@
-"""Looks for a new kind of text among what was trained on, every few steps: costs no model time. Collective."""
+"""Looks for a new kind of text in the training data every few steps, without running the model. Collective."""
 
 from __future__ import annotations
 

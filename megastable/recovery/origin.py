@@ -1,4 +1,4 @@
-"""What is known against the checkpoint that this process went on from, and how far the next one must go back.
+"""Collects evidence against the checkpoint that this process resumed from, and how far back the next one must go.
 
 A state that no step of this process has proven may be bad itself: saved when it was bad already, or by a version whose
 checkpoints do not remember what their state is like. Then no sample and no rate is to blame, and who goes on from it

@@ -1,5 +1,4 @@
-"""What the stability system remembers from one process to the next: what a checkpoint kept, and what the journal says
-of the time after it. Pure.
+"""Restores the stability system's memory after a restart: from the checkpoint, then the journal's later events. Pure.
 
 The journal is the truth about incidents: every event of one carries the incident as it was then, and the policy's
 memory. A crash loses what was trained since the checkpoint, but no budget and no incident.

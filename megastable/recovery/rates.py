@@ -1,4 +1,4 @@
-"""The scheduled learning rates of the latest steps: whether the rate jumped since a good state is asked of them."""
+"""Remembers the scheduled learning rates of the latest steps, to tell whether the rate jumped since a good state."""
 
 from __future__ import annotations
 

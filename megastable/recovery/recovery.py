@@ -1,4 +1,4 @@
-"""What stands between a step and its consequences: asks the guard before every update, and carries out what it decides.
+"""Executes the guard's decision: discard, rewind, skip, cut the learning rate.
 
 In memory, without a restart: refuse an update, go back to a snapshot, find out who is guilty, skip, go on, and prove
 that it helped. Every decision is journaled with its reason. All methods are collective: every rank decides alike.
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.collectives import first, shared
-from megastable.base.errors import UnstableError
+from megastable.base.errors import MegastableError, UnstableError
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader, Step
@@ -22,7 +22,7 @@ from megastable.data.skips import Selection
 from megastable.engine import nan_locator
 from megastable.engine.engine import Engine, Judge, Measured
 from megastable.recovery.deferring import Deferring
-from megastable.recovery.incident_log import Casebook
+from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort
 from megastable.recovery.origin import Origin
 from megastable.recovery.persisted_state import TELLING, PersistedState, recall
@@ -36,6 +36,7 @@ from megastable.recovery.skipping import Skipping
 from megastable.recovery.snapshot import Ring
 from megastable.recovery.snapshot_budget import NO_SNAPSHOTS
 from megastable.recovery.start_signs import StartSigns
+from megastable.recovery.step_result import StepResult
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import MixChanged, SkipsRefused
 from megastable.run.events.stability_events import (
@@ -103,9 +104,9 @@ class Recovery:
         self._before = self.guard.detector.state
         self.replays = Replays(engine, config.run.deterministic)
         deferring = Deferring(config, run, source, self._selection)
-        self.casebook = Casebook(run, source, deferring, lambda: self.guard.policy.state, log)
-        self.casebook.restore(memory.incident, memory.incidents, state.step, memory.left_out)
-        self.samples = SampleWatch(c, self.casebook, log, phase, self._selection, memory.samples)
+        self.incident_log = IncidentLog(run, source, deferring, lambda: self.guard.policy.state, log)
+        self.incident_log.restore(memory.incident, memory.incidents, state.step, memory.left_out)
+        self.samples = SampleWatch(c, self.incident_log, log, phase, self._selection, memory.samples)
         self.signs = StartSigns(config, source, memory.signs, log)
         self.origin = Origin(run, config, state, changed, log)
         laboratory = Laboratory(c.attribution, engine, loader, config.train.global_batch)
@@ -115,19 +116,19 @@ class Recovery:
         self.rates = Rates(self.points.trained.maxlen or 1)
         self.rates.resume(state.step, memory.rate)
         self.last_resort = LastResort(
-            run, self.casebook, self.origin, self.guard.policy, self.points.since, log, settle
+            run, self.incident_log, self.origin, self.guard.policy, self.points.since, log, settle
         )
         self.rewinding = Rewinding(
-            config, engine, loader, self.points, self.replays, self.rates, self.casebook, self.origin,
+            config, engine, loader, self.points, self.replays, self.rates, self.incident_log, self.origin,
             self.samples, self.last_resort, self.guard, self._selection, log, phase,
         )  # fmt: skip
         if self.acts:
             self.points.take(state, self.guard.detector.state, self.samples.state)
-        self._choose_precision(state)
+        self.choose_precision(state)
 
     def memory(self) -> dict[str, Any]:
         """For the checkpoint."""
-        book = self.casebook
+        book = self.incident_log
         memory = PersistedState(
             guard=self.guard.state,
             incident=book.incident,
@@ -161,7 +162,7 @@ class Recovery:
         if self.decision is None:
             return True
         found = self.decision.finding
-        return found.verdict is Verdict.HEALTHY and found.on_trend and self.casebook.incident is None
+        return found.verdict is Verdict.HEALTHY and found.on_trend and self.incident_log.incident is None
 
     # Before a step
 
@@ -173,9 +174,9 @@ class Recovery:
             self._mixed = True
             if self.settings.enabled:
                 self.log.emit(MixChanged(step=state.step + 1, old=state.mix, new=mix), say=True)
-        self._choose_precision(state)
+        self.choose_precision(state)
 
-    def _choose_precision(self, state: RunState) -> None:
+    def choose_precision(self, state: RunState) -> None:
         """FP8, or what the rest of the run computes in, for the step after `state`; a change is journaled and said."""
         fp8, policy = self.engine.fp8, self.guard.policy
         if fp8 is None:
@@ -228,66 +229,55 @@ class Recovery:
 
     # After the step
 
-    def settle(
-        self,
-        batch: Step,
-        measured: Measured,
-        applied: bool,
-        before: RunState,
-        state: RunState,
-    ) -> StepOutcome:
-        """Carry out what was decided about the step from `before` to `state`. Where the run stays, suspected samples
-        are examined.
+    def settle(self, done: StepResult) -> StepOutcome:
+        """Carry out what was decided about a step. Where the run stays, suspected samples are examined.
 
-        Raises HandoverError and UnstableError.
+        Raises HandoverError; UnstableError also when updates are refused on and on and nothing else is done about it.
         """
-        self.points.trained.append(Trained(state.step, batch.positions, measured.losses.numpy(), applied))
-        self.rates.done(state.step)
+        batch, measured, step = done.batch, done.measured, done.state.step
+        self.points.trained.append(Trained(step, batch.positions, measured.losses.numpy(), done.applied))
+        self.rates.done(step)
         if not measured.overflow:
-            self.samples.observe(batch, measured, applied, state.step)
-        back = self._carry_out(batch, measured, applied, before, state)
+            self.samples.observe(batch, measured, done.applied, step)
+        back = self._carry_out(done)
         if back is None and self.acts and self.decision is not None:
-            back = self._look_at_samples(self.decision, batch, measured, applied, state)
-        return StepOutcome(state) if back is None else StepOutcome(back, rewound=True)
+            back = self._look_at_samples(self.decision, done)
+        if back is not None:
+            return StepOutcome(back, rewound=True)
+        if done.state.discards_in_a_row >= self.settings.max_discards:
+            raise self._refused_too_often(done)
+        return StepOutcome(done.state)
 
-    def _look_at_samples(
-        self, decision: Decision, batch: Step, measured: Measured, applied: bool, state: RunState
-    ) -> RunState | None:
+    def _look_at_samples(self, decision: Decision, done: StepResult) -> RunState | None:
         """Note the samples of a refused update, examine those that are suspected; where the run goes back for it, the
         state that it goes on from."""
+        state = done.state
         if decision.action is Action.DISCARD and self.replays.finite_again != state.step:
-            self.samples.refused(batch, measured, state.step, decision, self._located)
-        incident = self.casebook.incident
+            self.samples.refused(done.batch, done.measured, state.step, decision, self._located)
+        incident = self.incident_log.incident
         clear = incident is None and not self.guard.policy.state.watching
         # What comes while another cause is being dealt with, or is not known, is its consequence.
         alone = clear or (incident is not None and incident.cause is Cause.DATA)
         may_look = alone and self.points.may_look
         case = self.samples.lifted(self.guard.policy, self.points.oldest) if may_look else None
         if case is not None:
-            back = self.rewinding.look_back(case, measured, state)
+            back = self.rewinding.look_back(case, done.measured, state)
             if back is not None:
                 self.indicators = {}  # of the state that is undone
                 return back
-        quiet = applied and self.calm
+        quiet = done.applied and self.calm
         for found in self.samples.act(state, self.points.trained, self.points.laboratory, clear, quiet):
             self.guard.policy.explained()
             self.guard.policy.skipped(found.convicted, found.odds)
         return None
 
-    def _carry_out(
-        self,
-        batch: Step,
-        measured: Measured,
-        applied: bool,
-        before: RunState,
-        state: RunState,
-    ) -> RunState | None:
+    def _carry_out(self, done: StepResult) -> RunState | None:
         """Where the run goes back, the state that it goes on from."""
-        decision, damage = self.decision, ""
+        decision, damage, state, applied = self.decision, "", done.state, done.applied
         if decision is None:
             return None
         if decision.finding.verdict is Verdict.NON_FINITE and not applied:
-            damage = self._locate(batch, state)
+            damage = self._locate(done.batch, state)
             if damage and not decision.action.ends and not decision.action.rewinds and self.acts:
                 decision = self.guard.policy.escalate(decision.finding, damage, self.points.oldest)
         if self.settings.dry_run:
@@ -298,14 +288,18 @@ class Recovery:
             reason = decision.finding.reason
             self.log.emit(BaselineReset(step=state.step, reason=reason), say=f"step {state.step}: {reason}")
         if decision.healed:
-            self.casebook.close(state, "healed")
+            self.incident_log.close(state, "healed")
         if decision.action.rewinds:
-            return self._rewind(decision, batch, measured, state, damage)
+            return self._rewind(decision, done, damage)
         if decision.action is not Action.APPLY and decision.action is not Action.DISCARD:
-            self.casebook.open(decision, state, self.points.since(decision.finding.onset), measured.grad_norm)
+            self.incident_log.open(
+                decision, state, self.points.since(decision.finding.onset), done.measured.grad_norm
+            )
             found = ""
             if not (damage or applied):  # an update that was applied left another state
-                _, found = self.replays.compare(batch, measured, state.step, decision.finding.verdict)
+                _, found = self.replays.compare(
+                    done.batch, done.measured, state.step, decision.finding.verdict
+                )
                 decision = replace(decision, reason="; ".join(filter(None, [decision.reason, found])))
             cause = Cause.HARDWARE if damage or found else Cause.UNKNOWN
             self.last_resort.conclude(decision, state, cause, damaged=bool(damage))
@@ -315,25 +309,22 @@ class Recovery:
             self._relax(decision.finding, state)
         if (
             decision.action is Action.DISCARD
-            and not before.discards_in_a_row
+            and not done.before.discards_in_a_row
             and self.points.ring.capacity > 1
         ):
             # The weights are those of before it: should more follow, nothing needs to be done again. (Nothing random
             # happens in a step, so the random states are those of before it, too.)
-            self.points.take(before, self._before, self.samples.before, self.engine.counters_before)
+            self.points.take(done.before, self._before, self.samples.before, self.engine.counters_before)
             return None
         calm, finding = applied and decision.finding.verdict is Verdict.HEALTHY, decision.finding
         if calm and self.points.ring.due(state.step, urgent=not finding.on_trend):
             self.points.take(state, self.guard.detector.state, self.samples.state)
         return None
 
-    def give_up(self, state: RunState, measured: Measured) -> None:
-        """Raise UnstableError when updates are refused on and on and nothing else is done about it."""
-        if state.discards_in_a_row < self.settings.max_discards:
-            return
+    def _refused_too_often(self, done: StepResult) -> MegastableError:
+        state, (_, reason) = done.state, self.refusal(done.measured)
         self.log.emit(Unstable(step=state.step, discards=state.discards_in_a_row))
-        _, reason = self.refusal(measured)
-        raise shared(
+        return shared(
             UnstableError(
                 f"{state.discards_in_a_row} updates in a row were refused ({reason}), up to step {state.step}: the "
                 "weights or the optimizer's state are damaged, or the data is. Look at journal.jsonl; the checkpoints "
@@ -341,13 +332,14 @@ class Recovery:
             )
         )
 
-    def rescue(self, batch: Step, measured: Measured, state: RunState, damage: str) -> StepOutcome:
+    def rescue(self, done: StepResult, damage: str) -> StepOutcome:
         """Go back because the state itself is found to be damaged. Raises HandoverError and UnstableError."""
+        state = done.state
         finding = Finding(state.step, Verdict.NON_FINITE, 1.0, state.step, damage, on_trend=False)
         decision = self.guard.policy.escalate(finding, damage, self.points.oldest)
         if decision.action.rewinds:
-            return StepOutcome(self._rewind(decision, batch, measured, state, damage), rewound=True)
-        self.casebook.open(decision, state, self.points.since(state.step), measured.grad_norm)
+            return StepOutcome(self._rewind(decision, done, damage), rewound=True)
+        self.incident_log.open(decision, state, self.points.since(state.step), done.measured.grad_norm)
         raise self.last_resort.end(self.last_resort.weigh(decision, damaged=True), state, Cause.HARDWARE)
 
     def _locate(self, batch: Step, state: RunState) -> str:
@@ -372,17 +364,9 @@ class Recovery:
 
     # Going back
 
-    def _rewind(
-        self,
-        decision: Decision,
-        batch: Step,
-        measured: Measured,
-        state: RunState,
-        damage: str,
-    ) -> RunState:
-        tripped = Tripped(decision, batch, measured, state, self._before, damage)
+    def _rewind(self, decision: Decision, done: StepResult, damage: str) -> RunState:
         self.indicators = {}  # of the state that is undone
-        return self.rewinding.go_back(tripped)
+        return self.rewinding.go_back(Tripped(decision, done, self._before, damage))
 
     def _relax(self, finding: Finding, state: RunState) -> None:
         """Lift limits of the rate that have rested."""
@@ -402,5 +386,5 @@ class Recovery:
         last = self.decision.finding if self.decision is not None else None
         calm = last is not None and last.verdict is Verdict.HEALTHY and last.on_trend
         seen = self.guard.policy.state.good >= self.settings.policy.verify_steps // 6
-        self.casebook.close(state, "healed" if calm and seen else "open")
+        self.incident_log.close(state, "healed" if calm and seen else "open")
         state.stability = self.memory()  # the summary tells of it

@@ -1,4 +1,4 @@
-"""The step that tripped, again: whether it repeats itself, and whether it does without FP8. Collective."""
+"""Replays the step that tripped: does it repeat bit for bit, and is it harmless without FP8? Collective."""
 
 from __future__ import annotations
 

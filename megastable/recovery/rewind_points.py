@@ -1,4 +1,4 @@
-"""Rewind points of a running process, and what it trained on since: taken, proven good, gone back to. Collective."""
+"""Keeps rewind points: takes snapshots, proves one good, restores it. Collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Going back in memory: to a proven state, with the guilty found on it, left out, and a remedy taken. Collective."""
+"""Rewinds in memory: restores a proven snapshot, finds and skips the guilty samples, applies a remedy. Collective."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from megastable.base.rng import set_rng_state
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
-from megastable.data.loader import Loader, Step
+from megastable.data.loader import Loader
 from megastable.data.skips import Selection
 from megastable.engine.engine import Engine, Measured
-from megastable.recovery.incident_log import Casebook
+from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort
 from megastable.recovery.origin import Origin
 from megastable.recovery.rates import Rates
@@ -23,6 +23,7 @@ from megastable.recovery.rewind_points import Points
 from megastable.recovery.sample_replay import Trained
 from megastable.recovery.sample_watch import UNKNOWN, SampleWatch
 from megastable.recovery.snapshot import Snapshot
+from megastable.recovery.step_result import StepResult
 from megastable.run.events.stability_events import RateCut
 from megastable.run.log import RunLog
 from megastable.stability import groups
@@ -39,14 +40,12 @@ from megastable.stability.signals import Finding, Verdict
 
 @dataclass(frozen=True)
 class Tripped:
-    """The step that was decided to go back at. state: after it; before: the detector's before it; damage: what is
-    proven of the hardware already, a sentence, or ""."""
+    """The step that was decided to go back at. detector: its state before that step; damage: what is proven of the
+    hardware already, a sentence, or ""."""
 
     decision: Decision
-    batch: Step
-    measured: Measured
-    state: RunState
-    before: DetectorState
+    done: StepResult
+    detector: DetectorState
     damage: str
 
 
@@ -61,7 +60,7 @@ class Rewinding:
         points: Points,
         replays: Replays,
         rates: Rates,
-        casebook: Casebook,
+        incident_log: IncidentLog,
         origin: Origin,
         samples: SampleWatch,
         last_resort: LastResort,
@@ -72,7 +71,12 @@ class Rewinding:
     ) -> None:
         self.config, self.engine, self.loader, self.source = config, engine, loader, loader.source
         self.points, self.replays, self.rates = points, replays, rates
-        self.casebook, self.origin, self.samples, self.last_resort = casebook, origin, samples, last_resort
+        self.incident_log, self.origin, self.samples, self.last_resort = (
+            incident_log,
+            origin,
+            samples,
+            last_resort,
+        )
         self.guard, self.selection = guard, selection
         self.log, self.phase = log, phase
 
@@ -81,8 +85,8 @@ class Rewinding:
         begin, finding, policy = time.perf_counter(), t.decision.finding, self.guard.policy
         self.phase("rewind")
         window = self.points.since(finding.onset)
-        self.casebook.open(t.decision, t.state, window, t.measured.grad_norm)
-        adjacent = self.casebook.adjacent(window)
+        self.incident_log.open(t.decision, t.done.state, window, t.done.measured.grad_norm)
+        adjacent = self.incident_log.adjacent(window)
         recurred = policy.recurred(adjacent)
         rate = self.rates.highest_since(finding.onset)
         unsteady, damage, numerics = self._replayed(t)
@@ -90,7 +94,7 @@ class Rewinding:
         snapshot = self.points.back(finding.onset, 1 if recurred and not numerics else 0, left_out)
         if snapshot is None:
             return self._unproven(t, damage, numerics)
-        if unsteady and not damage and self.replays.differ(t.batch):
+        if unsteady and not damage and self.replays.differ(t.done.batch):
             damage = UNSTEADY  # on a good state, too: there is nothing that would magnify the last bits
         if damage:
             conclusion = Conclusion(Cause.HARDWARE, [], [], damage)
@@ -99,12 +103,12 @@ class Rewinding:
         else:
             conclusion = self.points.examine(window, snapshot, left_out, recurred, adjacent)
             snapshot = self.points.before_region(conclusion, snapshot)
-            conclusion = self.casebook.returned_again(conclusion, window)
+            conclusion = self.incident_log.returned_again(conclusion, window)
         suspect = conclusion.cause in BLAMELESS and self.origin.again(snapshot.step, finding.onset)
         if suspect and policy.may_suspect and self.last_resort.can_go_back(snapshot.step):
             why = f"the checkpoint of step {self.origin.step} is the suspect: {self.origin.suspect()}"
             decision = policy.abandon(t.decision, why, proven=False)
-            raise self.last_resort.end(decision, t.state, Cause.STORAGE)
+            raise self.last_resort.end(decision, t.done.state, Cause.STORAGE)
         saved: RunState = snapshot.extra.state
         found = Examined(
             conclusion.odds, adjacent, self.rates.before(snapshot.step), rate,
@@ -113,8 +117,8 @@ class Rewinding:
         )  # fmt: skip
         conclusion, remedy = self._remedy(conclusion, found, saved, left_out)
         seconds = time.perf_counter() - begin
-        self._write_down(t.decision, t.state, conclusion, remedy, window, snapshot, seconds)
-        return self._go_on_from(snapshot, t.state, begin, remedy.reason, seconds)
+        self._write_down(t.decision, t.done.state, conclusion, remedy, window, snapshot, seconds)
+        return self._go_on_from(snapshot, t.done.state, begin, remedy.reason, seconds)
 
     def look_back(self, case: Waiting, measured: Measured, state: RunState) -> RunState | None:
         """Examine the steps of a case on a proven state of before them. Where a crowd of their samples is guilty there,
@@ -146,7 +150,7 @@ class Rewinding:
         snapshot = self.points.before_region(found, snapshot)
         finding = Finding(state.step, Verdict.SHIFT, 1.0, case.first, case.reason, on_trend=False)
         decision = policy.convicted(finding, case.reason)
-        self.casebook.open(decision, state, window, measured.grad_norm)
+        self.incident_log.open(decision, state, window, measured.grad_norm)
         saved: RunState = snapshot.extra.state
         examined = Examined(found.odds, guilty=tuple(found.convicted))
         found, remedy = self._remedy(found, examined, saved, left_out)
@@ -160,11 +164,11 @@ class Rewinding:
         unsteady, damage, numerics = False, t.damage, ""
         if not damage:
             unsteady, damage = self.replays.compare(
-                t.batch, t.measured, t.state.step, t.decision.finding.verdict
+                t.done.batch, t.done.measured, t.done.state.step, t.decision.finding.verdict
             )
         if not damage and self.guard.policy.may_fall_back:
-            expected = Detector(self.config.stability.detector, t.before).expected()
-            numerics = self.replays.without_fp8(t.batch, t.measured, expected)
+            expected = Detector(self.config.stability.detector, t.detector).expected()
+            numerics = self.replays.without_fp8(t.done.batch, t.done.measured, expected)
         if numerics and self.engine.fp8 is not None:
             self.engine.fp8.on = False  # what has failed is no measure of samples and states
         return unsteady, damage, numerics
@@ -203,9 +207,9 @@ class Rewinding:
             remedy = replace(remedy, action=given.action, reason=given.reason)
         swap = self._culprit(found) if remedy.action is Action.SWAP_CORPUS else None
         lost = state.step - snapshot.step
-        self.casebook.attribute(found, window, remedy.action, remedy.reason, lost, seconds, swap)
+        self.incident_log.attribute(found, window, remedy.action, remedy.reason, lost, seconds, swap)
         if remedy.release:
-            self.casebook.release(remedy.release, snapshot.extra.state.cursor, remedy.reason)
+            self.incident_log.release(remedy.release, snapshot.extra.state.cursor, remedy.reason)
         if remedy.action in (Action.CUT_LR, Action.CAP_LR):
             limits = [limit.model_dump() for limit in self.guard.policy.state.limits]
             self.log.emit(RateCut(step=state.step, reason=remedy.reason, limits=limits))
@@ -226,11 +230,11 @@ class Rewinding:
             decision = policy.leave(t.decision, why, damaged=snapshot is None)
         decision = self.last_resort.weigh(decision, damaged=snapshot is None)
         if decision.action.ends or snapshot is None:
-            raise self.last_resort.end(decision, t.state, cause)
-        if self.casebook.incident is not None:
-            self.casebook.incident.cause = cause
+            raise self.last_resort.end(decision, t.done.state, cause)
+        if self.incident_log.incident is not None:
+            self.incident_log.incident.cause = cause
         self.points.restore(snapshot)
-        return self._go_on_from(snapshot, t.state, begin, "the newest that is finite")
+        return self._go_on_from(snapshot, t.done.state, begin, "the newest that is finite")
 
     def _go_on_from(
         self,
@@ -252,7 +256,7 @@ class Rewinding:
         self.points.forget_after(snapshot.step)
         self.rates.forget_after(snapshot.step)
         seconds, lost = time.perf_counter() - begin, state.step - back.step
-        self.casebook.rewound(back.step, back.cursor, seconds - told)
+        self.incident_log.rewound(back.step, back.cursor, seconds - told)
         self.log.say(
             f"  rewound {lost} step{'' if lost == 1 else 's'} to step {back.step}, without a restart: found and "
             f"undone in {seconds:.1f} s; {reason}"

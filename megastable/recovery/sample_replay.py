@@ -1,4 +1,4 @@
-"""What attribution needs to know: how samples look on the state that the engine holds. Collective; leaves no trace."""
+"""Measures samples on the state that the engine holds, for attribution. Collective; leaves no trace."""
 
 from __future__ import annotations
 

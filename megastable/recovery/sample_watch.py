@@ -1,4 +1,4 @@
-"""Looks after single samples: a trickle of bad ones, and every refused batch, is examined without going back.
+"""Watches single samples: examines a trickle of bad ones, and every refused batch, without rewinding. Collective.
 
 What the running test of stability/samples.py suspects, and every update that was refused without an incident, is put
 down as a case. It is examined as soon as the present state is a measure of samples: most are ordinary, or no incident
@@ -22,7 +22,7 @@ from megastable.data.skips import Selection
 from megastable.engine.engine import Measured
 from megastable.recovery import new_kinds
 from megastable.recovery.by_heart import ByHeart
-from megastable.recovery.incident_log import Casebook
+from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.sample_replay import Laboratory, Trained, harmless
 from megastable.recovery.trickle import Trickle
 from megastable.run.events.stability_events import DiscardExamined, SamplesDropped, SamplesExamined, Would
@@ -55,15 +55,15 @@ class SampleWatch:
     def __init__(
         self,
         config: StabilityConfig,
-        casebook: Casebook,
+        incident_log: IncidentLog,
         log: RunLog,
         phase: Callable[[str], None],
         selection: Callable[[], Selection],
         state: WatchState | None = None,
     ) -> None:
-        self.config, self.casebook = config, casebook
+        self.config, self.incident_log = config, incident_log
         self.log, self.phase, self.selection = log, phase, selection
-        self._names = [corpus.name for corpus in casebook.source.order.corpora]
+        self._names = [corpus.name for corpus in incident_log.source.order.corpora]
         self._looked, self._rest, self._kinds = 0, Rest(), Rest()
         self.rewind(state or WatchState())
         self.before = self.state  # before the last step whose update was refused
@@ -104,7 +104,7 @@ class SampleWatch:
             self.before = (
                 self.state
             )  # of a step that may leave a rewind point; a copy costs as much as the test
-        corpora = self.casebook.source.order.locate(batch.positions).corpus
+        corpora = self.incident_log.source.order.locate(batch.positions).corpus
         losses = measured.losses.numpy()
         scored, alarm = self._test.observe(
             step, batch.positions, losses, corpora, self._names, applied, measured.grad_norm
@@ -192,7 +192,7 @@ class SampleWatch:
     ) -> None:
         """The guilty of a case are not read any more; nothing is undone. Raises SpaceError."""
         self.convicted(case)
-        self.casebook.skip(found, case.first, window, case.verdict, case.reason, state, seconds)
+        self.incident_log.skip(found, case.first, window, case.verdict, case.reason, state, seconds)
         for test in (self._test, self._easy):
             test.convict(found.convicted)
         loader.go_to(state.cursor, self.selection())

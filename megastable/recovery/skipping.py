@@ -1,4 +1,4 @@
-"""What a run leaves out of its data, on all ranks alike.
+"""Reads the skip ledger and data.skip on rank 0 and gives all ranks the same selection.
 
 Rank 0 reads the ledger, so that no rank sees a line that another one does not, and sends what it says, pickled. All
 methods but `foreign` are collective.

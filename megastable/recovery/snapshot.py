@@ -1,4 +1,4 @@
-"""Rewind points in host memory: what `engine` says its state is, copied aside; a ring of them, ever sparser with age.
+"""Snapshots in host memory: copies of the engine's state in a ring that thins out with age.
 
 The only impure file of this package: it copies tensors. Which points are kept is decided in spacing.py.
 """

@@ -1,4 +1,4 @@
-"""How many rewind points there is host memory for: measured on every rank, decided from all their answers alike."""
+"""Decides how many snapshots fit into host memory, from the measurements of all ranks. Pure."""
 
 from __future__ import annotations
 

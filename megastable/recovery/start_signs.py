@@ -1,4 +1,4 @@
-"""Asks stability/signs.py about the first steps of a run, and tells what it says: journal and console.
+"""Watches the first steps of a run for warning signs and reports them. Collective.
 
 All methods are collective: every rank hears the same numbers.
 """

@@ -1,4 +1,4 @@
-"""One search for the samples of a trickle: few among many, since its onset and ahead. Collective.
+"""Searches for the samples of a trickle: a few bad ones among many, since its onset and ahead. Collective.
 
 Losses convict the first ones: far out when they were met, and half as far still. Who is like these by its tokens joins
 them (scores.py): in heavy-tailed text few of a kind are far out by themselves, and the later ones are easier, as the

@@ -1,4 +1,4 @@
-"""The run directory: where everything of a run is kept, its frozen recipe and its journal.
+"""The run directory: its paths, frozen recipe, lock and journal.
 
 A run is resumed from this directory alone. `journal.jsonl` is append-only and fsynced: every decision with its
 reason, in order; it is the truth about the run.

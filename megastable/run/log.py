@@ -1,4 +1,4 @@
-"""What a process of a run writes down: events into the journal, and lines on the console, in one call."""
+"""Journals events and prints them, in one call."""
 
 from __future__ import annotations
 

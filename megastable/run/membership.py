@@ -1,4 +1,4 @@
-"""Which process group this process belongs to, by what its launcher has left in the environment. Pure.
+"""Finds out which process group this process belongs to, from the environment that its launcher set. Pure.
 
 `deepspeed` and `torchrun` set RANK and its like. `srun` and `mpirun` set their own variables, and not where the ranks
 meet: a process that read only RANK would train alone, beside others that do the same.

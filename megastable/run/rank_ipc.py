@@ -1,4 +1,4 @@
-"""What the training processes and the one above them tell each other, in files of the run directory."""
+"""Messages between the ranks and the supervisor, as files of the run directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records: what every step measured, columnar, in steps/*.parquet, and its layers now and then in layers/*.parquet.
+"""Step records: columnar files in steps/*.parquet, layer records in layers/*.parquet.
 
 A file holds the rows of one flush and is complete when it has its name. After a restart from an older
 checkpoint the same steps are recorded again: `read` keeps the newest record of each.

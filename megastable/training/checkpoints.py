@@ -1,4 +1,4 @@
-"""The checkpoints of a run in training: which one it begins from, when one stands, which ones still count.
+"""Runs the checkpoints of a training process: chooses the one to start from, saves, marks healthy, sets aside.
 
 Between the trainer and checkpoint/: it journals, says, and raises. All methods are collective.
 """

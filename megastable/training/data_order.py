@@ -1,4 +1,4 @@
-"""The order that a run reads its data in, as it is settled at the start: blends, exchanges, skips. Collective."""
+"""Settles the order of the training data at the start of a run: blends, exchanges, skips. Collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training data of a run on this rank, a global batch at a time; hears when the skip ledger grows."""
+"""Feeds the training loop with global batches; picks up new lines of the skip ledger while training. Collective."""
 
 from __future__ import annotations
 

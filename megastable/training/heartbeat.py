@@ -1,4 +1,4 @@
-"""How a rank and the process above it hear of each other, through files that all hosts share: no ports, no signals.
+"""Exchanges files between a rank and the supervisor: progress, stop requests, stacks, last words. No ports, no signals.
 
 Rank 0 says in progress.json where the run stands, and sees when somebody adds to the skip ledger. Every rank looks at
 control.json: asked to stop, it votes for a checkpoint; asked for its stacks, it leaves them in logs/; and one that

@@ -1,11 +1,12 @@
-"""What the console says of a run before its first step: model, layout, kernels, precision, batch."""
+"""Describes a run on the console before its first step: model, layout, kernels, precision, batch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from megastable.base.deterministic import exact
-from megastable.config.tree import LINEARS, RunConfig
+from megastable.config.rules import LINEARS
+from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
 from megastable.model.flops import parameters
 from megastable.model.sizes import in_fp8

@@ -1,4 +1,4 @@
-"""Recipe lint: what is possible, and has gone wrong before. Hints in words; nothing is refused."""
+"""Lints a recipe: settings that are possible but have caused trouble before. Hints only; nothing is refused."""
 
 from __future__ import annotations
 

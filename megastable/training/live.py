@@ -1,4 +1,4 @@
-"""What a person sees of a running run: a progress line on the terminal, curves in TensorBoard. Rank 0 only."""
+"""Shows a run while it trains: a progress line on the terminal, curves in TensorBoard. Rank 0 only."""
 
 from __future__ import annotations
 

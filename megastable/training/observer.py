@@ -1,4 +1,4 @@
-"""What is kept and shown of every step: the record, the curves, the progress line. Rank 0 only."""
+"""Records and shows every step: step records, curves, the progress line. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Any
 import torch
 
 from megastable.base.hardware import memory_gib
-from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
-from megastable.data.loader import Step
-from megastable.engine.engine import Measured
 from megastable.engine.layer_stats import LayerStatistics
 from megastable.model.flops import flops_per_token
 from megastable.parallel.layout import Layout
+from megastable.recovery.step_result import StepResult
 from megastable.run.directory import RunDirectory
 from megastable.run.records import LAYER_SCHEMA, LayerRecord, Recorder, StepRecord, worst_samples
 from megastable.training.live import Live
@@ -38,26 +36,17 @@ class Observer:
         self.layers = Recorder(run.layers, 1, LAYER_SCHEMA)
         self._clips: list[bool] = []
 
-    def step(
-        self,
-        state: RunState,
-        batch: Step,
-        measured: Measured,
-        applied: bool,
-        lr: float,
-        seconds: float,
-        waited: float,
-        statistics: LayerStatistics | None,
-    ) -> None:
-        """Record and show the step that ended at `state`. seconds: it took, `waited` of them for data."""
+    def step(self, done: StepResult, statistics: LayerStatistics | None) -> None:
+        """Record and show a step."""
+        state, batch, measured = done.state, done.batch, done.measured
         c, now = self.config, time.time()
         worst = worst_samples(
             measured.losses.tolist(), batch.positions.tolist(), c.logging.worst_samples, c.train.micro_batch,
             self.layout.samples,
         )  # fmt: skip
-        per_second = c.train.global_batch * c.model.sequence_length / seconds
+        per_second = c.train.global_batch * c.model.sequence_length / done.seconds
         flops = per_second / self.layout.world / (self.peak * 1e12)
-        clipped = applied and 0 < c.optimizer.clip < measured.grad_norm
+        clipped = done.applied and 0 < c.optimizer.clip < measured.grad_norm
         self._clips.append(clipped)
         occasional: dict[str, Any] = {}
         if statistics is not None:
@@ -69,17 +58,17 @@ class Observer:
             first_position=batch.first,
             next_position=batch.next,
             skipped=batch.skipped,
-            applied=applied,
+            applied=done.applied,
             finite=measured.finite,
             clipped=clipped,
             loss=measured.loss,
             z_loss=float(measured.squares.mean()) * c.model.z_loss,
             z=float(measured.squares.mean().sqrt()),
             grad_norm=measured.grad_norm,
-            lr=lr,
+            lr=done.lr,
             **vars(worst),
-            seconds=seconds,
-            data_seconds=waited,
+            seconds=done.seconds,
+            data_seconds=done.waited,
             tokens_per_second=per_second,
             mfu_full=flops * flops_per_token(c.model, causal=False),
             mfu_causal=flops * flops_per_token(c.model, causal=True),

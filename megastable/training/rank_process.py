@@ -1,4 +1,4 @@
-"""A rank as a process: its command line, its place among the ranks, and how its errors become exit codes."""
+"""Runs a rank as a process: command line, process group, exit codes."""
 
 from __future__ import annotations
 

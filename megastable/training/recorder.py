@@ -1,12 +1,12 @@
-"""Watches and writes down every step: statistics of the layers, signs of the start, the record, refused updates."""
+"""Watches and records every step: layer statistics, warning signs of the start, step records, refused updates."""
 
 from __future__ import annotations
 
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import LoggingConfig
-from megastable.data.loader import Step
-from megastable.engine.engine import Engine, Measured
+from megastable.engine.engine import Engine
 from megastable.recovery.recovery import Recovery
+from megastable.recovery.step_result import StepResult
 from megastable.run.events.stability_events import Discarded
 from megastable.run.log import RunLog
 from megastable.training.observer import Observer
@@ -39,27 +39,19 @@ class StepRecorder:
         if self._look or self.recovery.signs.looks(state.step + 1):
             self.engine.probe.watch()
 
-    def step(
-        self,
-        state: RunState,
-        batch: Step,
-        measured: Measured,
-        applied: bool,
-        lr: float,
-        seconds: float,
-        waited: float,
-    ) -> None:
-        """The step that ended at `state`; seconds: it took, `waited` of them for data."""
+    def step(self, done: StepResult) -> None:
+        """Measure, judge and write down a step that was done."""
+        state, measured, batch = done.state, done.measured, done.batch
         signs, statistics = self.recovery.signs, None
         regular = self._look or due(self.config.norms_interval, state.step)
         if regular or signs.measures(state.step):
             statistics = self.engine.statistics()
-            if regular and applied:
+            if regular and done.applied:
                 self.recovery.indicators = statistics.indicators
-        signs.after(state, statistics, self.recovery.casebook.incident is not None)
+        signs.after(state, statistics, self.recovery.incident_log.incident is not None)
         if self.observer is not None:
-            self.observer.step(state, batch, measured, applied, lr, seconds, waited, statistics)
-        if not applied:
+            self.observer.step(done, statistics)
+        if not done.applied:
             verdict, reason = self.recovery.refusal(measured)
             self.log.emit(Discarded(
                 step=state.step, verdict=verdict, reason=reason, first_position=batch.first,

@@ -1,4 +1,4 @@
-"""Brings a rank to where its run stands: the engine, the order of the data, the newest good checkpoint. Collective."""
+"""Brings a rank to where its run stands: engine, data order, newest good checkpoint. Collective."""
 
 from __future__ import annotations
 

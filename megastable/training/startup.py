@@ -1,4 +1,4 @@
-"""What every rank does before there is a trainer: signals, the run directory, the data; the same on all ranks."""
+"""Prepares a process before training: signals, the run directory, the data; the same on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""summary.json: a run in a few figures."""
+"""Writes summary.json: a run in a few figures."""
 
 from __future__ import annotations
 

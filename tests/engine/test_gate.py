@@ -339,8 +339,8 @@ def test_a_refused_batch_is_as_one_never_seen(
 
 
 def save_slowly(config: RunConfig) -> tuple[bool, float]:
-    """Save, with a copy that takes half a second, and update meanwhile: is what was saved that of before the update?"""
-    import time
+    """Save, with a copy that ends 0.3 s after an update waits for it: is what was saved that of before the update?"""
+    import threading
 
     from megastable.checkpoint.whole import WholeState
     from megastable.engine.flatstate import KINDS
@@ -352,8 +352,15 @@ def save_slowly(config: RunConfig) -> tuple[bool, float]:
     before = {
         kind: {name: t.clone() for name, t in engine.flat_state().shards(kind).items()} for kind in KINDS
     }
-    saver._thread.submit(time.sleep, 0.5)
+    copied, wait = threading.Event(), engine._wait_for_copies
+    saver._thread.submit(copied.wait)
     saver.begin(start.state)
+
+    def wait_for_copies() -> None:
+        threading.Timer(0.3, copied.set).start()
+        wait()
+
+    engine._wait_for_copies = wait_for_copies
     _, applied = engine.train_step(batch, 1e-3, lambda _: True, saver.votes)
     assert applied
     outcome = saver.finish()

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from megastable.config import recipe
-from megastable.config.tree import LINEARS, RunConfig
+from megastable.config.rules import LINEARS
+from megastable.config.tree import RunConfig
 from megastable.fp8 import te
 from megastable.model.gpt import GPT, Block
 from megastable.model.kernels import Kernels

@@ -31,7 +31,7 @@ from megastable.data.skip_ledger import (
 )
 from megastable.data.skips import Selection, ranges_of
 from megastable.recovery.deferring import Deferring
-from megastable.recovery.incident_log import NAMED, Casebook
+from megastable.recovery.incident_log import NAMED, IncidentLog
 from megastable.recovery.persisted_state import TELLING, recall
 from megastable.recovery.sample_replay import Trained
 from megastable.recovery.skipping import Skipping
@@ -80,7 +80,7 @@ def state(step: int = 33) -> RunState:
 
 
 class Book:
-    """A casebook on a run directory, with a policy's memory that counts its clock up."""
+    """A incident_log on a run directory, with a policy's memory that counts its clock up."""
 
     def __init__(self, corpus: Path, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -89,7 +89,7 @@ class Book:
         self.source = open_corpora(self.config.data.corpora, 32, 0).train
         log = RunLog(self.run, self.said.append, active=dist.get_rank() == 0)
         deferring = Deferring(self.config, self.run, self.source, self.selection)
-        self.book = Casebook(self.run, self.source, deferring, lambda: self.policy, log)
+        self.book = IncidentLog(self.run, self.source, deferring, lambda: self.policy, log)
 
     def selection(self) -> Selection:
         return Skipping(self.config, self.run).selection(self.source.order)
@@ -459,13 +459,13 @@ def test_all_ranks_hear_of_it(corpus: Path, tmp_path: Path) -> None:
 
 def kill_when_rewound() -> None:
     """SIGKILL this process as soon as it has written down that it went back."""
-    real = Casebook.rewound
+    real = IncidentLog.rewound
 
-    def rewound(self: Casebook, step: int, cursor: int, seconds: float) -> None:
+    def rewound(self: IncidentLog, step: int, cursor: int, seconds: float) -> None:
         real(self, step, cursor)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    Casebook.rewound = rewound  # type: ignore[method-assign]
+    IncidentLog.rewound = rewound  # type: ignore[method-assign]
 
 
 def test_a_crash_in_the_middle_of_an_incident_loses_nothing_of_it(

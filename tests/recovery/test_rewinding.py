@@ -37,7 +37,7 @@ FOUND = Conclusion(
 
 def shell(policy: Policy) -> Any:
     """All that it talks to is made up; the present state is that of step 40, the good one that of step 30."""
-    fields = ("config", "engine", "loader", "points", "replays", "rates", "casebook", "origin", "samples",
+    fields = ("config", "engine", "loader", "points", "replays", "rates", "incident_log", "origin", "samples",
               "last_resort", "guard", "selection", "log", "phase")  # fmt: skip
     rewinding: Any = Rewinding(**{name: MagicMock() for name in fields})
     rewinding.guard.policy = policy
@@ -56,15 +56,15 @@ def go_back(found: Conclusion, *rates: float) -> tuple[Policy, Conclusion]:
     state, and when it tripped."""
     policy = Policy(PolicyConfig())
     decision = policy.decide(seen(40, Verdict.SPIKE), 0)
-    tripped = Tripped(decision, MagicMock(), MagicMock(), MagicMock(step=40, seconds=1.0), MagicMock(), "")
+    tripped = Tripped(decision, MagicMock(state=MagicMock(step=40, seconds=1.0)), MagicMock(), "")
     rewinding = shell(policy)
     rewinding.replays.compare.return_value = (False, "")
-    rewinding.casebook.adjacent.return_value = False
-    rewinding.casebook.returned_again.return_value = found
+    rewinding.incident_log.adjacent.return_value = False
+    rewinding.incident_log.returned_again.return_value = found
     rewinding.origin.again.return_value = False
     rewinding.rates.before.return_value, rewinding.rates.highest_since.return_value = rates
     rewinding.go_back(tripped)
-    return policy, rewinding.casebook.attribute.call_args.args[0]
+    return policy, rewinding.incident_log.attribute.call_args.args[0]
 
 
 def test_what_was_inferred_can_be_withdrawn_as_well() -> None:
@@ -101,7 +101,7 @@ def test_a_crowd_that_is_guilty_is_undone() -> None:
     assert [t.step for t in window] == [37, 38, 39]
     (taken,) = made.guard.policy.state.taken
     assert (taken.action, taken.cause, taken.odds) == (Action.REWIND, Cause.DATA, 3.0)
-    assert made.guard.policy.state.watching and made.casebook.attribute.call_args.args[0] == found
+    assert made.guard.policy.state.watching and made.incident_log.attribute.call_args.args[0] == found
     made.points.forget_after.assert_called_once_with(30)
     made.points.restore.assert_not_called()
     made.samples.convicted.assert_called_once()
@@ -120,7 +120,7 @@ def test_whoever_is_not_guilty_costs_nothing_but_time(found: Conclusion, good: b
     assert stands is None and not made.guard.policy.state.taken
     made.points.restore.assert_called_once_with(made.points.ring.aside.return_value)
     made.samples.nobody.assert_called_once()
-    made.casebook.open.assert_not_called()
+    made.incident_log.open.assert_not_called()
     made.points.forget_after.assert_not_called()
     made.points.back.assert_not_called()  # which drops points that are not good
     made.samples.skip.assert_not_called()
@@ -143,7 +143,7 @@ def test_a_few_that_are_guilty_by_themselves_are_skipped_on_the_present_state() 
     assert case.first == 37 and few == Conclusion(Cause.DATA, [7, 20], [], "bad", [30], odds=3.0, alone=[7])
     (taken,) = made.guard.policy.state.taken
     assert (taken.action, taken.cause, taken.odds) == (Action.SKIP, Cause.DATA, 3.0)
-    for undone in (made.samples.nobody, made.casebook.open, made.points.forget_after):
+    for undone in (made.samples.nobody, made.incident_log.open, made.points.forget_after):
         undone.assert_not_called()
 
 

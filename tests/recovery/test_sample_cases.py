@@ -87,10 +87,10 @@ class Made:
         self.log, self.convicted = KeptLog(), list[Conclusion]()
         self.events = self.log.events
         order = SimpleNamespace(corpora=[SimpleNamespace(name="code")])
-        casebook = SimpleNamespace(
+        incident_log = SimpleNamespace(
             source=SimpleNamespace(order=order), skip=lambda found, *_: self.convicted.append(found)
         )
-        made: Any = casebook
+        made: Any = incident_log
         self.watch = SampleWatch(
             StabilityConfig(), made, self.log, lambda phase: None,
             lambda: KEPT,  # type: ignore[arg-type, return-value]
@@ -236,7 +236,7 @@ def test_another_level_is_not_examined_again_and_again() -> None:
     scored = Scored(np.zeros(16), 4.0)
     for test, told in ((made.watch._test, alarm), (made.watch._easy, None)):
         test.observe = lambda *_, told=told: (scored, told)  # type: ignore[method-assign]
-    order: Any = made.watch.casebook.source.order
+    order: Any = made.watch.incident_log.source.order
     order.locate = lambda positions: SimpleNamespace(corpus=np.zeros(positions.size, np.int64))
     batch: Any = SimpleNamespace(positions=np.arange(16))
     measured: Any = SimpleNamespace(losses=torch.zeros(16), grad_norm=1.0)

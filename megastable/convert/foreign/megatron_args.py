@@ -12,61 +12,44 @@ from typing import Any
 
 from megastable.base.errors import CheckpointError, ConfigError
 from megastable.base.text import visible
+from megastable.config.other_names import MEGATRON, MEGATRON_WITHOUT_KEY
 from megastable.config.tree import ModelConfig, RopeScalingConfig, RunConfig
 from megastable.convert.foreign.unpickle import number
 
 Args = Mapping[str, Any]
 
 # Arguments, and the values of each that our model has. One that is missing or None was not in use.
-ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "add_bias_linear": ((False,), "its only biases are those of q, k and v"),
-    "disable_bias_linear": ((True,), "its only biases are those of q, k and v"),
+ONLY: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("disable_bias_linear", "swiglu"), (True,)),
+    **dict.fromkeys(("add_bias_linear", "apply_layernorm_1p", "layernorm_zero_centered_gamma"), (False,)),
+    **dict.fromkeys(("squared_relu", "openai_gelu", "quick_geglu", "rotary_interleaved"), (False,)),
+    **dict.fromkeys(("multi_latent_attention", "qk_l2_norm", "attention_output_gate"), (False,)),
+    **dict.fromkeys(("is_hybrid_model", "heterogeneous_block_specs"), (False,)),
     **dict.fromkeys(
-        ("apply_layernorm_1p", "layernorm_zero_centered_gamma"), ((False,), "its norms multiply by their weight")
+        ("use_mup", "enable_mhc_connections", "apply_residual_connection_post_layernorm"), (False,)
     ),
-    "normalization": (("RMSNorm",), "its norms are RMSNorm"),
-    "apply_residual_connection_post_layernorm": ((False,), "its residuals begin before the norms"),
-    "swiglu": ((True,), "its MLP is a SwiGLU"),
-    **dict.fromkeys(("squared_relu", "openai_gelu", "quick_geglu"), ((False,), "its MLP is a SwiGLU")),
-    **dict.fromkeys(("glu_linear_offset",), ((0, None), "its MLP is a SwiGLU")),
-    "activation_func_clamp_value": ((None,), "its MLP is a SwiGLU"),
-    "rotary_percent": ((1,), "it rotates whole heads"),
-    "rotary_interleaved": ((False,), "its rotary embeddings are half-split"),
-    "rotary_seq_len_interpolation_factor": ((None, 1), "its positions are whole; use_rope_scaling is known"),
-    "no_rope_freq": ((None, 0), "every layer has rotary embeddings"),
-    **dict.fromkeys(("num_experts", "num_moe_experts"), ((None, 0), "it has no experts")),
-    "multi_latent_attention": ((False,), "its attention is multi-head or grouped-query"),
-    "qk_l2_norm": ((False,), "its QK-norm is an RMSNorm with weights"),
-    "attention_output_gate": ((False,), "its attention has no gate"),
-    "softmax_type": (("vanilla", None), "its softmax is the plain one"),
-    "softmax_scale": ((None,), "its scores are scaled by the square root of the head's width"),
-    "window_size": ((None,), "it attends to all that came before"),
-    "experimental_attention_variant": ((None,), "its attention is softmax attention"),
-    "linear_attention_freq": ((None, 0), "its attention is softmax attention"),
-    **dict.fromkeys(
-        ("hybrid_layer_pattern", "hybrid_override_pattern"), ((None, ""), "all of its layers are attention and MLP")
-    ),
-    **dict.fromkeys(
-        ("is_hybrid_model", "heterogeneous_block_specs"), ((False,), "all of its layers are the same")
-    ),
-    "heterogeneous_layers_config_path": ((None, ""), "all of its layers are the same"),
-    "mtp_num_layers": ((None, 0), "it predicts one token"),
-    "use_mup": ((False,), "its embeddings, scores and logits are not scaled"),
-    "enable_mhc_connections": ((False,), "its residual stream is one"),
-    "spec": ((None, []), "its layers are Megatron's own"),
-    "virtual_pipeline_model_parallel_size": (
-        (None, 1), "interleaved stages are not read: save it again without virtual pipeline stages",
-    ),
-    "expert_model_parallel_size": ((None, 1), "it has no experts"),
-}  # fmt: skip
-SAME = {  # model keys that must agree, and where they stand
-    "layers": ("num_layers", "encoder_num_layers"),
-    "hidden": ("hidden_size",),
-    "heads": ("num_attention_heads",),
-    "head_dim": ("kv_channels",),
-    "ffn": ("ffn_hidden_size",),
-    "rope_theta": ("rotary_base",),
-    "norm_eps": ("norm_epsilon", "layernorm_epsilon"),
+    **dict.fromkeys(("activation_func_clamp_value", "softmax_scale", "window_size"), (None,)),
+    "experimental_attention_variant": (None,),
+    **dict.fromkeys(("num_experts", "num_moe_experts", "mtp_num_layers"), (None, 0)),
+    **dict.fromkeys(("no_rope_freq", "linear_attention_freq"), (None, 0)),
+    "glu_linear_offset": (0, None),
+    **dict.fromkeys(("virtual_pipeline_model_parallel_size", "expert_model_parallel_size"), (None, 1)),
+    **dict.fromkeys(("hybrid_layer_pattern", "hybrid_override_pattern"), (None, "")),
+    "heterogeneous_layers_config_path": (None, ""),
+    "normalization": ("RMSNorm",),
+    "rotary_percent": (1,),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "softmax_type": ("vanilla", None),
+    "spec": (None, []),
+}
+WHY = MEGATRON_WITHOUT_KEY | {
+    "rotary_seq_len_interpolation_factor": "its positions are whole; use_rope_scaling is known",
+    "virtual_pipeline_model_parallel_size": "interleaved stages are not read: save it again without",
+}
+# Model keys that must agree, and where they stand.
+SAME = {
+    key: tuple(name for name, ours in MEGATRON.items() if ours.partition("; ")[0] == f"model.{key}")
+    for key in ("layers", "hidden", "heads", "head_dim", "ffn", "rope_theta", "norm_eps")
 }
 # What Megatron's use_rope_scaling means, beside a factor (megatron/core, RotaryEmbedding._apply_scaling).
 LLAMA3 = RopeScalingConfig(kind="llama3", factor=8, original_length=8192)
@@ -78,13 +61,13 @@ AT_HOME = frozenset(
 
 def model_of(args: Args, where: object) -> dict[str, Any]:
     """What the arguments say of our model: keys of `ModelConfig`, but for the vocabulary. Raises CheckpointError."""
-    for key, (allowed, why) in ONLY.items():
+    for key, allowed in ONLY.items():
         value = allowed[0] if args.get(key) is None else args[key]
         if not any(
             value is other or (type(value) in (int, float, str, list) and value == other) for other in allowed
         ):
             raise CheckpointError(
-                f"{where}: {key}={visible(value, 100)}: this model cannot be like that: {why}"
+                f"{where}: {key}={visible(value, 100)}: this model cannot be like that: {WHY[key]}"
             )
     kind = args.get("position_embedding_type", "rope")
     if kind != "rope" and args.get("use_rotary_position_embeddings") is not True:

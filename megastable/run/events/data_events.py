@@ -1,4 +1,4 @@
-"""Events of the data: its order, its blend, what is left out of it, and what was found in the part still to come."""
+"""Events of the data: order, blend, skips, the scan ahead."""
 
 from __future__ import annotations
 

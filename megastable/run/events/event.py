@@ -1,4 +1,4 @@
-"""What an event of the journal is: a line of it with typed fields and words for people.
+"""The base of journal events: a line of JSON with typed fields and a sentence for people.
 
 A journal outlives versions and crashes, so reading one never raises: a field that is missing, or of a wrong kind, is
 None (no ranges, where it has ranges), and a field that nobody knows is kept.

@@ -1,4 +1,4 @@
-"""The one reader of journals."""
+"""Reads journals as typed events; the only reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of the stability system: refused updates, incidents, rewinds, limits of the learning rate."""
+"""Events of the stability system: refused updates, incidents, rewinds, learning-rate limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of the training process: starts and ends, checkpoints, evaluations."""
+"""Events of the training process: start, end, checkpoints, evaluations."""
 
 from __future__ import annotations
 

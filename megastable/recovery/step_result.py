@@ -1,0 +1,24 @@
+"""A step that was done: its batch, what was measured, and the state of the run before and after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megastable.checkpoint.store import RunState
+from megastable.data.loader import Step
+from megastable.engine.engine import Measured
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """From `before` to `state`; applied: the update was not refused; lr: its rate. It took `seconds`, of which the
+    rank waited `waited` for data."""
+
+    batch: Step
+    measured: Measured
+    applied: bool
+    before: RunState
+    state: RunState
+    lr: float
+    seconds: float
+    waited: float
