@@ -15,6 +15,7 @@ from drills.plan import Policy
 from drills.scenario import Scenario
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
+from megastable.run.events.reading import latest
 from megastable.run.events.stability_events import Discarded, Handover, IncidentEvent, Located
 from megastable.run.events.supervisor_events import SupervisorEvent
 from megastable.run.events.training_events import Training, Unstable, Warned
@@ -187,8 +188,7 @@ def _explains(scenario: Scenario, event: Event, struck: float | None, reach: flo
 
 def _latest(events: Iterable[Event]) -> list[Summary]:
     """The incidents as they were told last, in order."""
-    told = {e["number"]: e["summary"] for e in events if isinstance(e, IncidentEvent)}
-    return [told[number] for number in sorted(told)]
+    return [summary for _, summary in sorted(latest(events).items())]
 
 
 def causes_of(incidents: Sequence[Summary], events: Iterable[Event]) -> set[str]:

@@ -20,10 +20,10 @@ from megastable.config import recipe
 from megastable.run import directory
 from megastable.run.membership import check_alone
 from megastable.supervise import hooks
-from megastable.supervise.notifiers import Audience
+from megastable.supervise.notifiers import Notifiers
 from megastable.supervise.status import RunWatch, as_json, exit_code, read_status
+from megastable.supervise.status_panel import live, panel
 from megastable.supervise.supervisor import Supervisor
-from megastable.supervise.view import live, panel
 
 MODULE = "megastable.train"
 EXAMPLES = """examples:
@@ -53,14 +53,14 @@ def supervise(arguments: Sequence[str], given: Sequence[str]) -> int:
     hooks.check(config.supervise)  # before anything is made
     run = directory.make(config, recipe.find(args.recipe))
     run.compare(config)
-    audience = Audience(config, run)
+    notifiers = Notifiers(config, run)
     for text in config.supervise.exposed:
-        audience.say(f"WARNING: {text}")
+        notifiers.say(f"WARNING: {text}")
     try:
-        supervisor = Supervisor(config, run, audience, args.recipe, args.overrides, given, args.module)
+        supervisor = Supervisor(config, run, notifiers, args.recipe, args.overrides, given, args.module)
         return supervisor.supervise()
     finally:
-        audience.close()
+        notifiers.close()
 
 
 def status(arguments: Sequence[str]) -> int:

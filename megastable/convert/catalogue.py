@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from megastable.base import jsonl
 from megastable.base.errors import CheckpointError, DataError
 from megastable.base.text import duration, plural, size
 from megastable.checkpoint import markers, store
@@ -193,11 +192,10 @@ class _Validation:
         self._by_step: dict[int, float] = {}
         self._aside: dict[str, float | None] = {}
         try:
-            lines = jsonl.read(journal)[0]
+            for event in read_events(journal):
+                self._take(event)
         except DataError:
             return  # without losses the list is still worth something
-        for event in read_events(lines):
-            self._take(event)
 
     def until(self, one: FoundCheckpoint) -> float | None:
         """The last loss at or before a checkpoint."""

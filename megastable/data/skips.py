@@ -26,6 +26,11 @@ Bools = npt.NDArray[np.bool_]
 AT_ONCE = 1 << 16  # positions that are looked at together where most are left out
 
 
+def ranges_of(numbers: npt.ArrayLike) -> list[Range]:
+    """Whole numbers in any order as ascending ranges [first, end) that do not touch."""
+    return Skips.of_numbers(np.asarray(numbers, dtype=np.int64)).ranges
+
+
 class Skips:
     """A set of numbers (positions, tokens, sequences) as sorted ranges that neither overlap nor touch. Immutable."""
 

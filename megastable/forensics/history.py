@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megastable.base import jsonl
 from megastable.base.errors import DataError
 from megastable.base.text import plural
 from megastable.config.recipe import load
@@ -256,9 +255,8 @@ class History:
     def _events(self) -> list[Event]:
         """Those that say how the run went on, in order."""
         # A journal has a hundred times as many lines as are wanted here: most need not be understood.
-        lines, _ = jsonl.read(self.run.journal)
-        wanted = (line for line in lines if any(mark in line for mark in MARKS))
-        return [e for e in read_events(wanted) if "event" in e and isinstance(e.get("time"), int | float)]
+        told = read_events(self.run.journal, *MARKS)
+        return [e for e in told if "event" in e and isinstance(e.get("time"), int | float)]
 
 
 def blends_text(blends: Sequence[BlendEntry]) -> list[str]:

@@ -9,7 +9,6 @@ there is a budget: a scan that finds half of the data odd is wrong itself, or a 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections import Counter
@@ -27,14 +26,14 @@ from megastable.config.tree import RunConfig
 from megastable.data.blends import Line, read_blends
 from megastable.data.order import Order
 from megastable.data.skip_ledger import SkipLedger, append_all, sample_entries
-from megastable.data.skips import Selection
+from megastable.data.skips import Selection, ranges_of
 from megastable.forensics.ahead import COUNTED, FoundPart, Lookout, passage
 from megastable.forensics.places import checkpoint_cursor
 from megastable.report.postmortem.sample_texts import Library
-from megastable.run.directory import RunDirectory
+from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.data_events import LookAheadFailed, LookAheadSpent, LookedAhead
+from megastable.run.events.event import whole
 from megastable.run.log import RunLog
-from megastable.stability.attribution import ranges as as_ranges
 
 Int64s = npt.NDArray[np.int64]
 
@@ -90,13 +89,9 @@ class Scout:
 
     def _cursor(self) -> int:
         """Where the run is. Before it trains, where it will begin: what a process of before said is no longer so."""
-        try:
-            told = json.loads(self.run.progress.read_text())
-            if told.get("phase") not in ("starting", "ended"):
-                return int(told["cursor"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            pass
-        return checkpoint_cursor(self.run, max)
+        told = read_object(self.run.progress)
+        cursor = None if told.get("phase") in ("starting", "ended") else whole(told.get("cursor"))
+        return checkpoint_cursor(self.run, max) if cursor is None else cursor
 
     def _left(self, order: Order) -> Selection:
         """What the ledger leaves, read again where it is another one: it may be long. The run says what is wrong with a
@@ -139,7 +134,7 @@ class Scout:
             return
         kinds = Counter(max(some, key=lambda one: one.score).kind for some in chosen.values())
         what = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-        positions = as_ranges(sorted(chosen))
+        positions = ranges_of(sorted(chosen))
         documents = dict.fromkeys(one.document for some in chosen.values() for one in some)
         assert self._lookout is not None
         order = self._lookout.source.order

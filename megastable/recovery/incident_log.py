@@ -18,13 +18,13 @@ import numpy.typing as npt
 
 from megastable.base.collectives import first
 from megastable.base.errors import DataError
-from megastable.base.text import number, plural
+from megastable.base.text import number, plural, ranges
 from megastable.checkpoint.store import RunState, step_of
 from megastable.data.deferral import Deferral
 from megastable.data.documents import Document, documents_at
 from megastable.data.order import LAST_POSITION
 from megastable.data.skip_ledger import AnyEntry, Ledger, SampleEntry, SkipEntry, released, sample_entries
-from megastable.data.skips import Selection, Skips
+from megastable.data.skips import Selection, Skips, ranges_of
 from megastable.data.source import Source
 from megastable.recovery.deferring import Deferring, wanted
 from megastable.recovery.sample_replay import Trained
@@ -33,7 +33,6 @@ from megastable.run.events.event import Event
 from megastable.run.events.stability_events import AlertEvent, Handover, IncidentEvent
 from megastable.run.events.training_events import Unstable
 from megastable.run.log import RunLog
-from megastable.stability import attribution
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.attribution import Conclusion
 from megastable.stability.incident import Breakdown, Incident, LeftOutSamples, Outcome, kind_of
@@ -210,7 +209,7 @@ class IncidentLog:
             count = _count(skipped)
             of = f" of {len(incident.documents)} documents" if incident.documents else ""
             how = "in this and every later epoch" if found.cause is Cause.DATA else "in this epoch"
-            self.log.say(f"  skipped {how}: {count} samples{of} (positions {_readable(skipped)})")
+            self.log.say(f"  skipped {how}: {count} samples{of} (positions {ranges(skipped, 4)})")
 
     def release(self, positions: Sequence[int], cursor: int, reason: str) -> None:
         """Withdraw the conviction of the samples at some positions: incidents of this run named them. What a person, or
@@ -357,7 +356,7 @@ class IncidentLog:
         known = {str(d) for d in incident.documents}
         incident.documents += [d for d in map(Document.model_dump, documents) if str(d) not in known]
         del incident.documents[NAMED:]
-        return attribution.ranges(guilty.tolist())
+        return ranges_of(guilty)
 
     def _defer(
         self, window: Sequence[Trained], reason: str, only: Int64s | None = None
@@ -384,7 +383,7 @@ class IncidentLog:
         if deferred:
             when = self.deferring.step_of(returns[0][0], step, begin)
             self.log.say(
-                f"  deferred: {plural(found.positions.size, 'sample')} (positions {_readable(deferred)}), "
+                f"  deferred: {plural(found.positions.size, 'sample')} (positions {ranges(deferred, 4)}), "
                 f"read again from position {returns[0][0]} (about step {when})"
             )
         if lost:
@@ -430,10 +429,6 @@ class IncidentLog:
         }
 
 
-def ranges_of(positions: Int64s) -> list[tuple[int, int]]:
-    return Skips.of_numbers(positions).ranges
-
-
 def _count(ranges: Sequence[tuple[int, int]]) -> int:
     return sum(end - first for first, end in ranges)
 
@@ -447,8 +442,3 @@ def _usual(state: RunState) -> float | None:
 def _peak(old: float | None, values: list[float]) -> float | None:
     known = [x for x in [old, *values] if x is not None and math.isfinite(x)]
     return max(known, default=None)
-
-
-def _readable(ranges: list[tuple[int, int]]) -> str:
-    shown = ", ".join(f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in ranges[:4])
-    return shown + (", ..." if len(ranges) > 4 else "")

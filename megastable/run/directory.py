@@ -20,7 +20,7 @@ from megastable.base.errors import ConfigError, DataError
 from megastable.config.supervise import SECRETS, redacted
 from megastable.config.tree import ModelConfig, RunConfig
 from megastable.run.events.event import Event
-from megastable.run.events.reading import read_events
+from megastable.run.events.reading import event_of_line
 from megastable.run.events.stability_events import Handover
 from megastable.run.events.training_events import Training
 
@@ -73,7 +73,7 @@ class RunDirectory:
         lines, torn = jsonl.read(self.journal)
         if torn:
             log.warning("%s: the last line was torn by a crash and is ignored", self.journal)
-        for number, event in enumerate(read_events(lines), start=1):
+        for number, event in enumerate(map(event_of_line, lines), start=1):
             if "event" not in event:
                 raise DataError(
                     f"{self.journal}: line {number} is not an event in JSON: mend or remove that line"
@@ -167,6 +167,15 @@ def frozen(config: RunConfig, fingerprints: list[str], ds_config: dict[str, Any]
 def as_json(value: Any, indent: int | None = None) -> str:
     """JSON that every reader takes: nan and infinities become text, which float() gives back."""
     return json.dumps(_plain(value), default=str, indent=indent)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file of one JSON object; empty where there is none, or it is not whole."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _plain(value: Any) -> Any:

@@ -274,14 +274,3 @@ def odds_of_data(measured: Floats, tripped: Floats, expected: Floats) -> float:
         return 0.0
     ratio = (float(now.mean()) - then / 2) * then / error**2 / math.log(10)
     return max(-SURE, min(SURE, ratio))
-
-
-def ranges(positions: list[int]) -> list[tuple[int, int]]:
-    """Ascending positions as ranges [first, end)."""
-    found: list[tuple[int, int]] = []
-    for position in positions:
-        if found and found[-1][1] == position:
-            found[-1] = (found[-1][0], position + 1)
-        else:
-            found.append((position, position + 1))
-    return found

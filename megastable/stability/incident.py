@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -34,8 +35,10 @@ class LeftOutSamples(BaseModel):
     count: int
 
 
-class Incident(BaseModel):
-    """Words for people call an incident by its number and its onset; docs/stability.md has these definitions once.
+class IncidentFields(BaseModel):
+    """What is known of an incident, as a journal of any version has it.
+
+    Words for people call an incident by its number and its onset; docs/stability.md has these definitions once.
 
     onset: the first step that belongs to it; step: at which it was acted on. positions: skipped ranges [first, end).
     deferred: ranges whose samples were put off, returns: where they are read instead, each by the order of its time;
@@ -48,22 +51,20 @@ class Incident(BaseModel):
     evidence: paths of logs and stacks, relative to the run directory.
     """
 
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants", populate_by_name=True)
-
     number: int
-    step: int
-    onset: int
-    verdict: Verdict | Breakdown
-    kind: Kind
-    cause: Cause = Cause.UNKNOWN
-    actions: list[Action] = []
+    step: int = 0
+    onset: int = 0
+    verdict: str = "unknown"
+    kind: str = "unknown"
+    cause: str = "unknown"
+    actions: Sequence[str] = []
     reasons: list[str] = []
     positions: list[tuple[int, int]] = []
     deferred: list[tuple[int, int]] = []
     returns: list[tuple[int, int]] = []
     lost: int = 0
     released: int = 0
-    documents: list[dict[str, Any]] = []
+    documents: Sequence[Any] = []
     steps_lost: int = 0
     batches_discarded: int = 0
     seconds: float = 0.0
@@ -71,9 +72,24 @@ class Incident(BaseModel):
     loss_peak: float | None = None
     norm_peak: float | None = None
     loss_after: float | None = None
-    outcome: Outcome = "open"
+    outcome: str = "open"
     failure: str = ""
     evidence: list[str] = []
+
+
+class Incident(IncidentFields):
+    """One of this run, by this version."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    step: int
+    onset: int
+    verdict: Verdict | Breakdown
+    kind: Kind
+    cause: Cause = Cause.UNKNOWN
+    actions: list[Action] = []
+    documents: list[dict[str, Any]] = []
+    outcome: Outcome = "open"
 
 
 def kind_of(verdict: Verdict, recurrences: int) -> Kind:

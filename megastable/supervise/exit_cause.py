@@ -18,6 +18,7 @@ from megastable.run.events.event import Event
 from megastable.run.events.stability_events import Handover
 from megastable.run.events.training_events import Finished, Stopped, Unstable
 from megastable.run.rank_ipc import BEREFT, LastWords, Progress
+from megastable.supervise.hang_detector import HangDetector
 from megastable.supervise.processes import Fate
 
 # From pdsh with the host before it; without, all ranks are on this one, and local ones are the ranks.
@@ -27,6 +28,7 @@ LAUNCHER = re.compile(
 )
 # What a process prints of an error that its user can act on (errors.user_errors).
 TOLD = re.compile(r"^error: (\S.*)$", re.MULTILINE)
+FINAL = (errors.OK, errors.STOPPED, errors.UNSTABLE, errors.HANDOVER, errors.SUPERSEDED)
 SAID: dict[type[Event], int] = {
     Finished: errors.OK,
     Stopped: errors.STOPPED,
@@ -54,6 +56,25 @@ class End(BaseModel):
     failure: str = ""
     certain: bool = False  # somebody said it, or it was seen
     trained: bool = False  # a step was done
+
+    @property
+    def final(self) -> bool:
+        """Whether it is no failure: the training ended as it meant to, or would do so again."""
+        return self.code in FINAL or (self.code == errors.BAD_INPUT and not self.trained)
+
+    def by_hang(self, detector: HangDetector, stuck: Sequence[str], here: str) -> End:
+        """The same after a hang, for which the processes were ended. stuck: what is known of ranks of this host that
+        do not answer."""
+        if self.certain:
+            return self
+        phase = detector.phase
+        text = (
+            f"no progress in {phase!r} for {detector.waited:.0f} s, where {detector.limit:.0f} s is the limit"
+        )
+        return End(
+            hung=True, what=f"hang in {phase}", failure="; ".join([text, *stuck]),
+            host=here if len(stuck) == 1 else None, step=self.step, cursor=self.cursor, trained=self.trained,
+        )  # fmt: skip
 
 
 def end_of(

@@ -18,7 +18,7 @@ RECHECK = 20.0  # seconds in which data that cannot be read may come back, as on
 LOOK = 0.2  # seconds between two looks
 
 
-def readable(config: RunConfig, run: RunDirectory) -> bool:
+def can_be_read(config: RunConfig, run: RunDirectory) -> bool:
     """Whether the corpora can be opened on this host, which may be another one than those that train."""
     try:
         _open(config, run)

@@ -12,7 +12,14 @@ RECENT = 64  # steps whose median is the usual time
 TICK = 1.0  # seconds that count at most between two looks: more, and it is this process that was stopped
 
 
-class Patience:
+def patience(phase: str, usual: float | None, config: SuperviseConfig) -> float:
+    """Seconds without a sign of progress that mean nothing yet, in a phase of the run. usual: of a step, if known."""
+    if phase != "step" or usual is None:
+        return config.hang_unknown
+    return max(config.hang_floor, config.hang_factor * usual)
+
+
+class HangDetector:
     """Told of every look at a run, says when it hangs. Seconds are added up look by look: no clock can jump."""
 
     def __init__(self, config: SuperviseConfig) -> None:
@@ -50,8 +57,6 @@ class Patience:
     @property
     def limit(self) -> float:
         """Seconds that the present phase may take."""
-        c = self.config
-        if self.phase == "step":
-            return max(c.hang_floor, c.hang_factor * median(self._steps)) if self._steps else c.hang_unknown
-        # How long these take depends on more than the run: a disk, a cache, how much there is to look for.
-        return max(c.hang_unknown, c.hang_factor * self._longest.get(self.phase, 0.0))
+        least = patience(self.phase, median(self._steps) if self._steps else None, self.config)
+        # How long what is no step takes depends on more than the run: a disk, a cache, how much there is to look for.
+        return max(least, self.config.hang_factor * self._longest.get(self.phase, 0.0))

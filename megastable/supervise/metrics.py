@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from megastable.base.errors import ConfigError
-from megastable.supervise.state import State
+from megastable.supervise.standing import State
 from megastable.supervise.status import Status
 
 HOST = "127.0.0.1"

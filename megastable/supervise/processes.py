@@ -22,6 +22,7 @@ from megastable.run.rank_ipc import mark
 
 # Not the script `deepspeed` beside the interpreter: where DeepSpeed is on PYTHONPATH there is none.
 LAUNCHER = (sys.executable, "-m", "deepspeed.launcher.runner")
+MODULE = "megastable.train"  # what it starts where it is not told otherwise
 FLAG = "--supervised"
 SCAN = 2.0  # seconds between two searches through all processes of the host
 BASE_PORT = 29500

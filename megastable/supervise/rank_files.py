@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from megastable.base import durable
-from megastable.run.directory import RunDirectory
+from megastable.run.directory import RunDirectory, read_object
 from megastable.run.rank_ipc import Control, LastWords, Progress, folder_of
 from megastable.supervise.processes import Attempt, describe
 
+Told = TypeVar("Told", bound=BaseModel)
 STACKS = 6.0  # seconds that the ranks have for their stacks; see heartbeat.OTHERS
 
 
-class Wire:
-    """To and from the ranks of one run. say: where warnings go."""
+class RankFiles:
+    """Of one run. say: where warnings go."""
 
     def __init__(self, run: RunDirectory, say: Callable[[str], None]) -> None:
         self.run, self.say = run, say
@@ -26,11 +29,8 @@ class Wire:
 
     def progress(self, attempt: int) -> Progress | None:
         """Where the run stands, if an attempt has said so."""
-        try:
-            found = Progress.model_validate(json.loads(self.run.progress.read_text()))
-        except (OSError, ValueError):  # not there, or just being written
-            return None
-        return found if found.attempt == attempt else None
+        found = _read(Progress, self.run.progress)
+        return found if found is not None and found.attempt == attempt else None
 
     def anybody_died(self, attempt: int) -> bool:
         """Whether a rank has left last words."""
@@ -38,13 +38,8 @@ class Wire:
 
     def last_words(self, attempt: int) -> list[LastWords]:
         """Of all ranks that have left any. Torn ones are left out: the log has them, too."""
-        found = []
-        for path in folder_of(self.run, attempt).glob("rank-*.json"):
-            try:
-                found.append(LastWords.model_validate(json.loads(path.read_text())))
-            except (OSError, ValueError):
-                continue
-        return found
+        found = (_read(LastWords, path) for path in folder_of(self.run, attempt).glob("rank-*.json"))
+        return [words for words in found if words is not None]
 
     def stacks(self, attempt: Attempt) -> list[str]:
         """Ask all ranks where they are; of those on this host that do not answer, note what the kernel says. Paths."""
@@ -67,11 +62,8 @@ class Wire:
 
     def adopt(self, attempt: int) -> None:
         """Go on with what a predecessor wanted of an attempt."""
-        try:
-            self._wanted = Control.model_validate(json.loads(self.run.control.read_text()))
-        except (OSError, ValueError):
-            self._wanted = Control(attempt=attempt)
-        self._wanted = self._wanted.model_copy(update={"attempt": attempt})
+        wanted = _read(Control, self.run.control) or Control(attempt=attempt)
+        self._wanted = wanted.model_copy(update={"attempt": attempt})
 
     def want(self, **wishes: Any) -> None:
         """Tell the ranks. On a full disk they cannot hear of it: what follows from that comes by itself."""
@@ -83,3 +75,11 @@ class Wire:
     def _write(self, control: Control) -> None:
         self._wanted = control
         durable.write_file(self.run.control, control.model_dump_json().encode())
+
+
+def _read(kind: type[Told], path: Path) -> Told | None:
+    """None where it is not there, or just being written."""
+    try:
+        return kind.model_validate(read_object(path))
+    except ValidationError:
+        return None

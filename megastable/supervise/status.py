@@ -6,22 +6,15 @@ of the directory, by the last words of the journal, and by the age of progress.j
 
 from __future__ import annotations
 
-import fcntl
-import json
 import math
-import os
 import socket
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 from pydantic import ValidationError
 
@@ -30,17 +23,17 @@ from megastable.base.errors import DataError
 from megastable.base.text import visible
 from megastable.config.supervise import SuperviseConfig
 from megastable.run import directory
-from megastable.run.directory import RunDirectory
+from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import NOTHING, real, whole
-from megastable.supervise.chronicle import AttemptSummary, Chronicle, IncidentSummary, Said
-from megastable.supervise.follow import Follower
-from megastable.supervise.skim import skim
-from megastable.supervise.state import Stands, State, advice, patience, state_of
+from megastable.run.events.follow import Follower
+from megastable.supervise.hang_detector import patience
+from megastable.supervise.journal_skim import skim
+from megastable.supervise.journal_view import AttemptSummary, IncidentSummary, JournalView, Said
+from megastable.supervise.locks import SUPERVISOR, TRAINING, is_held
+from megastable.supervise.recent_steps import RecentSteps
+from megastable.supervise.standing import Standing, State, advice, state_of
 
-RECENT = 240  # steps whose losses are kept
-FILES = 6  # newest files of step records that are looked at
 SHOWN = 5  # checkpoints
-ENOUGH = 5  # steps that were seen, to tell the rate by
 
 
 @dataclass(frozen=True)
@@ -69,9 +62,9 @@ class Status:
     code: the exit code that the run ended with, None while it has not. phase: of the training process. recent: (step,
     loss) of the last steps, oldest first; of refused ones, too. age: since the last sign of progress. rate: seconds a
     step, the median of the last ones; tokens_per_second: at that rate. loss, grad_norm, lr: of the last step. eta:
-    until the last step at that rate. restarts: counted by how the attempt
-    before ended (chronicle.kind_of_end). starts: of training processes. alert: since when and why nothing more is done
-    automatically, "" where that is not so. problems: what could not be read.
+    until the last step at that rate. restarts: counted by how the attempt before ended (journal_view.kind_of_end).
+    starts: of training processes. alert: since when and why nothing more is done automatically, "" where that is not
+    so. problems: what could not be read.
     """
 
     run: str
@@ -155,42 +148,39 @@ class RunWatch:
         self.run, self.clock = RunDirectory(run), clock
         _check(run)
         self._journal = Follower(self.run.journal, skim)
-        self._told, self._starts = Chronicle(), self._journal.starts
+        self._told, self._starts = JournalView(), self._journal.starts
         self._recipe = _Recipe()
-        self._records: list[tuple[int, float, float]] = []  # step, loss, seconds
-        self._listed = -1  # when the folder of the records had changed
-        self._known: tuple[str, ...] = ()
-        self._live: deque[tuple[int, float, float]] = deque(maxlen=RECENT)
+        self._steps = RecentSteps(self.run.steps)
 
     def status(self) -> Status:
         """How it stands now."""
         now, problems = self.clock(), list[str]()
         self._read_journal(problems)
         self._read_recipe(problems)
-        self._read_records()
-        s, progress = self._told, _read_object(self.run.progress)
+        self._steps.read()
+        s, progress = self._told, read_object(self.run.progress)
         attempt = next(reversed(s.attempts), whole(progress.get("attempt")))
         # What an earlier attempt wrote says nothing about the processes of this one.
         stale = bool(s.attempts) and whole(progress.get("attempt")) not in (attempt, None)
-        supervisor = self._process(".supervisor.lock", s.supervisor.fields if s.supervisor else NOTHING)
-        trainer = self._process(".lock", {} if stale else progress)
+        supervisor = self._process(SUPERVISOR, s.supervisor.fields if s.supervisor else NOTHING)
+        trainer = self._process(TRAINING, {} if stale else progress)
         phase = "" if stale else visible(progress.get("phase") or "", 20)
         step, steps = self._step(progress), self._recipe.steps or whole(progress.get("steps"))
-        self._look(progress, step)
-        last, rate = self._last_progress(progress), self._rate()
+        loss, seconds = real(progress.get("loss")), _finite(progress.get("seconds"))
+        self._steps.see(step, loss, seconds)
+        last, rate = self._last_progress(progress), self._steps.rate()
         age = max(0.0, now - last) if last is not None else None  # a clock may have jumped
-        slowest = max((x for x in (rate, _finite(progress.get("seconds"))) if x is not None), default=None)
+        slowest = max((x for x in (rate, seconds) if x is not None), default=None)
         limits = self._recipe.limits
         if not s.over and age is not None and age <= patience(phase, slowest, limits):
             supervisor, trainer = _believed(supervisor, trainer)
         stands = state_of(s, supervisor.alive, trainer.alive, phase, age, slowest, limits)
         if stands.state is State.NEW and self._complete():
-            stands = Stands(
+            stands = Standing(
                 State.FINISHED, errors.OK, "its journal is gone: summary.json says that it is complete"
             )
         goes_on = stands.state in (State.RUNNING, State.HUNG) and steps is not None and rate is not None
-        recent = self._recent(step)
-        applied, loss = progress.get("applied"), real(progress.get("loss"))
+        recent, applied = self._steps.losses(step), progress.get("applied")
         return Status(
             run=visible(self.run.root),
             name=visible(self.run.root.resolve().name, 60),
@@ -246,7 +236,7 @@ class RunWatch:
     def _begin_again(self) -> None:
         """Forget what another journal told, or one that was mended since."""
         if self._journal.starts != self._starts:
-            self._told, self._starts = Chronicle(), self._journal.starts
+            self._told, self._starts = JournalView(), self._journal.starts
 
     def _read_recipe(self, problems: list[str]) -> None:
         try:
@@ -264,31 +254,9 @@ class RunWatch:
             what = "its supervise part" if isinstance(error, ValidationError) else "it"
             problems.append(f"{self.run.recipe}: {what} cannot be read: {str(error).splitlines()[0]}")
 
-    def _read_records(self) -> None:
-        """The newest files of step records, when there are others than the last time."""
-        try:
-            changed = self.run.steps.stat().st_mtime_ns
-            if changed == self._listed:
-                return
-            names = [n for n in os.listdir(self.run.steps) if n.endswith(".parquet")]
-        except OSError:
-            return
-        self._listed = changed
-        newest = tuple(sorted(names, key=lambda n: n.rpartition("-")[2])[-FILES:])
-        if newest == self._known:
-            return
-        self._known, rows = newest, dict[int, tuple[int, float, float]]()
-        for name in newest:
-            try:
-                table = pq.read_table(self.run.steps / name, columns=["step", "loss", "seconds"])
-            except (pa.ArrowException, OSError, KeyError):
-                continue  # half-copied, or damaged: a picture with a gap is better than none
-            rows |= {row[0]: row for row in zip(*(c.to_pylist() for c in table.columns), strict=True)}
-        self._records = [rows[step] for step in sorted(rows)][-RECENT:]
-
     def _process(self, lock: str, told: Mapping[str, Any]) -> Process:
         return Process(
-            _held(self.run.root / lock), whole(told.get("pid")), visible(told.get("host") or "", 80)
+            is_held(self.run.root / lock), whole(told.get("pid")), visible(told.get("host") or "", 80)
         )
 
     def _checkpoints(self) -> tuple[Checkpoint, ...]:
@@ -311,12 +279,12 @@ class RunWatch:
         if step is None:
             step = self._told.step
             if step is None or self._told.word in ("training", "resumed", "launched"):
-                return max(step or 0, self._records[-1][0] if self._records else 0)
+                return max(step or 0, self._steps.last)
         return step
 
     def _complete(self) -> bool:
         """Whether all steps are done, as summary.json has it: training on begins with its removal."""
-        done, wanted = whole(_read_object(self.run.summary).get("steps")), self._recipe.steps
+        done, wanted = whole(read_object(self.run.summary).get("steps")), self._recipe.steps
         return done is not None and (wanted is None or done >= wanted)
 
     def _last_progress(self, progress: dict[str, Any]) -> float | None:
@@ -326,26 +294,6 @@ class RunWatch:
             signs.append(self.run.progress.stat().st_mtime)
         return max((sign for sign in signs if sign is not None), default=None)
 
-    def _look(self, progress: dict[str, Any], step: int) -> None:
-        """Keep what the records will have only later. After a return to an earlier step all of it is old."""
-        if self._live and step < self._live[-1][0]:
-            self._live.clear()
-        loss, seconds = real(progress.get("loss")), _finite(progress.get("seconds"))
-        if loss is not None and seconds is not None and (not self._live or self._live[-1][0] != step):
-            self._live.append((step, loss, seconds))
-
-    def _rate(self) -> float | None:
-        """Of the steps that were seen, if these are enough: there may be other ranks now than the records tell of."""
-        seen = [seconds for _, _, seconds in self._live][-50:]
-        recorded = [seconds for _, _, seconds in self._records[-50:]]
-        chosen = seen if len(seen) >= ENOUGH or not recorded else recorded
-        return statistics.median(chosen) if chosen else None
-
-    def _recent(self, step: int) -> tuple[tuple[int, float], ...]:
-        """Losses up to the present step: what came after it was undone."""
-        rows = {at: loss for at, loss, _ in [*self._records, *self._live] if at <= step}
-        return tuple((at, rows[at]) for at in sorted(rows))[-RECENT:]
-
     def _speed(self, progress: dict[str, Any], rate: float | None) -> float | None:
         """At the rate: the last step may have been slower or faster than the median."""
         told, seconds = _finite(progress.get("tokens_per_second")), _finite(progress.get("seconds"))
@@ -354,7 +302,7 @@ class RunWatch:
 
 
 def _check(run: Path) -> None:
-    marks = ("recipe.yaml", "journal.jsonl", "progress.json", ".supervisor.lock", ".lock")
+    marks = ("recipe.yaml", "journal.jsonl", "progress.json", SUPERVISOR, TRAINING)
     if not run.is_dir():
         raise DataError(f"{run}: no such directory: give the directory of a run, such as runs/quickstart")
     try:
@@ -365,20 +313,6 @@ def _check(run: Path) -> None:
         raise DataError(f"{run} cannot be read: {error.strerror}") from None
     hint = f"those below it are: {', '.join(below[:10])}" if below else "give one, such as runs/quickstart"
     raise DataError(f"{visible(run)} is not the directory of a run: {visible(hint)}")
-
-
-def _held(path: Path) -> bool | None:
-    """Whether somebody holds a lock. Tried for an instant; None = cannot be told."""
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return None
-    return False
 
 
 def _believed(*processes: Process) -> tuple[Process, ...]:
@@ -393,7 +327,7 @@ def _believed(*processes: Process) -> tuple[Process, ...]:
     )
 
 
-def _alert(told: Chronicle) -> str:
+def _alert(told: JournalView) -> str:
     if told.alert is None:
         return ""
     step, reason = whole(told.alert.get("step")), visible(told.alert.get("reason") or "", 500)
@@ -403,12 +337,3 @@ def _alert(told: Chronicle) -> str:
 def _finite(value: object) -> float | None:
     number = real(value)
     return number if number is not None and math.isfinite(number) else None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """A file of one JSON object; empty where there is none, or it is not whole."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -1,12 +1,16 @@
-"""One HTTP POST, in a process of its own that hooks.py can end: python -I webhook.py SECONDS < "URL, newline, JSON".
+"""The hook that posts a notice to a webhook: MEGASTABLE_WEBHOOK=URL python -I webhook.py SECONDS < NOTICE.json
 
-No answer within SECONDS, a redirect or a status of 400 and more is a failure: code 1, and why on standard output. Only
-the standard library, so that it starts at once. Nothing that the receiver wrote is told on: it may quote the address,
-and the address is a password.
+The notice's "text" is what Slack and its relatives show, with &, < and > escaped as they want it. No answer within
+SECONDS, a redirect or a status of 400 and more is a failure: code 1, and why on standard output. Only the standard
+library, so that it starts at once. Nothing that the receiver wrote is told on: it may quote the address, and the
+address is a password.
 """
 
 from __future__ import annotations
 
+import html
+import json
+import os
 import signal
 import sys
 import urllib.error
@@ -43,7 +47,9 @@ def post(url: str, body: bytes) -> str:
 if __name__ == "__main__":
     # Whoever started this ends it earlier; unless that process is gone.
     signal.alarm(int(float(sys.argv[1])) + 2)
-    address, _, content = sys.stdin.buffer.read().partition(b"\n")
-    problem = post(address.decode(), content)
+    notice = json.load(sys.stdin)
+    # Else <!channel>, or <https://...|text>, of whoever wrote the data would act on the receivers.
+    notice["text"] = html.escape(notice["text"], quote=False)
+    problem = post(os.environ["MEGASTABLE_WEBHOOK"], json.dumps(notice).encode())
     sys.stdout.buffer.write(problem.encode(errors="replace"))
     sys.exit(1 if problem else 0)

@@ -29,9 +29,9 @@ from megastable.data.skip_ledger import (
     read_ledger,
     sample_entries,
 )
-from megastable.data.skips import Selection
+from megastable.data.skips import Selection, ranges_of
 from megastable.recovery.deferring import Deferring
-from megastable.recovery.incident_log import NAMED, IncidentLog, ranges_of
+from megastable.recovery.incident_log import NAMED, IncidentLog
 from megastable.recovery.persisted_state import TELLING, recall
 from megastable.recovery.sample_replay import Trained
 from megastable.recovery.skipping import Skipping

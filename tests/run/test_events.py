@@ -17,7 +17,7 @@ from megastable.base.errors import DataError, SpaceError
 from megastable.base.text import visible
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event, Other
-from megastable.run.events.reading import KINDS, event_of, latest, read_events
+from megastable.run.events.reading import KINDS, event_of, event_of_line, latest, read_events
 from megastable.run.events.stability_events import Discarded, Handover, IncidentEvent, NoSnapshots, RateLifted
 from megastable.run.events.supervisor_events import Ended, Hang
 from megastable.run.events.training_events import Finished, Imported, Training, Warned
@@ -49,7 +49,7 @@ def declared(kind: type[Event]) -> list[str]:
     st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=3), JSON, max_size=6),
 )
 def test_any_object_is_an_event_that_can_be_told(name: Any, fields: dict[str, Any]) -> None:
-    (event,) = read_events([json.dumps({"event": name, **fields}).encode()])
+    event = event_of_line(json.dumps({"event": name, **fields}).encode())
     told = event.sentence()
     assert isinstance(event, Other) == (name not in NAMES) and bool(told) == (name in NAMES)
     assert told == visible(told) and len(told) <= 2000 and event.line().endswith(told)
@@ -74,7 +74,7 @@ def test_any_object_is_an_event_that_can_be_told(name: Any, fields: dict[str, An
     ],
 )
 def test_a_line_that_is_no_event_has_no_name_and_no_words(line: bytes) -> None:
-    (event,) = read_events([line])
+    event = event_of_line(line)
     assert isinstance(event, Other) and (event.event, event.line()) == ("", "") and "event" not in event
 
 
@@ -242,3 +242,15 @@ def test_a_disk_that_refuses_silences_nobody(
     assert said == ["no room"] and log.waiting and "no_snapshots" in caplog.text
     RunLog(run).emit(Finished(steps=1, val_loss=None))  # another log of the same directory
     assert [e.event for e in run.events()] == ["no_snapshots", "handover", "finished"] and not log.waiting
+
+
+def test_a_journal_is_read_without_its_torn_end_and_what_is_not_wanted_is_not_read(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.jsonl"
+    assert list(read_events(journal)) == []
+    journal.write_bytes(
+        b'{"event": "stopped", "step": 1}\n\nrubbish\n{"event": "finished", "steps": 2}\n{"event": "st'
+    )
+    assert [event.event for event in read_events(journal)] == ["stopped", "", "finished"]
+    assert [event.event for event in read_events(journal, b'"finished"', b'"training"')] == ["finished"]
+    with pytest.raises(DataError, match="cannot be read"):
+        read_events(tmp_path)

@@ -18,7 +18,8 @@ import pytest
 
 from megastable.base.errors import ConfigError
 from megastable.config.supervise import SuperviseConfig
-from megastable.supervise.hooks import KEPT, PROBLEMS, Hooks, check
+from megastable.supervise.hooks import check
+from megastable.supervise.notices import KEPT, PROBLEMS, Notices
 from tests.patience import PATIENCE
 
 Failures = list[tuple[str, str]]
@@ -81,7 +82,7 @@ def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
 
 def told(config: SuperviseConfig, *texts: str, timeout: float = PATIENCE) -> Failures:
     failures: Failures = []
-    hooks = Hooks(config, lambda kind, problem: failures.append((kind, problem)))
+    hooks = Notices(config, lambda kind, problem: failures.append((kind, problem)))
     for text in texts:
         hooks.notify("incident", text, {"run": "runs/x", "step": 7})
     hooks.close(timeout)
@@ -103,7 +104,7 @@ def test_a_webhook_gets_the_whole_story() -> None:
     handler, got = receiver()
     with serving(handler) as url:
         failures: Failures = []
-        hooks = Hooks(settings(webhook=f"{url}/T0/secret"), lambda *f: failures.append(f))
+        hooks = Notices(settings(webhook=f"{url}/T0/secret"), lambda *f: failures.append(f))
         facts: dict[str, Any] = {"run": "<r>", "loss": float("nan"), "incident": {"number": 1}}
         hooks.notify("incident", "step 7: \x1b[31mred\nsecond <b>line</b> & <!channel>", facts)
         facts["incident"]["number"] = 2  # what is told is what was so
@@ -132,13 +133,13 @@ def test_a_command_gets_it_on_standard_input_and_in_the_environment(tmp_path: Pa
 def test_facts_that_no_environment_takes_are_no_obstacle(tmp_path: Path) -> None:
     command = script(tmp_path, f"cat > {tmp_path}/in.json")
     failures: Failures = []
-    hooks = Hooks(settings(command=command), lambda *f: failures.append(f))
+    hooks = Notices(settings(command=command), lambda *f: failures.append(f))
     loop: dict[str, Any] = {}
     loop["loop"] = loop
     hooks.notify("incident", "loop", loop)
     hooks.close(30)
     assert json.loads((tmp_path / "in.json").read_text())["facts"] == {}
-    hooks = Hooks(settings(command=command), lambda *f: failures.append(f))
+    hooks = Notices(settings(command=command), lambda *f: failures.append(f))
     hooks.notify(
         "incident", "x" * 500_000, {"a=b\0": "c\0d", "huge": ["x"] * 100_000, "step": 3, "ü": "\ud800"}
     )
@@ -152,7 +153,7 @@ def test_facts_that_no_environment_takes_are_no_obstacle(tmp_path: Path) -> None
 def test_what_comes_in_between_is_folded_into_the_next() -> None:
     handler, got = receiver()
     with serving(handler) as url:
-        hooks = Hooks(settings(webhook=url, notify_seconds=3600.0), lambda *_: None)
+        hooks = Notices(settings(webhook=url, notify_seconds=3600.0), lambda *_: None)
         hooks.notify("incident", "first", {})
         until(lambda: got)
         for text in ("second", "third", "fourth"):
@@ -168,7 +169,7 @@ def test_what_comes_in_between_is_folded_into_the_next() -> None:
 def test_the_pause_ends_by_itself() -> None:
     handler, got = receiver()
     with serving(handler) as url:
-        hooks = Hooks(settings(webhook=url, notify_seconds=0.3), lambda *_: None)
+        hooks = Notices(settings(webhook=url, notify_seconds=0.3), lambda *_: None)
         for n in range(3):
             hooks.notify("incident", str(n), {})
         until(lambda: got and got[-1]["text"].startswith("2"))
@@ -180,7 +181,7 @@ def test_the_pause_ends_by_itself() -> None:
 def test_a_flood_keeps_the_last_and_the_count() -> None:
     handler, got = receiver()
     with serving(handler) as url:
-        hooks = Hooks(settings(webhook=url, notify_seconds=3600.0), lambda *_: None)
+        hooks = Notices(settings(webhook=url, notify_seconds=3600.0), lambda *_: None)
         hooks.notify("incident", "first", {})
         until(lambda: got)
         for n in range(1000):
@@ -200,7 +201,7 @@ def test_a_refusal_is_reported_once_without_the_secret(monkeypatch: pytest.Monke
     with serving(handler) as url:
         monkeypatch.setenv("HOOK_URL", f"{url}/T123/very-secret?token=also-secret")
         failures: Failures = []
-        hooks = Hooks(settings(webhook="$HOOK_URL"), lambda *f: failures.append(f))
+        hooks = Notices(settings(webhook="$HOOK_URL"), lambda *f: failures.append(f))
         hooks.notify("incident", "one", {})
         until(lambda: len(got) == 3)  # it is tried again
         hooks.notify("incident", "two", {})
@@ -292,7 +293,7 @@ class Silent(socketserver.BaseRequestHandler):
 def test_a_webhook_that_hangs_delays_nobody() -> None:
     with serving(Silent) as url:
         failures: Failures = []
-        hooks = Hooks(settings(webhook=url, hook_timeout=0.5), lambda *f: failures.append(f))
+        hooks = Notices(settings(webhook=url, hook_timeout=0.5), lambda *f: failures.append(f))
         begin = time.thread_time()
         for n in range(200):
             hooks.notify("incident", str(n), {})
@@ -312,7 +313,7 @@ def test_nobody_listens() -> None:
 def test_closing_waits_only_so_long_and_leaves_nobody(tmp_path: Path) -> None:
     command = script(tmp_path, f"echo $$ > {tmp_path}/pid; sleep 600")
     failures: Failures = []
-    hooks = Hooks(settings(command=command, hook_timeout=600.0), lambda *f: failures.append(f))
+    hooks = Notices(settings(command=command, hook_timeout=600.0), lambda *f: failures.append(f))
     hooks.notify("incident", "x", {})
     until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
     hooks.close(0.1)
@@ -376,14 +377,14 @@ def test_a_report_that_fails_is_not_the_end(tmp_path: Path) -> None:
     def full(kind: str, problem: str) -> None:
         raise OSError("no space left")
 
-    hooks = Hooks(settings(command=script(tmp_path, "exit 1")), full)
+    hooks = Notices(settings(command=script(tmp_path, "exit 1")), full)
     hooks.notify("incident", "x", {})
     hooks.close(30)
 
 
 def test_ever_new_problems_are_reported_only_so_often(tmp_path: Path) -> None:
     failures: Failures = []
-    hooks = Hooks(settings(command="true"), lambda *f: failures.append(f))
+    hooks = Notices(settings(command="true"), lambda *f: failures.append(f))
     hooks._senders[0].problems += [f"problem {n}" for n in range(100)]
     hooks.poll()
     hooks.close(30)

@@ -29,9 +29,10 @@ from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.events.supervisor_events import Ended, Hang, Launched, SupervisorEvent
 from megastable.supervise import failed_data, rank_files
 from megastable.supervise import supervisor as module
-from megastable.supervise.notifiers import Audience
+from megastable.supervise.notifiers import Notifiers
 from megastable.supervise.processes import FLAG
 from megastable.supervise.supervisor import Supervisor
+from megastable.supervise.supervisor_journal import SupervisorJournal
 from tests.conftest import tiny, write_corpus
 from tests.journal import note
 from tests.patience import PATIENCE
@@ -178,9 +179,9 @@ def test_a_supervisor_that_is_killed_when_it_has_skipped_skips_no_second_batch(
 
     class Killed(BaseException): ...
 
-    real, killed = Supervisor.emit, False
+    real, killed = SupervisorJournal.emit, False
 
-    def emit(self: Supervisor, event: Event, say: bool | str = False) -> None:
+    def emit(self: SupervisorJournal, event: Event, say: bool | str = False) -> None:
         nonlocal killed
         killed = killed or bool(event.get("skipped"))
         if killed:
@@ -189,7 +190,7 @@ def test_a_supervisor_that_is_killed_when_it_has_skipped_skips_no_second_batch(
 
     crash = {"begin": 0, "until": 7, "code": 1, "words": "ValueError: a bad sample"}
     with monkeypatch.context() as patch:
-        patch.setattr(Supervisor, "emit", emit)
+        patch.setattr(SupervisorJournal, "emit", emit)
         with pytest.raises(Killed):
             ladder(crash)
     (entry,) = read_ledger(ladder.run.skips)
@@ -284,7 +285,7 @@ def test_attempts_that_still_run_are_found_by_their_mark(ladder: Ladder) -> None
         )
         old.append(pid)
         until = time.monotonic() + PATIENCE
-        while ladder.supervisor().wire.progress(number) is None:
+        while ladder.supervisor().ranks.progress(number) is None:
             assert time.monotonic() < until
             time.sleep(0.01)
     code = ladder.supervisor().supervise()
@@ -314,13 +315,13 @@ def test_a_full_disk_is_waited_for_and_nothing_is_lost(
 ) -> None:
     refusing(3, monkeypatch)
     supervisor = ladder.supervisor()
-    supervisor.emit(Ended(attempt=1))
+    supervisor.journal.emit(Ended(attempt=1))
     assert [e["attempt"] for e in ladder.run.events(Ended)] == [1]
     assert sum("make room" in line for line in ladder.quiet.said) == 1
     refusing(10**6, monkeypatch)
     supervisor.signals = 1
     with pytest.raises(SpaceError, match="make room"):
-        supervisor.emit(Ended(attempt=2))
+        supervisor.journal.emit(Ended(attempt=2))
 
 
 def test_what_was_said_counts_more_than_a_hang_after_it(
@@ -441,18 +442,18 @@ def test_a_run_that_finished_while_nobody_watched_is_adopted(ladder: Ladder) -> 
 def test_a_failure_that_nobody_came_to_mend_is_mended(ladder: Ladder) -> None:
     """The supervisor was killed after it had noted the end, and before it did anything about it."""
     crash = {"begin": 0, "until": 7, "code": 1, "words": "RuntimeError: boom"}
-    emit = Supervisor.emit
+    emit = SupervisorJournal.emit
 
     def dies(self: Supervisor, *rest: Any) -> None:
         raise ConnectionError("killed")
 
-    def silent(self: Supervisor, event: Event, say: bool | str = False) -> None:
+    def silent(self: SupervisorJournal, event: Event, say: bool | str = False) -> None:
         if event.get("what") != "ended":
             emit(self, event, say)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Supervisor, "_mend", dies)
-        patch.setattr(Supervisor, "emit", silent)
+        patch.setattr(SupervisorJournal, "emit", silent)
         with pytest.raises(ConnectionError):
             ladder(crash, FINISHED)
     assert ladder.incidents() == []
@@ -473,7 +474,7 @@ def test_nohup_is_respected_and_a_dead_terminal_survived(ladder: Ladder) -> None
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     signal.signal(signal.SIGHUP, before)
     full = Path("/dev/full").open("w")  # noqa: SIM115 (its end fails, too)
-    deaf = Audience(ladder.config, ladder.run)
+    deaf = Notifiers(ladder.config, ladder.run)
     deaf.console.file = full
     deaf.say("nobody hears it")
     with contextlib.suppress(OSError):

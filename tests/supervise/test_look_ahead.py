@@ -14,7 +14,7 @@ import yaml
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.supervise import prescan_process
-from megastable.supervise.prescan_process import ScoutProcess
+from megastable.supervise.prescan_process import PrescanProcess
 from tests.forensics.test_ahead import clean, left_out, planted
 from tests.forensics.test_history import events_of, positions_of
 from tests.patience import PATIENCE
@@ -48,7 +48,7 @@ def test_one_that_fails_is_started_again_and_then_given_up(
     monkeypatch.setattr(prescan_process, "TRIES", 2)
     said: list[str] = []
     config = RunConfig.model_validate({"data": {"look_ahead": {"steps": 5}}})
-    process = ScoutProcess(config, RunDirectory(tmp_path), "no-such-recipe.yaml", [], said.append)
+    process = PrescanProcess(config, RunDirectory(tmp_path), "no-such-recipe.yaml", [], said.append)
     until = time.monotonic() + PATIENCE
     while sum("ended with 2" in line for line in said) < 2 and time.monotonic() < until:
         process.poll()
@@ -72,7 +72,7 @@ def test_one_whose_supervisor_died_while_it_started_ends(clean: Path, tmp_path: 
 
 
 def test_a_recipe_that_wants_none_starts_none(tmp_path: Path) -> None:
-    process = ScoutProcess(RunConfig(), RunDirectory(tmp_path), "x", [], print)
+    process = PrescanProcess(RunConfig(), RunDirectory(tmp_path), "x", [], print)
     process.poll()
     process.close()
     assert not (tmp_path / "logs").exists()

@@ -10,8 +10,8 @@ import pytest
 
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import AlertEvent
-from megastable.supervise import notifiers
-from megastable.supervise.notifiers import Audience
+from megastable.supervise import report_process
+from megastable.supervise.notifiers import Notifiers
 from tests.conftest import tiny
 from tests.journal import note
 from tests.patience import PATIENCE
@@ -19,22 +19,22 @@ from tests.supervise.runs import incident, journal
 
 
 @pytest.fixture
-def heard(corpus: Path, tmp_path: Path) -> Audience:
+def heard(corpus: Path, tmp_path: Path) -> Notifiers:
     run = RunDirectory(tmp_path)
-    return Audience(tiny(corpus, tmp_path), run)
+    return Notifiers(tiny(corpus, tmp_path), run)
 
 
-def test_people_are_told_of_an_alert(heard: Audience) -> None:
+def test_people_are_told_of_an_alert(heard: Notifiers) -> None:
     """Once when it begins and once when it is over, with the reason; the reports are written anew."""
     told: list[tuple[str, str]] = []
-    heard.hooks.notify = lambda event, text, facts: told.append((event, text))  # type: ignore[method-assign]
+    heard.notices.notify = lambda event, text, facts: told.append((event, text))  # type: ignore[method-assign]
     heard.event(AlertEvent(what="begun", step=7, reason="the 8 rewinds are spent"))
     heard.event(AlertEvent(what="over", step=70))
     assert [event for event, _ in told] == ["alert begun", "alert over"]
     assert told[0][1].endswith("training goes on: the 8 rewinds are spent") and "is over" in told[1][1]
 
 
-def test_no_process_writes_the_files_of_no_incident(heard: Audience) -> None:
+def test_no_process_writes_the_files_of_no_incident(heard: Notifiers) -> None:
     run, reports = heard.run, heard.reports
     note(run, "launched", attempt=1, command=[], log="x")
     reports.finish()
@@ -46,7 +46,7 @@ def test_no_process_writes_the_files_of_no_incident(heard: Audience) -> None:
 
 
 def test_the_files_of_an_incident_are_not_written_for_each_of_its_events(
-    heard: Audience, monkeypatch: pytest.MonkeyPatch
+    heard: Notifiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
 
@@ -56,14 +56,14 @@ def test_the_files_of_an_incident_are_not_written_for_each_of_its_events(
             super().__init__(*given, **options)
 
     monkeypatch.setattr(subprocess, "Popen", Counted)
-    monkeypatch.setattr(notifiers, "REPORT_PAUSE", PATIENCE)  # however long they take
+    monkeypatch.setattr(report_process, "PAUSE", PATIENCE)  # however long they take
     reports = heard.reports
     for what in ("opened", "attributed", "closed"):
         journal(heard.run.root, incident(1, what))
         reports.due()
         reports.poll()
-        if (process := reports._child) is not None:
-            process.wait(PATIENCE)
+        if (child := reports._child) is not None:
+            child.wait()
     assert not reports.poll()
     assert len(started) == 1
     reports.finish()

@@ -99,9 +99,7 @@ def test_what_fails_is_told_without_them(monkeypatch: pytest.MonkeyPatch) -> Non
         ("command", "tell https://me:hunter2@h"),
         ("command", "tell $HOOK"),
     ]:
-        sender = hooks.Sender(kind, text, 1.0, 1.0)
-        told = sender._safe(f"no luck with {text} {HOOK if 'HOOK' in text else ''}")
-        sender.close(0.0)
+        told = hooks.Hook(kind, text, 1.0).safe(f"no luck with {text} {HOOK if 'HOOK' in text else ''}")
         assert "hunter2" not in told and told.startswith("no luck with "), text
 
 

@@ -24,8 +24,8 @@ from megastable.base import errors
 from megastable.base.errors import DataError
 from megastable.config.tree import RunConfig
 from megastable.run.events.reading import event_of
-from megastable.supervise.chronicle import KEPT, TAIL, Chronicle
-from megastable.supervise.state import State
+from megastable.supervise.journal_view import KEPT, TAIL, JournalView
+from megastable.supervise.standing import State
 from megastable.supervise.status import RunWatch, Status, as_json, exit_code, read_status
 from tests.supervise.runs import held, incident, journal
 
@@ -468,7 +468,7 @@ launched ended hang restart hook_failed warning would""".split()
     st.lists(st.tuples(st.sampled_from(EVENTS), st.dictionaries(st.sampled_from(KEYS), VALUES)), max_size=6)
 )
 def test_no_event_is_too_strange(events: list[tuple[str, dict[str, Any]]]) -> None:
-    story = Chronicle()
+    story = JournalView()
     for kind, values in events:
         story.add(event_of({"event": kind, **values}))
     assert [said.event for said in story.tail] == [kind for kind, _ in events]
@@ -476,7 +476,7 @@ def test_no_event_is_too_strange(events: list[tuple[str, dict[str, Any]]]) -> No
 
 
 def test_a_long_story_stays_short() -> None:
-    story = Chronicle()
+    story = JournalView()
     for n in range(5000):
         for kind in ("launched", "training", "evaluated", "checkpoint", "ended", "restart"):
             fields = {"attempt": n, "step": n, "loss": 1.0, "name": f"step-{n}", "bytes": 1, "code": 1}

@@ -133,8 +133,8 @@ class Gatherer:
         given = [self.run.directory.root / path for path in self.incident.evidence]
         sizes = [f"{path.name}:{_size(path)}" for path in (*found, *given)]
         made = hashlib.sha256(self.run.recipe)
-        for line in self.journal.lines[self.journal.nearby(self.begin, self.end)]:
-            made.update(line)
+        for event in self.journal.events[self.journal.nearby(self.begin, self.end)]:
+            made.update(repr(event.fields).encode())
         made.update(repr((VERSION, self._outage(), self.skipped, sizes, self.run.problems)).encode())
         return made.hexdigest()
 

@@ -6,6 +6,7 @@ before clipping, positions ranges [first, end). Whatever could not be had is nam
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from megastable.data.skip_ledger import AnyEntry
 from megastable.report.postmortem.logs import Log
 from megastable.report.postmortem.sample_texts import Facts, SampleText, Tokens
 from megastable.report.postmortem.timeline import TimelineEntry
+from megastable.stability.incident import Breakdown, IncidentFields
 
 VERSION = 6  # of what is made of the facts: another one writes all incidents again
 
@@ -38,35 +40,12 @@ class RunFacts(Facts):
     currency: str = ""
 
 
-class IncidentFacts(BaseModel):
-    """What the journal's last word on it says; as stability/incident.py, but lenient: of any version, or torn."""
+class IncidentFacts(IncidentFields):
+    """What the journal's last word on an incident says, of any version; what it does not know is left out."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    number: int
-    step: int = 0
-    onset: int = 0
-    verdict: str = "unknown"
-    kind: str = "unknown"
-    cause: str = "unknown"
-    actions: list[str] = []
-    reasons: list[str] = []
-    positions: list[tuple[int, int]] = []
-    deferred: list[tuple[int, int]] = []
-    returns: list[tuple[int, int]] = []
-    lost: int = 0
-    released: int = 0
-    documents: list[Document] = []
-    steps_lost: int = 0
-    batches_discarded: int = 0
-    seconds: float = 0.0
-    loss_before: float | None = None
-    loss_peak: float | None = None
-    norm_peak: float | None = None
-    loss_after: float | None = None
-    outcome: str = "open"
-    failure: str = ""
-    evidence: list[str] = []
+    documents: Sequence[Document] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -83,7 +62,7 @@ class IncidentFacts(BaseModel):
     @property
     def breakdown(self) -> bool:
         """Whether processes or files failed, rather than numbers."""
-        return bool(self.failure) or self.verdict in ("crash", "hang", "damaged_checkpoint")
+        return bool(self.failure) or self.verdict in [*Breakdown]
 
     @property
     def guilty(self) -> list[tuple[int, int]]:

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megastable.base import jsonl
 from megastable.base.text import plural
 from megastable.data.order import LAST_POSITION
 from megastable.data.skips import Range, Skips
 from megastable.run.directory import RunDirectory
-from megastable.run.events.event import Event, tree
+from megastable.run.events.event import Event, pairs, tree
 from megastable.run.events.reading import read_events
 from megastable.run.events.stability_events import Discarded, Handover, IncidentEvent
 from megastable.run.events.supervisor_events import Ended, Hang, Launched, SupervisorEvent
@@ -30,32 +29,29 @@ LATEST = 1e11  # Unix seconds: what is beyond is no time
 class Journal:
     """events: in order, without the policy's memory, of which every event of an incident has a copy.
 
-    lines: those of the file that they are. own: of each incident, by number, which events are its own. refused: those
+    own: of each incident, by number, which events are its own. refused: those
     of refused updates, by step. Raises DataError for a file that cannot be read.
     """
 
     def __init__(self, run: RunDirectory) -> None:
         self.events: list[Event] = []
-        self.lines: list[bytes] = []
         self.own: dict[int, list[int]] = defaultdict(list)
         self.refused: dict[int, list[Event]] = defaultdict(list)
         self._turns: list[int] = []
         odd = 0
-        lines = jsonl.read(run.journal)[0]
         with uncollected():
-            for line, event in zip(lines, read_events(lines), strict=True):
+            for event in read_events(run.journal):
                 if _sane(event):
-                    self._add(event, line)
+                    self._add(event)
                 else:
-                    odd += bool(line.strip())
+                    odd += 1
         self.problems = (
             [f"{run.journal.name}: {plural(odd, 'line')} left out: no event in JSON"] if odd else []
         )
 
-    def _add(self, event: Event, line: bytes) -> None:
+    def _add(self, event: Event) -> None:
         at, step = len(self.events), event.get("step")
         self.events.append(event.without("policy"))
-        self.lines.append(line)
         if isinstance(event, TURNS):
             self._turns.append(at)
         elif isinstance(event, Discarded) and isinstance(step, int):
@@ -138,9 +134,4 @@ def named_when(told: Sequence[Event]) -> list[tuple[float, list[Range], list[Ran
 
 def _ranges(given: object) -> list[Range]:
     """Of an event, whatever it holds."""
-    pairs = given if isinstance(given, list) else []
-    return [
-        (a, b)
-        for a, b in (pair for pair in pairs if isinstance(pair, list | tuple) and len(pair) == 2)
-        if type(a) is int and type(b) is int and 0 <= a < b <= LAST_POSITION
-    ]
+    return [(a, b) for a, b in pairs(given) if 0 <= a < b <= LAST_POSITION]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megastable.base.text import plural, ranges
+from megastable.data.skips import ranges_of
 from megastable.report.postmortem.safe import log_text
 from megastable.report.postmortem.sample_texts import Facts
 from megastable.run.rank_ipc import LastWords
@@ -100,10 +101,4 @@ def _end(root: Path, path: str) -> tuple[int, bytes]:
 def _ranks(numbers: Sequence[int]) -> str:
     if not numbers:
         return ""
-    runs: list[tuple[int, int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] == number:
-            runs[-1] = (runs[-1][0], number + 1)
-        else:
-            runs.append((number, number + 1))
-    return ("rank " if len(numbers) == 1 else "ranks ") + ranges(runs)
+    return ("rank " if len(numbers) == 1 else "ranks ") + ranges(ranges_of(numbers))

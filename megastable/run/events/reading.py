@@ -20,13 +20,16 @@ KINDS: dict[str, type[Event]] = {
 }
 
 
-def read_events(source: Path | Iterable[bytes]) -> Iterator[Event]:
-    """The events of a journal, or of lines of one, in order: of every line one. A line that is no event is an `Other`
-    without a name; a last line that a crash has torn is left out.
+def read_events(journal: Path, *marks: bytes) -> Iterator[Event]:
+    """The events of a journal, in order: of every line that is not blank one. A line that is no event is an `Other`
+    without a name; a last line that a crash has torn is left out. marks: only lines with one of them are read, where
+    given.
 
     Raises DataError for a file that cannot be read; one that is not there is empty.
     """
-    return map(event_of_line, jsonl.read(source)[0] if isinstance(source, Path) else source)
+    lines = jsonl.read(journal)[0]
+    wanted = (line for line in lines if any(mark in line for mark in marks)) if marks else lines
+    return (event_of_line(line) for line in wanted if line.strip())
 
 
 def event_of_line(line: bytes) -> Event:

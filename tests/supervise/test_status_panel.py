@@ -16,9 +16,9 @@ from rich.console import Console
 from megastable.base.text import duration, size, visible
 from megastable.run.events.reading import event_of
 from megastable.supervise.notifiers import news
-from megastable.supervise.state import State
+from megastable.supervise.standing import State
 from megastable.supervise.status import RunWatch, Status, read_status
-from megastable.supervise.view import BARS, live, panel, sparkline
+from megastable.supervise.status_panel import BARS, live, panel, sparkline
 from tests.supervise.runs import incident, journal
 
 

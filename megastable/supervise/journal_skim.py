@@ -1,6 +1,6 @@
-"""Which lines of a long journal still count for how a run stands (chronicle.py): the others are not parsed. Pure.
+"""Which lines of a long journal still count for how a run stands (journal_view.py): the others are not parsed. Pure.
 
-A chronicle keeps counts, and of most kinds of events only the newest. So of a block of lines, those that a later one of
+A view keeps counts, and of most kinds of events only the newest. So of a block of lines, those that a later one of
 the block makes void are left out. A block with a line that was torn, merged with another or filled with zeros is read
 whole; bytes changed inside a line that is left out are not noticed.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import deque
 
-from megastable.supervise.chronicle import KEPT, TAIL
+from megastable.supervise.journal_view import KEPT, TAIL
 
 BEGIN = b'{"time": '  # of a line, as run/directory.py writes it
 REFUSED = b'"event": "discarded", "step": '
@@ -19,7 +19,7 @@ PASSING = rb'(?:discarded|checkpoint_healthy|discard_examined|samples_examined|s
 COUNTS = re.compile(
     rb'"event": "(?!' + PASSING + rb")"
     rb'(?:(?P<evaluated>evaluated)", "step": \d+, "loss": [-"\d]'
-    rb'|checkpoint", "step": \d+, "name": (?P<checkpoint>"[^"\\]+"), "bytes": \d'
+    rb'|checkpoint", "step": \d+, "name": (?P<checkpoint>"[^"\\]+"), "bytes": \d{1,15}[,}]'
     rb'|(?P<incident>incident)", "what": ")?'
 )
 SUMMARY = re.compile(rb'"summary": \{"number": (\d{1,15}), ')  # each has all that is known of an incident
@@ -65,7 +65,7 @@ def _odd(block: bytes) -> bool:
 
 
 def _newest(block: bytes) -> list[int]:
-    """Where the newest lines that pass begin, as many as a chronicle keeps in words."""
+    """Where the newest lines that pass begin, as many as a view keeps in words."""
     found, end = list[int](), len(block)
     while end > 0 and len(found) < TAIL:
         begin = block.rfind(b"\n", 0, end - 1) + 1

@@ -31,8 +31,8 @@ class Follower:
     the beginnings, from 1 on: where it is another after a reading than before, all that this reading gave may have been
     given before. Learn from it anew, but do not act on it: nobody wants to be told of all incidents twice.
 
-    skim: which lines of a long block count, and how many refused updates the others tell of (skim.py); these come
-    as an event, `PassedOver`, after those of the block.
+    skim: which lines of a long block count, and how many refused updates the others tell of
+    (supervise/journal_skim.py); these come as an event, `PassedOver`, after those of the block.
     """
 
     def __init__(self, path: Path, skim: Callable[[bytes], tuple[list[bytes], int]] | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -20,16 +19,15 @@ from megastable.run.events.training_events import (
 )  # fmt: skip
 from megastable.stability.failures import Failure
 from megastable.stability.incident import Breakdown, Incident
+from megastable.supervise.exit_cause import End
 
-END = ("code", "signal", "hung", "what", "step", "cursor", "rank", "host", "failure", "certain", "trained")
 
-
-class JournalMemory:
+class SupervisorState:
     """Told of every event in order.
 
     attempt: the newest, 0 = none; under_way: it was launched, and nobody noted its end. clock: the farthest step done.
     began: the step that the processes of now went on from; rejected: of the newest checkpoint that they passed over.
-    failures: since a person started the run; failed: time of the last one, until training goes on; unmended: an `End`
+    failures: since a person started the run; failed: time of the last one, until training goes on; unmended: an end
     that nothing was done about yet; skipped: the positions that were skipped because of it. predecessor: (process,
     host) of a supervisor that ended without a word. number: of the newest incident. open: those of ours that nothing
     has proven to be over. since: what the training said of its end, in this attempt.
@@ -43,7 +41,7 @@ class JournalMemory:
         self.rejected = 0
         self.failures: list[Failure] = []
         self.failed: float | None = None
-        self.unmended: dict[str, Any] | None = None
+        self.unmended: End | None = None
         self.skipped: list[tuple[int, int]] = []
         self.predecessor: tuple[int, str] | None = None
         self.number = 0
@@ -92,17 +90,15 @@ class JournalMemory:
         self.clock = max(self.clock, int(event["clock"]))
         if event.get("what"):
             self.failed = float(event["time"])
-            self.unmended = {key: event[key] for key in END if key in event}
-            skipped = event.get("skipped")
-            self.skipped = (
-                [(int(first), int(end)) for first, end in skipped] if isinstance(skipped, list) else []
-            )
+            self.skipped = list(event.skipped)
             self.failures.append(
                 Failure(
                     what=str(event["what"]), step=event["step"], host=event["host"], clock=self.clock,
-                    skipped=bool(event.get("skipped")), code=event.get("code"),
+                    skipped=bool(self.skipped), code=event.get("code"),
                 )
             )  # fmt: skip
+            self.unmended = None
+            self.unmended = End.model_validate({k: event[k] for k in End.model_fields if k in event})
 
     def _incident(self, event: IncidentEvent) -> None:
         self.number = max(self.number, int(event["number"]))

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from megastable.run.events.reading import event_of
 from megastable.stability.incident import Breakdown, Incident
-from megastable.supervise.journal_memory import JournalMemory
+from megastable.supervise.supervisor_state import SupervisorState
 
 
-def told(*events: dict[str, Any]) -> JournalMemory:
-    memory = JournalMemory()
+def told(*events: dict[str, Any]) -> SupervisorState:
+    memory = SupervisorState()
     for event in events:
         memory.hear(event_of(event))
     return memory

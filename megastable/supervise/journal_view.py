@@ -10,10 +10,10 @@ from typing import Any
 from megastable.base.errors import HANDOVER, NO_SPACE, STOPPED, UNSTABLE
 from megastable.base.text import visible
 from megastable.run.events.event import Event, Other, read_later, real, whole
+from megastable.run.events.follow import PassedOver
 from megastable.run.events.stability_events import AlertEvent, Discarded
 from megastable.run.events.supervisor_events import Ended, Launched, Restart, SupervisorEvent
 from megastable.run.events.training_events import CheckpointSaved, Evaluated, Finished, Training
-from megastable.supervise.follow import PassedOver
 
 TAIL = 30  # events that are kept in words
 KEPT = 20  # of evaluations, attempts and restarts
@@ -66,7 +66,7 @@ class AttemptSummary:
 
 
 @dataclass
-class Chronicle:
+class JournalView:
     """step: the last that the journal names, None when it names none. last: unix seconds of the last sign of a training
     process. starts: of these, with or without a supervisor. refused: updates. word: the last event that says who is at
     work. goodbye: the last of ENDS, if nobody was at work since. supervisor: its last words about itself, unless

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.base import jsonl
-from megastable.supervise.follow import ANCHOR, Follower
+from megastable.run.events.follow import ANCHOR, Follower
 
 ENTRIES = st.lists(
     st.builds(

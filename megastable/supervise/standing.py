@@ -14,9 +14,9 @@ from megastable.base.text import duration, visible
 from megastable.config.supervise import SuperviseConfig, redacted_override
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import NOTHING, whole
-from megastable.supervise.chronicle import WORKS, Chronicle
-
-MODULE = "megastable.train"  # what launch/supervise.py starts where it is not told otherwise
+from megastable.supervise.hang_detector import patience
+from megastable.supervise.journal_view import WORKS, JournalView
+from megastable.supervise.processes import MODULE
 
 
 class State(StrEnum):
@@ -33,7 +33,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Stands:
+class Standing:
     """code: the exit code that the run ended with, None while it has not or nobody knows."""
 
     state: State
@@ -41,21 +41,15 @@ class Stands:
     reason: str = ""
 
 
-def patience(phase: str, rate: float | None, limits: SuperviseConfig) -> float:
-    """Seconds without a sign of progress that mean nothing yet, in a phase of rank 0. rate: seconds a step."""
-    usual = rate if phase == "step" else None
-    return limits.hang_unknown if usual is None else max(limits.hang_floor, limits.hang_factor * usual)
-
-
 def state_of(
-    told: Chronicle,
+    told: JournalView,
     supervised: bool | None,
     training: bool | None,
     phase: str,
     age: float | None,
     rate: float | None,
     limits: SuperviseConfig,
-) -> Stands:
+) -> Standing:
     """supervised, training: whether the supervisor and rank 0 are there, None = cannot be told. phase: of rank 0, "" =
     unknown. age: seconds since the last sign of progress. rate: seconds a step."""
     still = age is not None and age > patience(phase, rate, limits)
@@ -63,22 +57,22 @@ def state_of(
     if training or (training is None and at_work and (supervised or (age is not None and not still))):
         if told.word == "hang" or still:
             pace = f"; a step takes {duration(rate)}" if rate is not None else ""
-            return Stands(State.HUNG, reason=f"nothing has moved for {duration(age or 0.0)}{pace}")
+            return Standing(State.HUNG, reason=f"nothing has moved for {duration(age or 0.0)}{pace}")
         starts = phase == "starting" or (not phase and told.word not in ("training", "resumed"))
         doubts = _doubts(told, supervised, training, age)
-        return Stands(State.STARTING if starts else State.RUNNING, reason=doubts)
+        return Standing(State.STARTING if starts else State.RUNNING, reason=doubts)
     if supervised and told.word in ("launched", "supervisor", ""):
-        return Stands(State.STARTING)
+        return Standing(State.STARTING)
     goodbye = told.goodbye or NOTHING
     if supervised and (told.word == "restart" or goodbye.get("event") not in ("stopped", "finished")):
         why = (told.restart or goodbye).get("reason") or "its processes have ended: why is being looked into"
-        return Stands(State.WAITING, reason=visible(why, 300))
+        return Standing(State.WAITING, reason=visible(why, 300))
     if None in (supervised, training) and told.word and not told.over:
-        return Stands(State.UNKNOWN, reason=_doubts(told, supervised, training, age))
+        return Standing(State.UNKNOWN, reason=_doubts(told, supervised, training, age))
     return _ended(told)
 
 
-def _doubts(told: Chronicle, supervised: bool | None, training: bool | None, age: float | None) -> str:
+def _doubts(told: JournalView, supervised: bool | None, training: bool | None, age: float | None) -> str:
     """What is not as it looks."""
     if training is None:
         sign = f"; the last sign of them is {duration(age)} old" if age is not None else ""
@@ -86,34 +80,34 @@ def _doubts(told: Chronicle, supervised: bool | None, training: bool | None, age
     return "its supervisor is gone: the ranks train on alone" if _orphaned(told, supervised) else ""
 
 
-def _orphaned(told: Chronicle, supervised: bool | None) -> bool:
+def _orphaned(told: JournalView, supervised: bool | None) -> bool:
     """Whether there was a supervisor, and is none, though it did not take leave."""
     return supervised is False and (told.supervisor or NOTHING).get("what") in ("started", "took over")
 
 
-def _ended(told: Chronicle) -> Stands:
+def _ended(told: JournalView) -> Standing:
     """After the supervisor's last word or, where it had none, the training process's."""
     last, goodbye = told.supervisor or NOTHING, told.goodbye or NOTHING
     reason = visible(last.get("reason") or goodbye.get("reason") or "", 500)
     if last.get("what") == "ended" and (code := whole(last.get("code"))) is not None:
         known = {errors.OK: State.FINISHED, errors.STOPPED: State.STOPPED}
-        return Stands(known.get(code, State.FAILED), code, reason)
+        return Standing(known.get(code, State.FAILED), code, reason)
     match goodbye.get("event"):
         case "finished":
-            return Stands(State.FINISHED, errors.OK)
+            return Standing(State.FINISHED, errors.OK)
         case "stopped":
-            return Stands(State.STOPPED, errors.STOPPED, reason)
+            return Standing(State.STOPPED, errors.STOPPED, reason)
         case "unstable":
-            return Stands(State.FAILED, errors.UNSTABLE, reason)
+            return Standing(State.FAILED, errors.UNSTABLE, reason)
         case "handover":
-            return Stands(State.INTERRUPTED, errors.HANDOVER, reason)
+            return Standing(State.INTERRUPTED, errors.HANDOVER, reason)
     if told.word:
         failure = next((a.failure for a in reversed(told.attempts.values()) if a.failure), "")
-        return Stands(State.INTERRUPTED, None, failure or "its processes are gone, and none said why")
-    return Stands(State.NEW)
+        return Standing(State.INTERRUPTED, None, failure or "its processes are gone, and none said why")
+    return Standing(State.NEW)
 
 
-def advice(stands: Stands, run: RunDirectory, told: Chronicle, supervised: bool | None) -> str:
+def advice(stands: Standing, run: RunDirectory, told: JournalView, supervised: bool | None) -> str:
     """What a person does next, a sentence."""
     again = visible(shlex.join(command(run, told)))
     match stands.state:
@@ -145,7 +139,7 @@ def advice(stands: Stands, run: RunDirectory, told: Chronicle, supervised: bool 
     return f"read {visible(where)} and mend the cause, then: {again}"
 
 
-def command(run: RunDirectory, told: Chronicle) -> list[str]:
+def command(run: RunDirectory, told: JournalView) -> list[str]:
     """What starts the run again as it was started last; by its own recipe where no supervisor told how."""
     recipe, overrides, given = (told.started.get(key) for key in ("recipe", "overrides", "given"))
     if not isinstance(recipe, str) or not isinstance(overrides, list):

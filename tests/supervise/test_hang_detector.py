@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megastable.config.supervise import SuperviseConfig
 from megastable.run.rank_ipc import Progress
-from megastable.supervise.hang_detector import TICK, Patience
+from megastable.supervise.hang_detector import TICK, HangDetector
 
 CONFIG = SuperviseConfig(hang_factor=10, hang_floor=5, hang_unknown=100)
 
@@ -20,13 +20,13 @@ def progress(step: int, phase: str = "step", seconds: float | None = 2.0, **more
     return Progress.model_validate(known | {"phase": phase, "step": step, "seconds": seconds} | more)
 
 
-def looks(patience: Patience, seen: Progress | None, seconds: float) -> bool:
+def looks(patience: HangDetector, seen: Progress | None, seconds: float) -> bool:
     """Look for `seconds`, half a second at a time."""
     return sum(patience.look(seen, 0.5) for _ in range(max(1, int(2 * seconds)))) > 0
 
 
-def trained(config: SuperviseConfig = CONFIG, seconds: float = 2.0) -> Patience:
-    patience = Patience(config)
+def trained(config: SuperviseConfig = CONFIG, seconds: float = 2.0) -> HangDetector:
+    patience = HangDetector(config)
     for step in range(1, 6):
         looks(patience, progress(step, seconds=seconds), seconds)
     return patience
@@ -40,7 +40,7 @@ def test_a_step_may_take_ten_times_the_usual() -> None:
 
 def test_the_floor_and_what_is_unknown() -> None:
     assert trained(seconds=0.01).limit == CONFIG.hang_floor
-    patience = Patience(CONFIG)
+    patience = HangDetector(CONFIG)
     assert (patience.phase, patience.limit) == ("starting", 100)
     assert not looks(patience, None, 99) and looks(patience, None, 2)
 
@@ -55,7 +55,7 @@ def test_other_phases_are_learnt_from_the_longest(phase: str) -> None:
 
 
 def test_the_start_is_learnt_whole_from_the_launch_to_the_first_step() -> None:
-    patience = Patience(CONFIG)
+    patience = HangDetector(CONFIG)
     looks(patience, progress(3), 1)  # taken over: when it began is not known
     patience.began()
     assert (patience.phase, patience.limit) == ("starting", 100)

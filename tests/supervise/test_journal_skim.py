@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megastable.run.events import follow
+from megastable.run.events.follow import Follower
 from megastable.run.events.reading import KINDS
-from megastable.supervise import follow
-from megastable.supervise.chronicle import Chronicle
-from megastable.supervise.follow import Follower
-from megastable.supervise.skim import skim
+from megastable.supervise.journal_skim import skim
+from megastable.supervise.journal_view import JournalView
 from tests.supervise.runs import incident
 
 STEPS = st.integers(1, 60)
@@ -76,7 +76,7 @@ def lines_of(story: list[Any]) -> list[bytes]:
     ]
 
 
-def read(follower: Follower, told: Chronicle) -> str:
+def read(follower: Follower, told: JournalView) -> str:
     for event in follower.stream():
         told.add(event)
     told.incidents = dict(sorted(told.incidents.items()))  # in which order they are told
@@ -85,7 +85,7 @@ def read(follower: Follower, told: Chronicle) -> str:
 
 @given(STORIES, st.sampled_from([300, 2000, 8000, 20_000]), st.integers(1, 3))
 @settings(max_examples=200, deadline=None)
-def test_the_chronicle_is_the_same_as_of_a_full_read(story: list[Any], block: int, pieces: int) -> None:
+def test_the_view_is_the_same_as_of_a_full_read(story: list[Any], block: int, pieces: int) -> None:
     same(lines_of(story), block, pieces)
 
 
@@ -98,6 +98,11 @@ REFUSED = {"event": "discarded", "step": 900, "loss": 9.0}
         [],
         stretch({"event": "evaluated", "step": 5, "loss": 3.5}, 25),
         stretch({"event": "checkpoint", "step": 5, "name": "", "bytes": 7}, 50),
+        [
+            one
+            for size in (7, 1.5)  # the second is none: the sizes of before count
+            for one in stretch({"event": "checkpoint", "step": 5, "name": "", "bytes": size}, 50)
+        ],
         [b'{"time": 7.0, "event": "discarded", "step": 5, "l\0\0\0": 9}\n'],
         [incident(n, "opened") for n in (3, 1, 2, 1)],
     ],
@@ -112,11 +117,11 @@ def same(lines: list[bytes], block: int, pieces: int) -> None:
     """A full reading and a skimming one, of a file that grows in so many pieces."""
     with TemporaryDirectory() as folder, patch.object(follow, "BLOCK", block):
         path = Path(folder) / "journal.jsonl"
-        followers, chronicles = (Follower(path), Follower(path, skim)), (Chronicle(), Chronicle())
+        followers, views = (Follower(path), Follower(path, skim)), (JournalView(), JournalView())
         for piece in range(pieces):
             with path.open("ab") as file:
                 file.writelines(lines[piece * len(lines) // pieces : (piece + 1) * len(lines) // pieces])
-            full, skimmed = map(read, followers, chronicles)
+            full, skimmed = map(read, followers, views)
             assert full == skimmed
 
 

@@ -21,8 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megastable.base.text import duration, plural, size
-from megastable.supervise.chronicle import IncidentSummary
-from megastable.supervise.state import State
+from megastable.supervise.journal_view import IncidentSummary
+from megastable.supervise.standing import State
 from megastable.supervise.status import Process, RunWatch, Status
 
 BARS = "▁▂▃▄▅▆▇█"
