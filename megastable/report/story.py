@@ -80,7 +80,7 @@ def story(incident: dict[str, Any], config: RunConfig, cost: Cost | None = None)
 def _instead(run: Path, config: RunConfig) -> Iterator[str]:
     """What to say where there was no incident: nothing happened, or nobody looked."""
     if not config.stability.enabled:
-        yield "stability.enabled=false: nobody looked for spikes."
+        yield "stability.enabled=false: spike detection was off."
     elif config.stability.dry_run:
         for would in RunDirectory(run).events(Would):
             yield f"step {would['step']:<7} would {would['action']}: {would['reason']}"
@@ -107,9 +107,7 @@ def tell(run: Path) -> None:
     if s["val_loss"] is not None:
         validation = f"{s['val_loss']:.3f}"
         if s["val_unigram_entropy"] is not None:
-            validation += (
-                f"; knowing only how frequent each token is would give {s['val_unigram_entropy']:.3f}"
-            )
+            validation += f"; unigram entropy {s['val_unigram_entropy']:.3f}"
     print(
         f"\n{s['parameters'] / 1e6:.1f}M parameters, {s['steps']} steps, {s['tokens'] / 1e6:.2f}M tokens at "
         f"{s['tokens_per_second']:,.0f} a second on average, on {s['world_size']} processes with ZeRO "
@@ -125,8 +123,8 @@ def tell(run: Path) -> None:
         print("\n".join(_instead(run, config)))
     reports = sorted(RunDirectory(run).incidents.glob("*/report.html"))
     files = {str(report): "an incident, on one page for a browser" for report in reports[-3:]} | {
-        f"{run}/summary.json": "these figures, and more",
-        f"{run}/journal.jsonl": "what happened, in order, with the reasons",
+        f"{run}/summary.json": "these figures and more",
+        f"{run}/journal.jsonl": "every event, in order, with its reason",
         f"{run}/steps/": "every step's measurements (Parquet)",
         f"{run}/checkpoints/": "what a run resumes from",
         f"{run}/recipe.yaml": "the configuration, resolved",

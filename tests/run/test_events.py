@@ -123,7 +123,7 @@ def test_an_event_does_not_change() -> None:
          "5 samples of 3 documents are skipped, as a person asked"),
         ({"event": "skips_added", "documents": 3, "samples": 0},
          "3 documents are named, as a person asked; their samples were skipped already"),
-        ({"event": "ended", "attempt": 2, "code": 0, "failure": ""}, "attempt 2 ended: as it should"),
+        ({"event": "ended", "attempt": 2, "code": 0, "failure": ""}, "attempt 2 finished"),
         ({"event": "ended", "attempt": 2, "code": 75}, "attempt 2 ended: code 75"),
         ({"event": "ended", "attempt": 2, "failure": "rank 1 was killed"}, "attempt 2 ended: rank 1 was killed"),
         ({"event": "hang", "phase": "step", "waited": 61.2, "limit": 60}, "no progress for 61 s in step, 60 s is the"),

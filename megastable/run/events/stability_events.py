@@ -207,7 +207,7 @@ class BaselineAnew(Event):
     NAME = "baseline_anew"
 
     def words(self) -> str:
-        return "the corpora are mixed in another way from here on: what is usual is learnt anew"
+        return "data mix changed; detector baseline reset"
 
 
 class NoSnapshots(Event):

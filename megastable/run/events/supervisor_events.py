@@ -59,11 +59,10 @@ class Ended(Event):
     trained: Flag = None
 
     def words(self) -> str:
-        how = self.get("failure")
-        if not how:
-            code, signal = self.get("code"), self.get("signal")
-            how = "as it should" if code == 0 else f"signal {signal}" if signal else f"code {code}"
-        return f"attempt {self.get('attempt')} ended: {how}"
+        how, code, signal = self.get("failure"), self.get("code"), self.get("signal")
+        if code == 0 and not how:
+            return f"attempt {self.get('attempt')} finished"
+        return f"attempt {self.get('attempt')} ended: {how or (f'signal {signal}' if signal else f'code {code}')}"
 
 
 class Hang(Event):
