@@ -93,7 +93,7 @@ def test_the_outcome_of_every_test_is_kept(asleep: int, tmp_path: Path) -> None:
 
 KEPT = """
 import sys, time
-open(sys.argv[sys.argv.index("--json") + 1], "w").write('{"rows": [1]}')
+open(sys.argv[sys.argv.index("--output") + 1], "w").write('{"rows": [1]}')
 print("written", flush=True)
 time.sleep(600)
 """
@@ -197,7 +197,7 @@ def test_the_list_and_bad_input(tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr.startswith(
         "error: --only 8b: choose among tests, tests-exact, 350m"
     )
-    done = started("--only", "tests", "--json", tmp_path / "no" / "such" / "file")
+    done = started("--only", "tests", "--output", tmp_path / "no" / "such" / "file")
     assert done.returncode == 2 and "could not be written" in done.stderr and done.stderr.count("\n") == 1
 
 

@@ -485,7 +485,7 @@ TINY = (
 def test_the_command(tmp_path: Path) -> None:
     file, folder = tmp_path / "train.json", tmp_path / "profile"
     done = bench(
-        "--peers", "bare", "--rounds", 2, "--device", "cpu", "--json", file, "--profile", folder, *TINY
+        "--peers", "bare", "--rounds", 2, "--device", "cpu", "--output", file, "--profile", folder, *TINY
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
@@ -506,11 +506,11 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_a_forecast_of_traffic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tools.bench import app
+    from megastable.commands.bench import app
 
     arguments = ["--recipe", "launch/recipes/125m.yaml", "model.vocab_size=32000", "--ranks", "8"]
     with pytest.raises(SystemExit) as end:
-        app(["scaling", *arguments, "--json", str(tmp_path / "traffic.json")])
+        app(["scaling", *arguments, "--output", str(tmp_path / "traffic.json")])
     assert end.value.code == 0 and "8 ranks" in capsys.readouterr().out
     assert json.loads((tmp_path / "traffic.json").read_text())["world"] == 8
 
@@ -542,7 +542,7 @@ def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The one line that is said; nothing was begun, so that this process is as it was."""
-    from tools.bench import app
+    from megastable.commands.bench import app
 
     before = dict(os.environ)
     with pytest.raises(SystemExit) as end:
