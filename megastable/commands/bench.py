@@ -440,13 +440,13 @@ def checkpoint(
     configs = {str(path): recipe.load(path, [*SHORT, *(overrides or [])]) for path in named}
     _alone()
     from benchmarks.checkpoint_speed import measure_all
-    from benchmarks.saves import table
+    from benchmarks.saves import facts, table
 
     stderr = _console(False, errors=True)
     found = measure_all(configs, folder, rounds, lambda text: stderr.print(f"measuring: {text}"))
     for name, measurement in found.of.items():
         _console(as_json).print(table(name, measurement))
-    put_json(asdict(found), as_json, output)
+    put_json(facts(found), as_json, output)
 
 
 @app.add(

@@ -127,7 +127,7 @@ def verify(directory: Path, as_json: Json = False) -> None:
     """Read every byte of a corpus and compare it with the manifest; ends with 2 if it is damaged."""
     from megastable.data.verify import verify_corpus
 
-    show(as_json, verify_corpus(directory))
+    show(as_json, verify_corpus(directory, silent=as_json))
 
 
 @app.add(

@@ -95,7 +95,7 @@ def verify(pruned: Path,
     with bar("comparing", proof.original_bytes(pruned, original), as_json) as progress:
         found = proof.verify(pruned, original, plan, progress)
     if as_json:
-        put_json(asdict(found), True, None)
+        put_json(asdict(found) | {"original": str(found.original)}, True, None)
     else:
         print(f"verified {pruned}: {found}")
 

@@ -218,7 +218,7 @@ def test_whoever_cannot_is_a_row(apart: bool) -> None:
     assert any("another" in note and "does not compute the same" in note for note in found.notes)
     assert "bare: warming up" in said and advanced >= 4 * 3 + 3
     # 18 and 6 bytes a parameter: 16-bit weights; fp32 masters and gradients; moments.
-    held = {name: found.row(name).entry.memory.held * 2**30 for name in (OURS, "bare")}  # type: ignore[union-attr]
+    held = {name: found.row(name).entry.memory.held_gib * 2**30 for name in (OURS, "bare")}  # type: ignore[union-attr]
     assert held[OURS] == pytest.approx(18 * found.run["parameters"], rel=0.2)
     assert held["bare"] == pytest.approx(6 * found.run["parameters"], rel=0.2)
 
@@ -491,7 +491,7 @@ def test_the_command(tmp_path: Path) -> None:
     found = json.loads(file.read_text())
     assert found.keys() == {"machine", "run", "peak", "rounds", "rows", "notes"}
     assert found["run"].keys() >= {"parameters", "tokens", "micro_batch", "steps_in_a_measurement", "apart"}
-    assert found["peak"]["measured"] > 0 and found["peak"]["nominal"] is None
+    assert found["peak"]["measured_tflops"] > 0 and found["peak"]["nominal_tflops"] is None
     ours, bare = found["rows"]
     assert (ours["name"], bare["name"], found["rounds"]) == (OURS, "bare", 2)
     assert bare.keys() == {

@@ -86,18 +86,18 @@ def test_json(tmp_path: Path) -> None:
         assert lay["tensor"] * lay["pipeline"] * lay["data"] == lay["gpus"] == 16
         samples = lay["data"] // lay["context"] * lay["micro_batch"] * lay["accumulation"]
         assert samples == 64 and each["fits"] and memory["left_bytes"] >= 0
-        assert memory["room_bytes"] - sum(memory["kinds"].values()) == memory["left_bytes"]
-        there = [item["bytes"] for item in memory["items"] if memory["peak"] in item["phases"]]
-        assert sum(there) == sum(memory["kinds"].values())
-        assert sum(time["parts"].values()) == pytest.approx(time["seconds"])
+        assert memory["room_bytes"] - sum(memory["kinds_bytes"].values()) == memory["left_bytes"]
+        there = [item["bytes"] for item in memory["items"] if memory["peak_phase"] in item["phases"]]
+        assert sum(there) == sum(memory["kinds_bytes"].values())
+        assert sum(time["parts_seconds"].values()) == pytest.approx(time["seconds"])
         assert sum(line["seconds"] for line in time["lines"]) == pytest.approx(time["seconds"])
         assert time["tokens_per_second"] == pytest.approx(64 * 4096 / time["seconds"])
         assert each["tokens"] == 1e12 and each["days"] * 86400 * time["tokens_per_second"] == pytest.approx(
             1e12
         )
         assert each["dollars"] == pytest.approx(each["days"] * 24 * 16 * 2.5)
-        assert each["host"]["fits"] and each["host"]["kept"] <= each["host"]["wanted"]
-        held = each["host"]["kept"] + each["host"]["aside"]  # one more to look back on batches
+        assert each["host"]["fits"] and each["host"]["rewind_points"] <= each["host"]["rewind_points_wanted"]
+        held = each["host"]["rewind_points"] + each["host"]["aside"]  # one more to look back on batches
         per_rank = held * each["host"]["snapshot_bytes"] + each["host"]["checkpoint_bytes"]
         assert each["host"]["aside"] and each["host"]["host_bytes"] == 8 * per_rank
         config = load(SEVEN, ["model.vocab_size=32000", "train.global_batch=64", *each["overrides"]])
