@@ -22,7 +22,7 @@ Tokenizer = Annotated[Path | None, typer.Option(help="For shards without a manif
 Checkpoint = Annotated[
     Path | None, typer.Option(help="Colour every token by its loss: a checkpoint, or a run")
 ]
-Again = Annotated[bool, typer.Option("--again", help="Forget what an earlier call left in --out")]
+Again = Annotated[bool, typer.Option("--again", help="Forget what an earlier call left in --keep")]
 
 
 @app.add(examples="megastable inspect step runs/quickstart 120-122 --html batch.html")
@@ -79,7 +79,7 @@ def run_(
 @app.add(examples="megastable inspect scan data/mine --html mine.html")
 def scan(shards: Shards,
          against: Annotated[Path | None, typer.Option(help="A corpus that says what is usual, else this one")] = None,
-         out: Annotated[Path | None, typer.Option(help="Where it is kept, and continued; else scans/NAME")] = None,
+         keep: Annotated[Path | None, typer.Option(help="Where it is kept, and continued; else scans/NAME")] = None,
          workers: Annotated[int | None, typer.Option(min=1, show_default="one per CPU", help="Processes")] = None,
          near: Annotated[bool, typer.Option("--near", help="Look for near duplicates, too")] = False,
          top: Annotated[int, typer.Option(min=1, help="Worst documents in tables and pages")] = 200,
@@ -95,7 +95,7 @@ def scan(shards: Shards,
 
     show = Output(as_json, csv, html, rows, texts, output=output)
     shelf, reference = open_shelf(shards, tokenizer), open_shelf([against]) if against else None
-    folder = out or default_folder(shelf)
+    folder = keep or default_folder(shelf)
     made = scan_shards(shelf, folder, against=reference, workers=workers_for(workers), near=near, top=top, again=again,
                        progress=not as_json)  # fmt: skip
     show.put(sheet_of(made, shelf, top, folder))
@@ -103,7 +103,7 @@ def scan(shards: Shards,
 
 @app.add(examples="megastable inspect score data/mine --checkpoint runs/7b --sample 1000")
 def score(shards: Shards, checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or a run: its newest")],
-          out: Annotated[Path | None, typer.Option(help="Where the scores are kept; else scores/NAME")] = None,
+          keep: Annotated[Path | None, typer.Option(help="Where the scores are kept; else scores/NAME")] = None,
           documents: Annotated[Path | None, typer.Option(help="Only those of a plan or a list")] = None,
           sample: Annotated[int | None, typer.Option(min=1, help="Only so many, evenly spread")] = None,
           gradients: Annotated[bool, typer.Option("--gradients", help="Norms of gradients: thrice the time")] = False,
@@ -127,7 +127,7 @@ def score(shards: Shards, checkpoint: Annotated[Path, typer.Option(help="A check
         open_shelf(shards, tokenizer),
         Output(as_json, csv, html, rows, texts, on_page=50, output=output),
     )
-    folder = out or Path("scores") / shelf.folder_name
+    folder = keep or Path("scores") / shelf.folder_name
     chosen = listed(shelf, documents) if documents is not None else None
     score_shelf(shelf, checkpoint, folder, documents=chosen, sample=sample, gradients=gradients, exact=exact,
                 again=again, progress=not as_json)  # fmt: skip

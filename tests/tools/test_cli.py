@@ -15,12 +15,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import yaml
 
 from megastable import __version__
 from megastable.commands import drill, fp8_check, prepare
 from megastable.commands.root import COMMANDS, app, load
+from megastable.supervise.processes import free_port
 from tests.checkpoint.states import make_run
-from tests.forensics.shelves import Plain, corpus
+from tests.conftest import tiny
+from tests.forensics.shelves import Plain
+from tests.forensics.shelves import corpus as write_shards
 from tests.generate.runs import corpus_with_tokenizer
 from tests.tools.cli import Done, call
 
@@ -219,7 +223,7 @@ def test_a_damaged_checkpoint_is_bad_input(line: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    corpus(
+    write_shards(
         tmp_path / "corpus",
         [Plain("a", [[([n + 1, n + 2], 0)] for n in range(5)])],
         {"train": [("a", 0, 5)]},
@@ -328,3 +332,32 @@ def test_benchmarks_and_drills_need_a_checkout(tmp_path: Path) -> None:
             capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 2 and "this command needs a checkout" in done.stderr, done.stderr
+
+
+# Training
+
+
+def launched(tmp_path: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megastable.cli", "train", *map(str, arguments)], cwd=tmp_path, capture_output=True,
+        text=True, env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+    )  # fmt: skip
+
+
+def test_train_starts_the_launcher_and_what_is_a_rank_already_starts_none(
+    corpus: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tiny(corpus, tmp_path / "run").model_dump(mode="json")))
+    done = launched(tmp_path, recipe, "train.steps=2", "--", "--num_gpus", 1, "--master_port", free_port())
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 2
+    assert "deepspeed.launcher.launch" in done.stdout + done.stderr
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    rank["MASTER_PORT"] = str(free_port())
+    done = launched(tmp_path, recipe, "train.steps=3", **rank)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 3
+    assert "deepspeed.launcher" not in done.stdout + done.stderr
+    refused = launched(tmp_path, recipe, "--", "--num_gpus", 1, **rank)
+    assert refused.returncode == 2 and "--num_gpus: this process is a rank already" in refused.stderr
