@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megastable.config.stability import StabilityConfig
     from megastable.stability.backtest import BacktestDecision, Recorded
 
+EVERY = 100  # steps between two looks at the bar
 app = App()
 
 
@@ -42,6 +43,7 @@ def backtest(
 
     JSON: every step as {step, verdict, action, reason, reset}.
     """
+    from megastable.base.progress_bar import bar
     from megastable.stability.backtest import simulate
 
     given = overrides or []
@@ -52,7 +54,12 @@ def backtest(
         raise ConfigError(
             f"stability.enabled=false: nothing would be decided; say stability.enabled=true to try {source}"
         )
-    judged = list(simulate(rows, config, fp8))
+    judged = []
+    with bar("replaying", len(rows), as_json, "steps") as progress:
+        for step in simulate(rows, config, fp8):
+            judged.append(step)
+            if not len(judged) % EVERY:
+                progress(EVERY)
     if not as_json:
         _show(source, judged)
     put_json([asdict(step) for step in judged], as_json, output)

@@ -20,7 +20,7 @@ from megastable.config import deepspeed_json, recipe
 from megastable.fp8.te import misfit
 
 ROOT = Path(__file__).parents[2]
-WRITES = "import sys; open(sys.argv[sys.argv.index('--json') + 1], 'w').write({!r}); print('said')"
+WRITES = "import sys; open(sys.argv[sys.argv.index('--output') + 1], 'w').write({!r}); print('said')"
 
 
 def python(text: str, seconds: int = 20, json: bool = True, name: str = "one") -> Stage:
@@ -172,17 +172,17 @@ def test_all_of_it(
     monkeypatch.setattr(suite, "STAGES", stages)
     file = tmp_path / "all.json"
     with pytest.raises(suite.typer.Exit) as end:
-        suite.main(json=file, seconds=60, only=None, listed=False)
+        suite.main(output=file, seconds=60, only=None, listed=False)
     assert end.value.exit_code == 1
     found = json.loads(file.read_text())["stages"]
     assert [(name, done["outcome"]) for name, done in found.items()] == [
         ("good", "passed"), ("bad", "failed with 3"), ("last", "passed"),
     ]  # fmt: skip
     assert found["good"]["result"] == [1] and "failed with 3" in capsys.readouterr().out
-    suite.main(json=file, seconds=60, only=["good"], listed=False)
+    suite.main(output=file, seconds=60, only=["good"], listed=False)
     assert json.loads(file.read_text())["stages"].keys() == {"good"}
     with pytest.raises(suite.typer.Exit):
-        suite.main(json=file, seconds=suite.LEAST - 1, only=["good"], listed=False)
+        suite.main(output=file, seconds=suite.LEAST - 1, only=["good"], listed=False)
     assert "left out: no time is left" in capsys.readouterr().out
     (left,) = json.loads(file.read_text())["stages"].values()
     assert left["outcome"].startswith("left out: no time is left") and left["returned"] is None
