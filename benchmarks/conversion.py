@@ -192,16 +192,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", choices=SIZES, default="1b")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--check", action="store_true", help="compare logits, too")
-    parser.add_argument("--json", type=Path, help="all numbers, and the machine")
+    parser.add_argument("--output", type=Path, help="all numbers, and the machine")
     given = parser.parse_args(arguments)
     with user_errors():
         print(f"{ModelConfig(**SIZES[given.size])}\nbefore: {anonymous() / 1e6:.0f} MB of anonymous memory")
         steps = measure(
             given.folder, given.size, given.dtype, given.check, lambda text: print(text, flush=True)
         )
-        if given.json is not None:
+        if given.output is not None:
             told = {"steps": [asdict(step) for step in steps], "machine": machine(torch.device("cpu"))}
-            given.json.write_text(json.dumps(told, indent=1) + "\n")
+            given.output.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

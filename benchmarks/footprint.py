@@ -1,6 +1,6 @@
 """Memory that a training step takes, measured on every rank of real engines and held against plan/memory.py.
 
-    python -m benchmarks.footprint --layout "TP2" --layout "PP2" --json footprint.json
+    python -m benchmarks.footprint --layout "TP2" --layout "PP2" --output footprint.json
 
 Every layout trains a small model on processes of this machine (gloo): what is there between two steps, by kind, and the
 most that a step allocates beside it (`bench/train.py`: torch.profiler on a CPU, without scratch space of oneDNN), also
@@ -387,7 +387,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def main(
     layout: Annotated[list[str] | None, typer.Option(help="One of the layouts; all when left out.")] = None,
-    output: Annotated[Path | None, typer.Option("--json", help="Also write the rows there.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the rows there, as JSON.")] = None,
 ) -> None:
     """Measure the memory of training steps and hold it against the formulas of the planner.
 
@@ -395,12 +395,12 @@ def main(
 
         python -m benchmarks.footprint
 
-        python -m benchmarks.footprint --layout TP2 --layout "DP2 ZeRO 3" --json footprint.json
+        python -m benchmarks.footprint --layout TP2 --layout "DP2 ZeRO 3" --output footprint.json
     """
     with user_errors():
         console = Console()
         if output is not None and not output.absolute().parent.is_dir():
-            raise ConfigError(f"--json {output}: there is no such folder; make it, or name another one")
+            raise ConfigError(f"--output {output}: there is no such folder; make it, or name another one")
         rows = measure(layout or (), lambda name: Console(stderr=True).print(name, style="dim"))
         console.print(table(rows))
         if output is not None:

@@ -1,6 +1,6 @@
 """What a skip ledger of many entries costs: read on a start, read again with one line more, and per step.
 
-python -m benchmarks.ledger_speed [--entries 1000000] [--rounds 5] [--threads 2] [--json FILE]
+python -m benchmarks.ledger_speed [--entries 1000000] [--rounds 5] [--threads 2] [--output FILE]
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--entries", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, help="of pyarrow; as many as cores if not given")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, help="all numbers, as JSON")
     args = parser.parse_args(arguments)
     with user_errors():
         if args.threads:
@@ -105,8 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in rows:
             print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
         print(f"{pa.cpu_count()} threads, {os.cpu_count()} cores, load of the last minute {load:.1f}")
-        if args.json:
-            args.json.write_text(json.dumps({"threads": pa.cpu_count(), "load": load, "rows": rows}))
+        if args.output:
+            args.output.write_text(json.dumps({"threads": pa.cpu_count(), "load": load, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich import box
@@ -78,6 +78,31 @@ class Found:
 
     machine: dict[str, Any]
     of: dict[str, Measurement]
+
+
+UNITS = {
+    "s": "seconds", "ms": "milliseconds", "MB/s": "megabytes_per_second", "GB/s": "gigabytes_per_second",
+    "%": "percent",
+}  # fmt: skip
+
+
+def facts(found: Found) -> dict[str, Any]:
+    """All numbers, for programs: keys say their units."""
+    return {"machine": found.machine, "of": {name: _facts(m) for name, m in found.of.items()}}
+
+
+def _facts(m: Measurement) -> dict[str, Any]:
+    by_part = {"waited": m.waited, "behind": m.behind, "first": m.first}
+    return {
+        "run": m.run, "rounds": m.rounds, "bytes": m.bytes,
+        **{_with_unit(key): asdict(spread) for key, spread in m.values.items()},
+        **{f"{key}_seconds": {name.strip(): s for name, s in parts.items()} for key, parts in by_part.items()},
+    }  # fmt: skip
+
+
+def _with_unit(key: str) -> str:
+    unit = MEANING[key].partition(" (limit")[0].rpartition(", ")[2]
+    return "_".join([*key.split(), *([UNITS[unit]] if unit in UNITS else [])])
 
 
 def table(name: str, m: Measurement) -> Table:

@@ -37,17 +37,17 @@ class Work:
 class Peak:
     """TFLOP/s of the device in the dtype of the products: a matrix product, measured; the data sheet's, if known."""
 
-    measured: float
-    nominal: float | None
+    measured_tflops: float
+    nominal_tflops: float | None
 
 
 @dataclass(frozen=True)
 class Memory:
-    """GiB. held: between two steps (weights, moments, buffers); step: most that a step takes beside it."""
+    """held: between two steps (weights, moments, buffers); step: most that a step takes beside it."""
 
-    held: float
-    step: float
-    peak: float
+    held_gib: float
+    step_gib: float
+    peak_gib: float
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ def _row(name: str, samples: Mapping[str, Sequence[float]], entry: Entry, work: 
         name, None, entry,
         Estimate(1e3 * step.median, 1e3 * step.low, 1e3 * step.high),
         Estimate(work.tokens / step.median, work.tokens / step.high, work.tokens / step.low),
-        utilisation(peak.measured),
-        utilisation(peak.nominal) if peak.nominal else {},
+        utilisation(peak.measured_tflops),
+        utilisation(peak.nominal_tflops) if peak.nominal_tflops else {},
         ratio, LIMITS.get(name), (1e3 * seconds).tolist(),
     )  # fmt: skip
 
@@ -175,7 +175,7 @@ def table(speed: Speed) -> Table:
         shown.add_row(
             row.name, _with_width(row.step_ms), f"{row.tokens_per_second.median:,.0f}",
             f"{100 * row.mfu['full']:.1f}, {100 * row.mfu['causal']:.1f}",
-            f"{memory.peak:.2f}" if memory else "", _ratio(row.ratio), style="bold" if row.name == OURS else "",
+            f"{memory.peak_gib:.2f}" if memory else "", _ratio(row.ratio), style="bold" if row.name == OURS else "",
         )  # fmt: skip
     return shown
 
@@ -192,12 +192,12 @@ def lines(speed: Speed) -> list[str]:
             found.append(f"{row.name}: {e.backends}; {warming}")
     peak = (
         "MFU % (the attention counted as a full square, then causal) is of "
-        f"{speed.peak.measured:,.2f} TFLOP/s, a matrix product measured here"
+        f"{speed.peak.measured_tflops:,.2f} TFLOP/s, a matrix product measured here"
     )
     ours = speed.row(OURS)
-    if speed.peak.nominal and ours.mfu_nominal:
+    if speed.peak.nominal_tflops and ours.mfu_nominal:
         peak += (
-            f"; of the data sheet's {speed.peak.nominal:,.0f} TFLOP/s ours is "
+            f"; of the data sheet's {speed.peak.nominal_tflops:,.0f} TFLOP/s ours is "
             f"{100 * ours.mfu_nominal['full']:.1f} % (full attention), "
             f"{100 * ours.mfu_nominal['causal']:.1f} % (causal)"
         )

@@ -1,6 +1,6 @@
 """The tests and benchmarks of a GPU host, one after the other in a budget of time, and one JSON with all of it.
 
-    python -m benchmarks.suite --json bench_gpu.json       (bash launch/bench_gpu.sh finds the Python for it)
+    python -m benchmarks.suite --output bench_gpu.json       (bash launch/bench_gpu.sh finds the Python for it)
 
 Every stage is a command of its own, ended when its time is over; one that fails leaves its last words, and the next
 one is begun. The JSON is written again after every stage, so that a host that goes away leaves what was measured.
@@ -41,7 +41,7 @@ VOCABULARY = "model.vocab_size=32000"
 @dataclass(frozen=True)
 class Stage:
     """command: after the Python; {seconds} becomes what it is told that it has. seconds: at most, but that one may also
-    take what those before it have left. json: whether it takes --json FILE; of pytest every test's outcome is kept."""
+    take what those before it have left. json: whether it takes --output FILE; of pytest each test's outcome is kept."""
 
     name: str
     command: tuple[str, ...]
@@ -126,7 +126,7 @@ def run(stage: Stage, python: str, seconds: float) -> Done:
         told = str(max(1, round(seconds - MARGIN)))
         command = [python, *(part.replace("{seconds}", told) for part in stage.command)]
         if stage.json:
-            command += ["--json", str(found)]
+            command += ["--output", str(found)]
         elif "pytest" in command:
             command += [f"--junitxml={found}"]
         returned: int | None = None
@@ -192,7 +192,7 @@ def write(path: Path, done: dict[str, Done]) -> None:
 
 
 def main(
-    json: Annotated[Path, typer.Option(help="Where everything goes")] = Path("bench_gpu.json"),
+    output: Annotated[Path, typer.Option(help="Where everything goes, as JSON")] = Path("bench_gpu.json"),
     seconds: Annotated[int, typer.Option(min=1, help="For all stages together")] = 540,
     only: Annotated[list[str] | None, typer.Option(help="A stage; repeatable")] = None,
     listed: Annotated[bool, typer.Option("--list", help="Only say what would be run")] = False,
@@ -208,20 +208,20 @@ def main(
     console = Console()
     end = time.monotonic() + seconds
     done: dict[str, Done] = {}
-    write(json, done)  # a path that cannot be written is known now, not after minutes
+    write(output, done)  # a path that cannot be written is known now, not after minutes
     for number, stage in enumerate(wanted):
         left = end - time.monotonic()
         if left < LEAST:
             told = f"no time is left ({left:.0f} s; it takes {stage.seconds})"
             done[stage.name] = Done(" ".join(stage.command), None, 0.0, None, "", told)
-            write(json, done)
+            write(output, done)
             continue
         console.print(f"{stage.name} ...")
         done[stage.name] = run(stage, sys.executable, allowed(stage, wanted[number + 1 :], left))
         console.print(done[stage.name].tail, markup=False, highlight=False)
-        write(json, done)
+        write(output, done)
     console.print(table(done))
-    console.print(f"all of it: {json}")
+    console.print(f"all of it: {output}")
     if any(d.returned != 0 for d in done.values()):
         raise typer.Exit(1)
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # On a host with a GPU: the tests that need one, then the benchmarks, within 9 minutes; everything into one JSON.
 #
-#   bash launch/bench_gpu.sh [--json FILE] [--seconds N] [--only STAGE ...]     default: bench_gpu.json, 540 s
+#   bash launch/bench_gpu.sh [--output FILE] [--seconds N] [--only STAGE ...]     default: bench_gpu.json, 540 s
 #   bash launch/bench_gpu.sh --list                                             the stages and what they run
 #
 # The stages 1.3b-fp8 and 7b-fp8 compare FP8 with bf16 in speed (the ratio of the row megastable-bf16). What it makes of

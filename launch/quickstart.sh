@@ -7,7 +7,7 @@
 #   bash launch/quickstart.sh data.corpora='[{path: data/stdlib}]' run.dir=runs/clean     without the noise
 #
 # Call it again to train again (the finished run is kept beside it), or to go on where an interrupted one stopped.
-# Exit code: that of the supervisor (0 done, 75 stopped with a checkpoint, others in docs/clusters.md).
+# Exit code: that of the supervisor (0 done, 75 stopped with a checkpoint, others in docs/exit-codes.md).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case ${1-} in -h | --help) sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' launch/quickstart.sh; exit 0 ;; esac

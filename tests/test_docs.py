@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megastable.commands.root import COMMANDS
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -49,9 +51,14 @@ def test_runnable_commands_run(page: Path, tmp_path: Path) -> None:
 def test_exit_codes_are_documented() -> None:
     from megastable.base import errors
 
-    text = (ROOT / "docs/clusters.md").read_text(encoding="utf-8")
-    codes = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}
-    assert codes == {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.M)}
+    text = (ROOT / "docs/exit-codes.md").read_text(encoding="utf-8")
+    codes = {
+        (value, name) for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)
+    }
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|.*\| ([^|]+) \|$", text, re.M)
+    assert codes == {(int(code), name) for code, name, _ in rows}
+    named = {word for *_, commands in rows for word in re.findall(r"`([\w-]+)`", commands)}
+    assert named and named <= set(COMMANDS)
 
 
 def test_config_command_of_the_readme() -> None:

@@ -16,15 +16,16 @@ from megastable.base.text import visible
 LINES = "\n\t"
 # What a name that a person gave can be wrong by.
 OF_NAMES = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR}
-# Exit codes, documented in docs/clusters.md. The supervisor and schedulers decide by them.
+# Exit codes, documented in docs/exit-codes.md. The supervisor and schedulers decide by them.
 OK = 0
-FAILED = 1  # an unforeseen error, with a traceback
-BAD_INPUT = 2  # configuration, data or arguments: trying again changes nothing
+FAILED = 1  # an unforeseen error, with a traceback; of a command that answers a question: no
+BAD_INPUT = 2  # configuration, data or arguments, missing, wrong or damaged: trying again changes nothing
 STOPPED = 75  # asked to stop (SIGTERM, SIGINT): a checkpoint was written, start again to go on
 UNSTABLE = 76  # the gate gave up: the run cannot go on by itself
 NO_SPACE = 77  # checkpoints cannot be written
 HANDOVER = 78  # start again: the run goes on from a checkpoint before the trouble
 SUPERSEDED = 79  # the supervisor has started another attempt: this one must not write any more
+INTERRUPTED = 130  # Ctrl-C, as shells have it
 
 
 class MegastableError(Exception):
@@ -92,4 +93,4 @@ def user_errors() -> Iterator[None]:
         raise SystemExit(BAD_INPUT) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None

@@ -1,10 +1,9 @@
-"""How far a command is: a bar on a terminal, nothing elsewhere, on stderr."""
+"""How far a command is: a bar with rate and time left on a terminal, nothing elsewhere, on stderr."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 from rich.console import Console
 from rich.progress import (
@@ -13,24 +12,68 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    Task,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
 
 from megastable.base.text import visible
 
 
-@contextmanager
-def bar(
-    what: str, total: int, silent: bool = False, unit: Literal["bytes", "files"] = "bytes"
-) -> Iterator[Callable[[int], None]]:
-    """A function to be told of bytes, or files, as they are done; any thread may call it. total: how many there are."""
+class _Rate(ProgressColumn):
+    """How many a second."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self._unit = unit
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:.3g} {self._unit}/s")
+
+
+def progress(*middle: ProgressColumn, silent: bool = False) -> Progress:
+    """Bars on stderr, of any number of tasks: what is done, the bar, the columns `middle`, time left."""
     console = Console(stderr=True)
-    columns: list[ProgressColumn] = [TextColumn(visible(what), markup=False), BarColumn()]
-    columns += [DownloadColumn(), TransferSpeedColumn()] if unit == "bytes" else [MofNCompleteColumn()]
-    columns.append(TimeRemainingColumn())
-    shown = Progress(*columns, console=console, disable=silent or not console.is_terminal)
-    with shown:
-        task = shown.add_task("", total=total)
-        yield lambda count: shown.update(task, advance=count)
+    what = TextColumn("{task.description}", markup=False)
+    return Progress(
+        what, BarColumn(), *middle, TimeRemainingColumn(), console=console,
+        disable=silent or not console.is_terminal,
+    )  # fmt: skip
+
+
+def counted(unit: str) -> list[ProgressColumn]:
+    """Columns: how many of how many, and how many a second."""
+    return (
+        [DownloadColumn(), TransferSpeedColumn()] if unit == "bytes" else [MofNCompleteColumn(), _Rate(unit)]
+    )
+
+
+class Bar:
+    """To be told of what is done; any thread may."""
+
+    def __init__(self, shown: Progress, what: str, total: int) -> None:
+        self._shown, self._task = shown, shown.add_task(visible(what), total=total)
+
+    def __call__(self, count: int = 1) -> None:
+        self._shown.update(self._task, advance=count)
+
+    def more(self, count: int) -> None:
+        """There is more to do than was known."""
+        self._shown.update(self._task, total=(self._shown.tasks[0].total or 0) + count)
+
+    def doing(self, what: str) -> None:
+        self._shown.update(self._task, description=visible(what))
+
+    def say(self, text: object) -> None:
+        """A line above the bar, also where there is none."""
+        self._shown.console.print(text)
+
+
+@contextmanager
+def bar(what: str, total: int, silent: bool = False, unit: str = "bytes") -> Iterator[Bar]:
+    """A bar of `total` bytes, files, steps or the like, which are to be told to it as they are done."""
+    with progress(*counted(unit), silent=silent) as shown:
+        yield Bar(shown, what, total)

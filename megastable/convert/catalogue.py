@@ -90,11 +90,11 @@ def sheet(run: Path, listed: Sequence[CatalogueEntry]) -> Sheet:
         Column("loss", "loss", "number", help="mean of its last training losses, nats per token"),
         Column("probes", "probes", "number", help="mean loss of the probe samples when it was saved"),
         Column("validation", "validation", "number", help="last validation loss up to it, nats per token"),
-        Column("size", "size"),
-        Column("written", "written"),
+        Column("size", "size", words=True),
+        Column("written", "written", words=True),
         Column("bytes", "bytes", "count", wide=True),
-        Column("age", "seconds since", "number", wide=True),
-        Column("layout", "layout"),
+        Column("age_seconds", "seconds since", "number", wide=True),
+        Column("layout_text", "layout", words=True),
         Column("problem", "problem"),
     ]
     damaged = sum(entry.state == "damaged" for entry in listed)
@@ -107,6 +107,12 @@ def sheet(run: Path, listed: Sequence[CatalogueEntry]) -> Sheet:
         columns=columns,
         rows=[_row(e) for e in listed],
         notes=notes,
+        data={
+            "checkpoints": len(listed),
+            "bytes": sum(entry.bytes for entry in listed),
+            "latest": named[0] if named else None,
+            "newest_healthy": good[-1] if good else None,
+        },
     )
 
 
@@ -120,8 +126,9 @@ def _row(entry: CatalogueEntry) -> dict[str, Any]:
         "calm_steps": None if health is None else health.steps,
         "loss": entry.loss, "probes": entry.probes, "validation": entry.validation,
         "size": size(entry.bytes), "bytes": entry.bytes,
-        "written": None if entry.age is None else f"{duration(entry.age)} ago", "age": entry.age,
-        "layout": None if entry.layout is None else _short(entry.layout), "problem": entry.problem,
+        "written": None if entry.age is None else f"{duration(entry.age)} ago", "age_seconds": entry.age,
+        "layout_text": entry.layout and _short(entry.layout), "layout": entry.layout and entry.layout.model_dump(),
+        "problem": entry.problem,
     }  # fmt: skip
 
 

@@ -7,9 +7,10 @@ import time
 from types import TracebackType
 from typing import Literal, Self
 
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TextColumn
+
+from megastable.base.progress_bar import progress
 
 SECONDS_PER_LINE = 10.0
 
@@ -30,18 +31,11 @@ class Meter:
     ) -> None:
         self._total, self._silent, self._done, self._unit = total, silent, done, unit
         self._begin = self._last_line = time.monotonic()
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn(doing),
-            BarColumn(),
-            TextColumn("{task.fields[share]}"),
-            TextColumn("{task.fields[rates]}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=silent or not console.is_terminal,
+        self._bar = progress(
+            TextColumn("{task.fields[share]}"), TextColumn("{task.fields[rates]}"), silent=silent
         )
-        self._lines = not silent and not console.is_terminal
-        self._task = self._bar.add_task("", total=total, rates="", share="")
+        self._lines = not silent and not self._bar.console.is_terminal
+        self._task = self._bar.add_task(doing, total=total, rates="", share="")
 
     def __enter__(self) -> Self:
         self._bar.start()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from megastable.base.errors import DataError
+from megastable.base.progress_bar import bar
 from megastable.data.command_summary import Summary
 from megastable.data.manifest import FILE, Manifest, Stream
 from megastable.data.shards import Shard
 from megastable.data.tokenizer import load_tokenizer
 
 
-def verify_corpus(directory: Path) -> Summary:
+def verify_corpus(directory: Path, silent: bool = True) -> Summary:
     """Read all files of a corpus: hashes, token ids, indices, the edges of all splits, the tokenizer.
 
     Raises DataError for the first thing that is wrong.
@@ -22,8 +23,10 @@ def verify_corpus(directory: Path) -> Summary:
     )
     if tokenizer.info != manifest.tokenizer:
         raise DataError(f"{tokenizer.file} is not the file that {directory / FILE} describes: restore it")
-    for info in manifest.shards:
-        Shard(directory / info.name, info, manifest.tokenizer.vocab_size).verify()
+    with bar("verifying", sum(info.tokens for info in manifest.shards), silent, "tokens") as watch:
+        for info in manifest.shards:
+            Shard(directory / info.name, info, manifest.tokenizer.vocab_size).verify()
+            watch(info.tokens)
     for split, segments in manifest.splits.items():
         stream, first = Stream(directory, manifest, split), 0
         for segment in segments:

@@ -205,6 +205,10 @@ def ahead_sheet(history: History, steps: int, texts: int) -> Sheet:
             f"{plural(bad, 'sample')} with something as odd as {CLEAR:g} (one in 10^{CLEAR:g} of ordinary text).",
         ],
         columns=COLUMNS, rows=rows, passages=passages,
+        data={
+            "first_step": step + 1, "last_step": step + steps, "samples": int(positions.size), "tokens": tokens,
+            "odd_samples": bad, "odd_score": CLEAR,
+        },
         notes=["python tools/prune_data.py skip RUN PLAN leaves documents out; data.look_ahead.steps does it by itself"]
         if found else [],
     )  # fmt: skip

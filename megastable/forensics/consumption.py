@@ -68,6 +68,10 @@ def run_sheet(history: History) -> Sheet:
         ("tokens", f"{total * length:,}"), ("updates refused", f"{len(refused):,}"),
         ("steps lost", f"{lost:,}"), ("skipped samples", f"{sum(r['skipped'] for r in rows):,}"),
     ]  # fmt: skip
+    data = {
+        "position": cursor, "steps": max((d.step for d in last), default=0), "samples": total, "tokens": total * length,
+        "updates_refused": len(refused), "steps_lost": lost, "skipped_samples": sum(r["skipped"] for r in rows),
+    }  # fmt: skip
     reasons = history.ledger.reasons.most_common(20)
     notes = [f"skip ledger, {plural(count, 'line')}: {reason}" for reason, count in reasons]
     blends = in_force(history.blends)
@@ -79,7 +83,7 @@ def run_sheet(history: History) -> Sheet:
             f"{plural(total, 'sample')} of {length:,} tokens up to position {cursor:,}. Refused batches were read, but "
             "no update was made of them."
         ],
-        facts=facts, columns=COLUMNS, rows=rows, notes=[*notes, *history.problems],
+        facts=facts, columns=COLUMNS, rows=rows, notes=[*notes, *history.problems], data=data,
     )  # fmt: skip
 
 

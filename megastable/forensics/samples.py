@@ -80,10 +80,14 @@ def step_sheet(
     lead = [f"{plural(total, 'sample')}, {plural(_documents(rows), 'document')}."]
     if again:
         lead.append("The run went back: what was done more than once is there every time.")
+    data = {
+        "samples": total, "documents": _documents(rows),
+        "steps": [{"step": d.step, "loss": d.loss, "grad_norm": d.grad_norm, "state": d.state} for d in done],
+    }  # fmt: skip
     return Sheet(
         title=f"{history.run.root.name}, {which}", lead=[*lead, *times], columns=_columns(rows), rows=rows,
         passages=passages, notes=_notes(history, losses), legend="loss of a token",
-        counts=("position", "sample"),
+        counts=("position", "sample"), data=data,
     )  # fmt: skip
 
 
@@ -154,6 +158,7 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
     return Sheet(
         title=f"{history.run.root.name}, incident {number}", lead=lead, columns=_columns(rows), rows=rows,
         passages=passages, notes=notes, legend="loss of a token", counts=("position", "sample"),
+        data={"samples_named": count, "other_samples": int(others.size), "incident": incident.model_dump(mode="json")},
     )  # fmt: skip
 
 

@@ -71,6 +71,10 @@ def document_sheet(
         title=where, lead=lead, facts=facts, columns=COLUMNS, rows=[head, *rows],
         passages={0: [Passage(f"{where}{cut}", spans(_text(shown, shelf.eod), shelf.tokenizer))]},
         notes=[*notes, *([shelf.problem] if shelf.problem else []), *(p for h in runs for p in h.problems)],
+        data={
+            "tokens": end - first, "first_token": first, "end_token": end, "first_byte": first * width,
+            "end_byte": end * width, "trained_samples": trained, "runs": len(runs),
+        },
     )  # fmt: skip
 
 

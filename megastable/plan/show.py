@@ -122,7 +122,7 @@ def host(found: LayoutPlan) -> tuple[str, dict[str, Any]]:
     points, aside = min(most, h.points), most > h.points
     used = ranks * max(most * h.snapshot + h.checkpoint, h.building)
     numbers = {
-        "snapshot_bytes": h.snapshot, "wanted": h.points, "kept": points, "aside": aside,
+        "snapshot_bytes": h.snapshot, "rewind_points_wanted": h.points, "rewind_points": points, "aside": aside,
         "checkpoint_bytes": h.checkpoint, "building_bytes": h.building,
         "host_bytes": used, "host_memory_bytes": int(memory), "fits": used <= memory,
     }  # fmt: skip
@@ -253,8 +253,8 @@ def tree(found: LayoutPlan, base: RunConfig, tokens: float) -> dict[str, Any]:
         },
         "fits": found.fits,
         "memory": {
-            "room_bytes": room(found.cluster), "left_bytes": found.left, "stage": tight.stage, "peak": tight.peak,
-            "building_bytes": tight.building, "kinds": tight.kinds,
+            "room_bytes": room(found.cluster), "left_bytes": found.left, "stage": tight.stage, "peak_phase": tight.peak,
+            "building_bytes": tight.building, "kinds_bytes": tight.kinds,
             "items": [
                 {"kind": i.kind, "name": i.name, "bytes": i.bytes, "phases": list(i.phases)} for i in tight.items
             ],
@@ -262,7 +262,7 @@ def tree(found: LayoutPlan, base: RunConfig, tokens: float) -> dict[str, Any]:
         "host": host(found)[1],
         "time": {
             "seconds": time.seconds, "mfu": time.mfu, "mfu_causal": time.mfu_causal, "tflops_per_gpu": time.tflops,
-            "tokens_per_second": time.tokens_per_second, "parts": time.parts,
+            "tokens_per_second": time.tokens_per_second, "parts_seconds": time.parts,
             "lines": [vars(line) for line in time.lines], "traffic": [vars(t) for t in time.traffic],
         },
         "tokens": tokens, "days": time.days(tokens), "dollars": time.dollars(tokens),

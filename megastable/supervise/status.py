@@ -34,6 +34,11 @@ from megastable.supervise.recent_steps import RecentSteps
 from megastable.supervise.standing import Standing, State, advice, state_of
 
 SHOWN = 5  # checkpoints
+UNITS = {
+    "age": "age_seconds", "began": "began_unix_seconds", "eta": "eta_seconds",
+    "last_progress": "last_progress_unix_seconds", "rate": "seconds_per_step", "size": "bytes",
+    "time": "time_unix_seconds",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,9 +126,20 @@ def exit_code(status: Status) -> int:
     return errors.OK
 
 
+def facts(status: Status) -> dict[str, Any]:
+    """For programs: keys say their units."""
+    return {**_with_units(asdict(status)), "steps_lost": status.steps_lost}
+
+
+def _with_units(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {UNITS.get(key, key): _with_units(below) for key, below in value.items()}
+    return [_with_units(below) for below in value] if isinstance(value, list | tuple) else value
+
+
 def as_json(status: Status) -> str:
-    """For programs; floats that are not finite are text, as everywhere in a run directory."""
-    return directory.as_json({**asdict(status), "steps_lost": status.steps_lost}, indent=1)
+    """`facts`; floats that are not finite are text, as everywhere in a run directory."""
+    return directory.as_json(facts(status), indent=1)
 
 
 def read_status(run: Path) -> Status:

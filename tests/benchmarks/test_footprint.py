@@ -99,11 +99,11 @@ def test_an_unknown_layout_is_named() -> None:
 def test_help_has_examples() -> None:
     outcome = CliRunner().invoke(footprint.app, ["--help"], env={"COLUMNS": "200"})
     assert outcome.exit_code == 0
-    assert "--json footprint.json" in " ".join(outcome.output.split())
+    assert "--output footprint.json" in " ".join(outcome.output.split())
 
 
 def test_json_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(
-        footprint.app, ["--layout", "one", "--json", str(tmp_path / "no" / "x.json")]
+        footprint.app, ["--layout", "one", "--output", str(tmp_path / "no" / "x.json")]
     )
     assert outcome.exit_code == 2

@@ -20,7 +20,7 @@ from megastable.config import deepspeed_json, recipe
 from megastable.fp8.te import misfit
 
 ROOT = Path(__file__).parents[2]
-WRITES = "import sys; open(sys.argv[sys.argv.index('--json') + 1], 'w').write({!r}); print('said')"
+WRITES = "import sys; open(sys.argv[sys.argv.index('--output') + 1], 'w').write({!r}); print('said')"
 
 
 def python(text: str, seconds: int = 20, json: bool = True, name: str = "one") -> Stage:
@@ -93,7 +93,7 @@ def test_the_outcome_of_every_test_is_kept(asleep: int, tmp_path: Path) -> None:
 
 KEPT = """
 import sys, time
-open(sys.argv[sys.argv.index("--json") + 1], "w").write('{"rows": [1]}')
+open(sys.argv[sys.argv.index("--output") + 1], "w").write('{"rows": [1]}')
 print("written", flush=True)
 time.sleep(600)
 """
@@ -172,17 +172,17 @@ def test_all_of_it(
     monkeypatch.setattr(suite, "STAGES", stages)
     file = tmp_path / "all.json"
     with pytest.raises(suite.typer.Exit) as end:
-        suite.main(json=file, seconds=60, only=None, listed=False)
+        suite.main(output=file, seconds=60, only=None, listed=False)
     assert end.value.exit_code == 1
     found = json.loads(file.read_text())["stages"]
     assert [(name, done["outcome"]) for name, done in found.items()] == [
         ("good", "passed"), ("bad", "failed with 3"), ("last", "passed"),
     ]  # fmt: skip
     assert found["good"]["result"] == [1] and "failed with 3" in capsys.readouterr().out
-    suite.main(json=file, seconds=60, only=["good"], listed=False)
+    suite.main(output=file, seconds=60, only=["good"], listed=False)
     assert json.loads(file.read_text())["stages"].keys() == {"good"}
     with pytest.raises(suite.typer.Exit):
-        suite.main(json=file, seconds=suite.LEAST - 1, only=["good"], listed=False)
+        suite.main(output=file, seconds=suite.LEAST - 1, only=["good"], listed=False)
     assert "left out: no time is left" in capsys.readouterr().out
     (left,) = json.loads(file.read_text())["stages"].values()
     assert left["outcome"].startswith("left out: no time is left") and left["returned"] is None
@@ -197,7 +197,7 @@ def test_the_list_and_bad_input(tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr.startswith(
         "error: --only 8b: choose among tests, tests-exact, 350m"
     )
-    done = started("--only", "tests", "--json", tmp_path / "no" / "such" / "file")
+    done = started("--only", "tests", "--output", tmp_path / "no" / "such" / "file")
     assert done.returncode == 2 and "could not be written" in done.stderr and done.stderr.count("\n") == 1
 
 

@@ -218,7 +218,7 @@ def test_whoever_cannot_is_a_row(apart: bool) -> None:
     assert any("another" in note and "does not compute the same" in note for note in found.notes)
     assert "bare: warming up" in said and advanced >= 4 * 3 + 3
     # 18 and 6 bytes a parameter: 16-bit weights; fp32 masters and gradients; moments.
-    held = {name: found.row(name).entry.memory.held * 2**30 for name in (OURS, "bare")}  # type: ignore[union-attr]
+    held = {name: found.row(name).entry.memory.held_gib * 2**30 for name in (OURS, "bare")}  # type: ignore[union-attr]
     assert held[OURS] == pytest.approx(18 * found.run["parameters"], rel=0.2)
     assert held["bare"] == pytest.approx(6 * found.run["parameters"], rel=0.2)
 
@@ -485,13 +485,13 @@ TINY = (
 def test_the_command(tmp_path: Path) -> None:
     file, folder = tmp_path / "train.json", tmp_path / "profile"
     done = bench(
-        "--peers", "bare", "--rounds", 2, "--device", "cpu", "--json", file, "--profile", folder, *TINY
+        "--peers", "bare", "--rounds", 2, "--device", "cpu", "--output", file, "--profile", folder, *TINY
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
     assert found.keys() == {"machine", "run", "peak", "rounds", "rows", "notes"}
     assert found["run"].keys() >= {"parameters", "tokens", "micro_batch", "steps_in_a_measurement", "apart"}
-    assert found["peak"]["measured"] > 0 and found["peak"]["nominal"] is None
+    assert found["peak"]["measured_tflops"] > 0 and found["peak"]["nominal_tflops"] is None
     ours, bare = found["rows"]
     assert (ours["name"], bare["name"], found["rounds"]) == (OURS, "bare", 2)
     assert bare.keys() == {
@@ -506,11 +506,11 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_a_forecast_of_traffic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tools.bench import app
+    from megastable.commands.bench import app
 
     arguments = ["--recipe", "launch/recipes/125m.yaml", "model.vocab_size=32000", "--ranks", "8"]
     with pytest.raises(SystemExit) as end:
-        app(["scaling", *arguments, "--json", str(tmp_path / "traffic.json")])
+        app(["scaling", *arguments, "--output", str(tmp_path / "traffic.json")])
     assert end.value.code == 0 and "8 ranks" in capsys.readouterr().out
     assert json.loads((tmp_path / "traffic.json").read_text())["world"] == 8
 
@@ -542,7 +542,7 @@ def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The one line that is said; nothing was begun, so that this process is as it was."""
-    from tools.bench import app
+    from megastable.commands.bench import app
 
     before = dict(os.environ)
     with pytest.raises(SystemExit) as end:

@@ -54,7 +54,7 @@ def shared_memory() -> set[str]:
 def test_quick_drills_meet_their_targets(tmp_path: Path) -> None:
     shared = shared_memory()
     quick = "--quick", "--ranks", "1", "--keep", "kept"  # two ranks on one core wait more than they compute
-    tool = start(tmp_path, *quick, "--json", "drills.json")
+    tool = start(tmp_path, *quick, "--output", "drills.json")
     out, errors = tool.communicate(timeout=PATIENCE)
     assert tool.returncode == 0, out + errors
     assert left(tmp_path) == [] and shared_memory() <= shared
@@ -74,7 +74,7 @@ def test_quick_drills_meet_their_targets(tmp_path: Path) -> None:
     before = journal.stat().st_mtime_ns
 
     # Called again, it has nothing to do but to tell it again.
-    again = start(tmp_path, *quick, "--json", "again.json")
+    again = start(tmp_path, *quick, "--output", "again.json")
     out, errors = again.communicate(timeout=PATIENCE)
     assert again.returncode == 0, out + errors
     assert (tmp_path / "again.json").read_text() == (tmp_path / "drills.json").read_text()
@@ -102,7 +102,7 @@ def test_an_interrupted_drill_leaves_no_process(tmp_path: Path) -> None:
         (["--seeds", "1,1"], "--seeds 1,1: give different whole numbers"),
         (["--ranks", "3"], "--ranks 3: a step's 16 samples are shared evenly; choose 1, 2 or 4"),
         (["--text", "none.txt"], "--text none.txt: there is no such file or folder"),
-        (["--json", "no/such/folder/x.json"], "--json no/such/folder/x.json: there is no directory"),
+        (["--output", "no/such/folder/x.json"], "--output no/such/folder/x.json: there is no directory"),
         (["--keep", "file"], "--keep file is no directory"),
     ],
 )
@@ -110,7 +110,7 @@ def test_bad_input_is_told_before_anything_begins(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process: starting one takes longer than what it does."""
-    from tools.drill import app
+    from megastable.commands.drill import app
 
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -179,11 +179,20 @@ def test_json_has_all_of_it() -> None:
         "text": sheet.passages[4][0].spans[0].text, "heat": sheet.passages[4][0].spans[0].heat,
         "hint": sheet.passages[4][0].spans[0].hint,
     }  # fmt: skip
-    assert read["columns"][2]["limit"] == 8.0 and read["facts"][0] == {
-        "name": "documents",
-        "value": "3,218,404",
-    }
+    assert read["columns"][2]["limit"] == 8.0
     assert read["histograms"][0]["counts"] == sheet.histograms[0].counts
+
+
+def test_json_has_numbers_in_place_of_their_words() -> None:
+    columns = [Column("size", "size", words=True), Column("bytes", "bytes", "count", wide=True)]
+    given = Sheet(
+        "t", facts=[("on the disk", "3 MB")], data={"bytes": np.int64(3_000_000)}, columns=columns,
+        rows=[{"size": "3 MB", "bytes": 3_000_000}],
+    )  # fmt: skip
+    read = json.loads(as_json(given))
+    assert read["facts"] == {"bytes": 3_000_000} and read["rows"] == [{"bytes": 3_000_000}]
+    assert [column["key"] for column in read["columns"]] == ["bytes"]
+    assert "3 MB" in printed(given) and "3 MB" in as_csv(given)
 
 
 def test_json_is_finite_and_plain() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -10,13 +9,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from megastable.commands.backtest import app
 from megastable.run.directory import RunDirectory
 from megastable.run.records import Recorder
 from tests.conftest import tiny
@@ -27,23 +26,11 @@ ROOT = Path(__file__).parents[2]
 FIRST, LENGTH = 200, 40
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("backtest_tool", ROOT / "tools" / "backtest.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class Call:
     """backtest(arguments...) as a user types it, in this process, in a terminal 200 columns wide."""
 
-    def __init__(self, tool: ModuleType) -> None:
-        self.app = tool.app
-
     def __call__(self, *arguments: object) -> Result:
-        result = CliRunner().invoke(self.app, [str(a) for a in arguments], env={"COLUMNS": "200"})
+        result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
         return result
 
@@ -55,8 +42,8 @@ class Call:
 
 
 @pytest.fixture
-def backtest(tool: ModuleType) -> Call:
-    return Call(tool)
+def backtest() -> Call:
+    return Call()
 
 
 def write(path: Path, run: Run) -> Path:
@@ -82,7 +69,7 @@ def actions(path: Path) -> list[str]:
 
 def test_a_trace(backtest: Call, trace: Path) -> None:
     out = trace.with_name("out.json")
-    result = backtest(trace, "--json", out)
+    result = backtest(trace, "--output", out)
     assert (result.exit_code, result.stderr) == (0, "")
     found = decisions(out)
     assert [row["step"] for row in found] == list(range(320))
@@ -130,7 +117,7 @@ def test_overrides_change_the_outcome(
 ) -> None:
     """Before, between and after the options."""
     out = trace.with_name("out.json")
-    assert backtest(trace, *overrides[:1], "--json", out, *overrides[1:]).exit_code == 0
+    assert backtest(trace, *overrides[:1], "--output", out, *overrides[1:]).exit_code == 0
     assert actions(out) == expected
 
 
@@ -157,7 +144,7 @@ def recorded_run(root: Path, **stability: Any) -> Path:
 def test_a_run_is_judged_by_what_it_met_first(backtest: Call, tmp_path: Path) -> None:
     run, out = recorded_run(tmp_path / "run"), tmp_path / "out.json"
     before = sorted(run.rglob("*"))
-    result = backtest(run, "--json", out)
+    result = backtest(run, "--output", out)
     assert (result.exit_code, result.stderr) == (0, "")
     assert [row["step"] for row in decisions(out)] == list(range(320))
     assert actions(out) == ["rewind"]
@@ -166,9 +153,9 @@ def test_a_run_is_judged_by_what_it_met_first(backtest: Call, tmp_path: Path) ->
 
 def test_the_thresholds_are_those_of_the_run_and_can_be_overridden(backtest: Call, tmp_path: Path) -> None:
     run, out = recorded_run(tmp_path / "run", snapshots={"interval": 0}), tmp_path / "out.json"
-    assert backtest(run, "--json", out).exit_code == 0
+    assert backtest(run, "--output", out).exit_code == 0
     assert actions(out) == ["handover"]
-    assert backtest(run, "--json", out, "stability.snapshots.interval=10").exit_code == 0
+    assert backtest(run, "--output", out, "stability.snapshots.interval=10").exit_code == 0
     assert actions(out) == ["rewind"]
 
 
@@ -183,7 +170,7 @@ def test_an_overflow_of_fp16_is_not_judged(backtest: Call, tmp_path: Path) -> No
         overflow = {"finite": False, "grad_norm": math.inf, "applied": False} if step in (3, 4, 5, 30) else {}
         recorder.add(record(step, loss_scale=1.0 if step == 30 else 2.0 ** (16 - step // 2), **overflow))
     recorder.flush()
-    assert backtest(run, "--json", out).exit_code == 0
+    assert backtest(run, "--output", out).exit_code == 0
     found = decisions(out)
     assert [row["step"] for row in found] == [s for s in range(40) if s not in (3, 4, 5)]
     assert [row["step"] for row in found if row["verdict"] == "non_finite"] == [30]
@@ -274,18 +261,14 @@ def test_files_that_cannot_be_written(backtest: Call, trace: Path, tmp_path: Pat
     """The decisions are shown all the same."""
     folder = tmp_path / "folder"
     folder.mkdir()
-    cases = [
-        ("--json", tmp_path / "no" / "out.json", "No such file"),
-        ("--json", folder, "Is a directory"),
-    ]
-    for path in (tmp_path / "no" / "out.png", folder, tmp_path / "out.xyz"):
-        said = backtest.fails(trace, "--plot", path)  # before anything is replayed
-        assert f"--plot {path}: a name ending in .png, .svg, .pdf, in a directory that exists" in said
-    for option, path, message in cases:
-        result = backtest(trace, option, path)
-        assert result.exit_code == 2 and "1 rewind" in result.stdout, path
-        assert result.stderr.startswith(f"error: {path} could not be written"), path
-        assert message in result.stderr, path
+    for option, name in (("--plot", "out.png"), ("--output", "out.json")):  # before anything is replayed
+        path = tmp_path / "no" / name
+        assert f"{option} {path}: there is no directory {path.parent}" in backtest.fails(trace, option, path)
+    for path in (folder, tmp_path / "out.xyz"):
+        assert f"--plot {path}: a name ending in .png, .svg, .pdf" in backtest.fails(trace, "--plot", path)
+    result = backtest(trace, "--output", folder)
+    assert result.exit_code == 2 and "1 rewind" in result.stdout
+    assert result.stderr == f"error: {folder} could not be written: Is a directory\n"
     assert sorted(os.listdir(tmp_path)) == ["folder", "trace.csv"] and os.listdir(folder) == []
 
 
@@ -293,7 +276,7 @@ def test_a_device_is_written_to_and_not_replaced(backtest: Call, trace: Path, tm
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    assert backtest(trace, "--json", pipe).exit_code == 0
+    assert backtest(trace, "--output", pipe).exit_code == 0
     assert os.read(reader, 10).startswith(b"[") and pipe.is_fifo()
     os.close(reader)
 
@@ -305,8 +288,8 @@ def test_nothing_is_decided_where_stability_is_off(backtest: Call, trace: Path) 
 def test_help_shows_examples(backtest: Call) -> None:
     shown = backtest("--help")
     assert shown.exit_code == 0
-    for line in ("runs/quickstart", "trace.csv --json out.json --plot out.png", "trace.csv stability."):
-        assert f"python tools/backtest.py {line}" in shown.stdout
+    for line in ("runs/quickstart", "trace.csv --output out.json --plot out.png", "trace.csv stability."):
+        assert f"megastable backtest {line}" in shown.stdout
     nothing = backtest()
     assert nothing.exit_code == 2 and "Missing argument" in nothing.stderr
 

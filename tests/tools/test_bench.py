@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from benchmarks.costs import COMPONENTS, MEANING, assess, estimate, table
+from megastable.commands.bench import app
 from tests.tools.cli import call
-from tools.bench import app
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -38,7 +38,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     """What was written and printed; the recipe's corpus does not exist."""
     file = tmp_path_factory.mktemp("bench") / "cost.json"
     missing = "data.corpora=[{path: no/such/folder}]"
-    done = bench("stability", "--rounds", 2, "--json", file, missing, *TINY)
+    done = bench("stability", "--rounds", 2, "--output", file, missing, *TINY)
     assert done.returncode == 0, done.stderr
     return json.loads(file.read_text()), done.stdout
 
@@ -132,7 +132,7 @@ def test_the_table_fits_a_terminal() -> None:
 
 def test_false_alarms_beside_planted_faults(tmp_path: Path) -> None:
     file = tmp_path / "noise.json"
-    options = "--steps", 200, "--faults", 1, "--kind", "white", "--no-norms", "--json", file
+    options = "--steps", 200, "--faults", 1, "--kind", "white", "--no-norms", "--output", file
     done = call(app, "noise", *options, cwd=ROOT, columns=90)
     assert done.returncode == 0, done.stderr
     alarms, *faults = json.loads(file.read_text())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -13,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +23,7 @@ from megastable.checkpoint.files import FileRecord
 from megastable.checkpoint.new_run import write_run
 from megastable.checkpoint.pieces import PieceStatistics
 from megastable.checkpoint.whole import WholeState, parameters
+from megastable.commands.checkpoint import app
 from megastable.convert.tool.showing import merged
 from tests.checkpoint.states import LAYOUTS, make_run, recipe_of, state_of
 from tests.patience import PATIENCE
@@ -34,21 +33,12 @@ TOOL = ROOT / "tools" / "checkpoint.py"
 WEIGHTS, STATE = "rank-00000.safetensors", "state.json"
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("checkpoint_tool", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def call(tool: ModuleType) -> Callable[..., tuple[str, str]]:
+def call() -> Callable[..., tuple[str, str]]:
     """Run a command in this process; (stdout, stderr)."""
 
     def run(*arguments: object, code: int = 0) -> tuple[str, str]:
-        done = CliRunner().invoke(tool.app, list(map(str, arguments)))
+        done = CliRunner().invoke(app, list(map(str, arguments)))
         assert done.exit_code == code, (done.exit_code, done.output, done.exception)
         assert done.exception is None or isinstance(done.exception, SystemExit)
         return done.stdout, done.stderr
@@ -128,11 +118,11 @@ def test_verify_says_what_is_wrong(
 ) -> None:
     assert "1 checkpoint, every file as its manifest says" in call("verify", checkpoint)[0]
     damage(checkpoint)
-    found = json_of(call, "verify", checkpoint.parents[1], code=1)
+    found = json_of(call, "verify", checkpoint.parents[1], code=2)
     assert {row["outcome"] for row in found["rows"]} == {"damaged"}
     problems = " | ".join(row["problem"] for row in found["rows"])
     assert all(words in problems for words in told), problems
-    assert "cannot be trusted" in call("verify", checkpoint, code=1)[0]
+    assert "cannot be trusted" in call("verify", checkpoint, code=2)[0]
 
 
 def test_verify_knows_files_that_changed_places(call: Callable[..., tuple[str, str]], tmp_path: Path) -> None:
@@ -141,7 +131,7 @@ def test_verify_knows_files_that_changed_places(call: Callable[..., tuple[str, s
     held = a.read_bytes()
     os.replace(b, a)
     b.write_bytes(held)
-    found = {row["problem"] for row in json_of(call, "verify", checkpoint, code=1)["rows"]}
+    found = {row["problem"] for row in json_of(call, "verify", checkpoint, code=2)["rows"]}
     assert len(found) == 2
     assert any("it is what rank-00001.safetensors should be: swapped" in problem for problem in found)
 
@@ -150,7 +140,7 @@ def test_verify_finds_all_of_many_problems(call: Callable[..., tuple[str, str]],
     torn(checkpoint)
     unlisted(checkpoint)
     flip(checkpoint / "rank-00001.json")
-    assert len(json_of(call, "verify", checkpoint, code=1)["rows"]) == 3
+    assert len(json_of(call, "verify", checkpoint, code=2)["rows"]) == 3
 
 
 def test_verify_of_a_run_is_of_all_its_checkpoints(
@@ -158,7 +148,7 @@ def test_verify_of_a_run_is_of_all_its_checkpoints(
 ) -> None:
     shutil.move(make_run(tmp_path / "later", step=12), checkpoint.parent)
     torn(checkpoint)
-    found = json_of(call, "verify", tmp_path / "run", code=1)["rows"]
+    found = json_of(call, "verify", tmp_path / "run", code=2)["rows"]
     assert [(Path(row["checkpoint"]).name, row["outcome"]) for row in found] == [
         ("step-12", "good"), ("step-7", "damaged"),
     ]  # fmt: skip
@@ -229,7 +219,7 @@ def test_show(call: Callable[..., tuple[str, str]], checkpoint: Path) -> None:
         assert row["norm"] == pytest.approx(float(tensor.norm()), rel=1e-6)
         assert row["absmax"] == float(tensor.abs().max())
         assert row["mean"] == pytest.approx(float(tensor.mean()), abs=1e-6)
-        assert row["shape"] == " x ".join(map(str, tensor.shape)) and row["nonfinite"] == 0
+        assert row["shape"] == list(tensor.shape) and row["nonfinite"] == 0
     assert "no tensor is named like 'nothing*'" in call("show", checkpoint, "--tensor", "nothing*", code=2)[1]
 
 
@@ -260,7 +250,7 @@ def test_diff_ends_with_whether_anything_differs(
     same = make_run(tmp_path / "same", LAYOUTS["dp2-zero3"], seconds=99.0)
     found = json_of(call, "diff", checkpoint, same)
     assert {row["outcome"] for row in found["rows"]} == {"identical"} and len(found["rows"]) == 57
-    assert {"name": "layout.zero", "value": "1 -> 3"} in found["facts"]
+    assert found["facts"]["fields"]["layout.zero"] == {"a": 1, "b": 3} and found["facts"]["identical"] is True
     text = call("diff", checkpoint, same)[0]
     assert "57 of 57 tensors hold the same bytes" in text and "identical  " in text
     name = "blocks.1.mlp.down.weight"
@@ -416,14 +406,14 @@ def test_a_manifest_that_leads_elsewhere_is_not_followed(
     contents = store.read_contents(checkpoint)
     files = contents.files | {"../../recipe.yaml": FileRecord(size=1, xxh3="0" * 32)}
     (checkpoint / store.MANIFEST).write_bytes(contents.model_copy(update={"files": files}).sealed())
-    [row] = json_of(call, "verify", checkpoint, code=1)["rows"]
+    [row] = json_of(call, "verify", checkpoint, code=2)["rows"]
     assert "which is no file of a checkpoint" in row["problem"]
 
 
 # As a process
 
 
-def test_help_has_examples_and_exit_codes() -> None:
+def test_help_has_examples() -> None:
     environment = os.environ | {"COLUMNS": "160", "TERM": "dumb", "NO_COLOR": "1"}
     done = subprocess.run(
         [sys.executable, TOOL, "--help"], capture_output=True, text=True, check=True, env=environment
@@ -441,8 +431,12 @@ def test_help_has_examples_and_exit_codes() -> None:
         "import-megatron",
         "export-megatron",
     ):
-        assert f"python tools/checkpoint.py {name} " in done.stdout
-    assert "0 fine, 1 a difference or damage" in done.stdout and "130 Ctrl-C" in done.stdout
+        assert f"megastable checkpoint {name} " in done.stdout
+
+
+def test_commands_that_answer_by_their_exit_code_say_so(call: Callable[..., tuple[str, str]]) -> None:
+    assert "2 one is damaged" in call("verify", "--help")[0]
+    assert "1 they differ" in " ".join(call("diff", "--help")[0].split())
 
 
 def test_a_bar_and_ctrl_c(checkpoint: Path, tmp_path: Path) -> None:

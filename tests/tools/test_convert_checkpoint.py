@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from typer.testing import CliRunner
 from megastable.checkpoint import store
 from megastable.checkpoint.new_run import write_run
 from megastable.checkpoint.whole import parameters
+from megastable.commands.convert import app
 from megastable.config.tree import RunConfig
 from megastable.convert.huggingface.tokenizer_export import real_text
 from megastable.data.manifest import adopt
@@ -35,18 +35,10 @@ TOOL = ROOT / "tools" / "convert_checkpoint.py"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "dumb"}
 
 
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("convert_checkpoint", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.app
-
-
 def run(*arguments: object, cwd: Path, code: int = 0) -> Result:
     """In this process: a new one would import everything again."""
     with contextlib.chdir(cwd):
-        done = CliRunner().invoke(load(), [str(a) for a in arguments], env={"COLUMNS": "200", "TERM": "dumb"})
+        done = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200", "TERM": "dumb"})
     assert done.exit_code == code, done.output
     assert done.exception is None or isinstance(done.exception, SystemExit)
     return done
@@ -129,7 +121,7 @@ def test_mistakes_are_told_in_a_line(place: Path) -> None:
         assert not (place / "x").exists()
     assert "--recipe" in run("from-hf", "runs/a", "x", cwd=place, code=2).stderr
     for command in ("to-hf", "to-gguf", "from-hf", "check"):
-        assert "python tools/convert_checkpoint.py" in run(command, "--help", cwd=place).stdout
+        assert f"megastable convert {command}" in run(command, "--help", cwd=place).stdout
 
 
 def test_that_the_package_gguf_is_missing_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from typer.testing import CliRunner
 from megastable.checkpoint.new_run import write_run
 from megastable.checkpoint.plain import load_plain
 from megastable.checkpoint.whole import parameters
+from megastable.commands.fp8_check import app
 from megastable.config.recipe import load
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
@@ -30,16 +30,12 @@ from tests.generate.runs import PIECES, corpus_with_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "fp8_check.py"
-spec = importlib.util.spec_from_file_location("fp8_check", TOOL)
-assert spec is not None and spec.loader is not None
-tool = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
 FAR, FFN = 2.0**18, 64
 CALM = ("--recipe", "current", "--recipe", "block")  # of so few numbers delayed scales cut too large a share
 
 
 def call(*arguments: object, code: int = 0) -> tuple[str, str]:
-    done = CliRunner().invoke(tool.app, list(map(str, arguments)))
+    done = CliRunner().invoke(app, list(map(str, arguments)))
     assert done.exit_code == code, (done.exit_code, done.output, done.exception)
     assert done.exception is None or isinstance(done.exception, SystemExit)
     return done.stdout, done.stderr
@@ -78,7 +74,7 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_healthy_run_is_stable_as_it_is(run: Path, tmp_path: Path) -> None:
     files = tmp_path / "fp8.json", tmp_path / "fp8.png"
-    out, _ = call(run, *CALM, "--samples", 4, "--json", files[0], "--plot", files[1])
+    out, _ = call(run, *CALM, "--samples", 4, "--output", files[0], "--plot", files[1])
     assert f"{run}/checkpoints/step-7: step 7, " in out and "bfloat16 on cpu" in out
     assert "validation samples of the run" in out or "training samples from position" in out
     found = json.loads(files[0].read_text())
@@ -108,7 +104,7 @@ def test_a_planted_layer_is_named_with_what_to_copy(corpus: Path, tmp_path: Path
         held,
         precision={"kind": "bf16", "fp8": {"recipe": "block", "keep_first": 1}},
     )
-    out, _ = call(run, "--recipe", "current", "--samples", 4, "--all", "--json", tmp_path / "found.json")
+    out, _ = call(run, "--recipe", "current", "--samples", 4, "--all", "--output", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
     (recipe,) = found["recipes"]
     assert list(recipe["keep"]) == ["blocks.1.mlp.down"]
@@ -185,7 +181,7 @@ def test_mistakes_are_said_and_end_with_2(corpus: Path, run: Path, tmp_path: Pat
         ((run, "--text", binary), "no UTF-8"),
         ((run, "--text", tmp_path / "none.txt"), "cannot be read: No such file"),
         ((run, "--plot", tmp_path / "a.bmp"), "a name ending in"),
-        ((run, "--json", tmp_path / "no/a.json"), "there is no directory"),
+        ((run, "--output", tmp_path / "no/a.json"), "there is no directory"),
         ((run, "--device", "nonsense"), "cannot be used"),
     ]
     for arguments, words in cases:
@@ -205,5 +201,5 @@ def test_help_has_examples_and_needs_no_torch() -> None:
     )
     watched = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {code}"
     done = subprocess.run([sys.executable, "-c", watched], env=environment, capture_output=True, text=True)
-    assert "fp8_check.py runs/quickstart" in done.stdout and "Exit codes: 0 stable" in done.stdout
+    assert "megastable fp8-check runs/quickstart" in done.stdout and "Exit codes: 0 stable" in done.stdout
     assert done.returncode == 0 and done.stdout.endswith("False\n"), done.stdout

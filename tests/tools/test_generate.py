@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from megastable.commands.generate import app
 from tests.generate.runs import run_with_tokenizer
 from tests.patience import PATIENCE
 from tests.tools.cli import call
-from tools.generate import app
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
@@ -73,7 +73,7 @@ def test_bad_input_is_named_and_ends_with_2(
 
 def test_help_has_examples() -> None:
     out, _ = generate("--help")
-    assert "Talk to what was trained" in out and "--number 3 --seed 1" in out
+    assert "Text from a prompt" in out and "--number 3 --seed 1" in out
 
 
 @pytest.mark.timeout(5 * PATIENCE + 60)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from megastable.commands.inspect import app
 from megastable.run.directory import RunDirectory
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.report.runs import data_incident, make_run
 from tests.tools.cli import Done, call
-from tools.inspect_data import app
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
@@ -118,7 +118,7 @@ def test_mistakes(arguments: str, message: str, run: Path, corpus: Path, tmp_pat
 
 def test_help_has_examples_of_every_command() -> None:
     whole = " ".join(inspect("--help").stdout.split())
-    assert all(f"inspect_data.py {command}" in whole for command in COMMANDS)
+    assert all(f"megastable inspect {command} " in whole for command in COMMANDS)
     for command in COMMANDS:
         done = inspect(command, "--help")
         assert done.returncode == 0 and "Examples" in done.stdout

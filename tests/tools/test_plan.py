@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -14,28 +13,25 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from megastable.commands.plan import app
 from megastable.config.recipe import load
 from megastable.config.tree import RunConfig
 from megastable.data.manifest import Manifest
 
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("plan", ROOT / "tools" / "plan.py")
-assert spec is not None and spec.loader is not None
-tool = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
 SMALL = ROOT / "launch/recipes/125m.yaml"
 SEVEN = ROOT / "launch/recipes/7b.yaml"
 
 
 def plan(*arguments: object) -> tuple[int, str, str]:
     """(exit code, stdout, stderr), in this process: what ends it is what would end a process."""
-    done = CliRunner().invoke(tool.app, list(map(str, arguments)), env={"COLUMNS": "120", "TERM": "dumb"})
+    done = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "120", "TERM": "dumb"})
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done.exit_code, done.stdout, done.stderr
 
 
 def result(tmp_path: Path, *arguments: object) -> dict[str, Any]:
-    code, _, err = plan(*arguments, "--json", tmp_path / "plan.json")
+    code, _, err = plan(*arguments, "--output", tmp_path / "plan.json")
     assert (code, err) == (0, "")
     return dict(json.loads((tmp_path / "plan.json").read_text()))
 
@@ -90,18 +86,18 @@ def test_json(tmp_path: Path) -> None:
         assert lay["tensor"] * lay["pipeline"] * lay["data"] == lay["gpus"] == 16
         samples = lay["data"] // lay["context"] * lay["micro_batch"] * lay["accumulation"]
         assert samples == 64 and each["fits"] and memory["left_bytes"] >= 0
-        assert memory["room_bytes"] - sum(memory["kinds"].values()) == memory["left_bytes"]
-        there = [item["bytes"] for item in memory["items"] if memory["peak"] in item["phases"]]
-        assert sum(there) == sum(memory["kinds"].values())
-        assert sum(time["parts"].values()) == pytest.approx(time["seconds"])
+        assert memory["room_bytes"] - sum(memory["kinds_bytes"].values()) == memory["left_bytes"]
+        there = [item["bytes"] for item in memory["items"] if memory["peak_phase"] in item["phases"]]
+        assert sum(there) == sum(memory["kinds_bytes"].values())
+        assert sum(time["parts_seconds"].values()) == pytest.approx(time["seconds"])
         assert sum(line["seconds"] for line in time["lines"]) == pytest.approx(time["seconds"])
         assert time["tokens_per_second"] == pytest.approx(64 * 4096 / time["seconds"])
         assert each["tokens"] == 1e12 and each["days"] * 86400 * time["tokens_per_second"] == pytest.approx(
             1e12
         )
         assert each["dollars"] == pytest.approx(each["days"] * 24 * 16 * 2.5)
-        assert each["host"]["fits"] and each["host"]["kept"] <= each["host"]["wanted"]
-        held = each["host"]["kept"] + each["host"]["aside"]  # one more to look back on batches
+        assert each["host"]["fits"] and each["host"]["rewind_points"] <= each["host"]["rewind_points_wanted"]
+        held = each["host"]["rewind_points"] + each["host"]["aside"]  # one more to look back on batches
         per_rank = held * each["host"]["snapshot_bytes"] + each["host"]["checkpoint_bytes"]
         assert each["host"]["aside"] and each["host"]["host_bytes"] == 8 * per_rank
         config = load(SEVEN, ["model.vocab_size=32000", "train.global_batch=64", *each["overrides"]])
@@ -166,7 +162,7 @@ def test_where_the_vocabulary_comes_from(corpus: Path, tmp_path: Path) -> None:
 def test_no_number_of_a_suggestion_is_cut_off(columns: str) -> None:
     """A pipe has 80 columns."""
     given = [str(SEVEN), "--gpus", "64", "--fp8"]
-    done = CliRunner().invoke(tool.app, given, env={"COLUMNS": columns, "TERM": "dumb"})
+    done = CliRunner().invoke(app, given, env={"COLUMNS": columns, "TERM": "dumb"})
     table = done.stdout.partition("SUGGESTIONS")[2].partition("what to say")[0]
     assert "current" in table and "…" not in table
     rows = [line.split() for line in table.splitlines() if re.match(r" *\d+ +\d", line)]
@@ -250,7 +246,7 @@ def test_a_picture(tmp_path: Path) -> None:
         ([SMALL, "--fp8", "precision.kind=fp16"], "--fp8: Transformer Engine's FP8 is beside bf16"),
         ([SMALL, "--gpus", "8", "precision.fp8=current", "precision.kind=fp32"], "is emulated, and slower"),
         ([SMALL, "--plot", "plan.txt"], "--plot plan.txt: a name ending in .png"),
-        ([SMALL, "--plot", "no/such/folder/plan.png"], "in a directory that exists"),
+        ([SMALL, "--plot", "no/such/folder/plan.png"], "there is no directory"),
         ([SMALL, "--gpus", "0"], "greater than or equal to 1"),
         ([SMALL, "--gpus", "1" + 29 * "0"], "less than or equal to 1"),
         ([SMALL, "--gpus", "8", "--cluster", "launch/clusters/a100.yaml", "--fp8"], "does not compute in it"),
@@ -260,7 +256,7 @@ def test_a_picture(tmp_path: Path) -> None:
             "deepspeed=no.json: no such file",
         ),
         ([SMALL, "--gpus", "8", "precision.fp8.backend=emulated"], "leave precision.fp8 out"),
-        ([SMALL, "--gpus", "8", "--json", "no/such/folder/x.json"], "there is no directory no/such/folder"),
+        ([SMALL, "--gpus", "8", "--output", "no/such/folder/x.json"], "there is no directory no/such/folder"),
     ],
 )
 def test_bad_input(arguments: list[object], message: str) -> None:
@@ -285,7 +281,7 @@ def test_it_imports_neither_torch_nor_pictures(tmp_path: Path) -> None:
         SMALL,
         "--gpus",
         "8",
-        "--json",
+        "--output",
         tmp_path / "x.json",
     ]
     done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True)
@@ -295,7 +291,7 @@ def test_it_imports_neither_torch_nor_pictures(tmp_path: Path) -> None:
 
 def test_help_shows_examples() -> None:
     code, out, _ = plan("--help")
-    assert code == 0 and "tools/plan.py launch/recipes/70b.yaml --gpus 512" in " ".join(out.split())
+    assert code == 0 and "megastable plan launch/recipes/70b.yaml --gpus 512" in " ".join(out.split())
     assert isinstance(load(ROOT / "launch/recipes/405b.yaml"), RunConfig)
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megastable.commands.prepare import app
 from megastable.data import stdlib
 from tests.data.texts import EOD_NAME, documents, hugging_face_file, sentencepiece_file, source_code
 from tests.patience import PATIENCE
 from tests.tools.cli import Done, call
-from tools.prepare_data import app
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "xterm"}
@@ -197,10 +197,10 @@ def test_help_shows_examples(tmp_path: Path) -> None:
     shown = subprocess.run(command("--help"), cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert shown.returncode == 0
     for name in ("tokenizer", "shards", "stdlib", "manifest", "verify"):
-        assert f"python tools/prepare_data.py {name} " in shown.stdout
+        assert f"megastable prepare {name} " in shown.stdout
         one = run(name, "--help", cwd=tmp_path)
         assert one.returncode == 0
-        assert f"python tools/prepare_data.py {name} " in one.stdout
+        assert f"megastable prepare {name} " in one.stdout
 
 
 def test_a_terminal_sees_a_bar(folder: Path) -> None:

@@ -15,11 +15,11 @@ import pytest
 import xxhash
 
 from benchmarks.prune_speed import prune_cost
+from megastable.commands.prune import app
 from megastable.data.manifest import Manifest
 from tests.forensics.shelves import Plain, corpus
 from tests.patience import PATIENCE
 from tests.tools.cli import Done, call
-from tools.prune_data import app
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "prune_data.py"
@@ -117,7 +117,7 @@ def test_mistakes(folder: Path, arguments: str, message: str) -> None:
 def test_help_has_examples_of_every_command() -> None:
     told = subprocess.run(command("--help"), env=ENVIRONMENT, capture_output=True, text=True).stdout
     for name in ("plan", "apply", "verify"):
-        assert f"python tools/prune_data.py {name} " in told
+        assert f"megastable prune {name} " in told
         assert run(name, "--help", cwd=ROOT).stdout
 
 

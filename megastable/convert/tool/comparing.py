@@ -74,7 +74,11 @@ def _sheet(
             ("stability", f"what detector and policy remember differs in {plural(memory, 'number')}")
         )
     rows = [_row(one) for one in found if everything or one.outcome != "identical"]
-    return Sheet("differences", lead=[lead], facts=facts, columns=COLUMNS, rows=rows)
+    data = {
+        "a": str(folders[0]), "b": str(folders[1]), "identical": same, "tensors": len(found),
+        "tensors_identical": alike, "fields": {key: {"a": a, "b": b} for key, a, b in fields},
+    }  # fmt: skip
+    return Sheet("differences", lead=[lead], facts=facts, columns=COLUMNS, rows=rows, data=data)
 
 
 def _told(value: Any) -> str:
@@ -87,13 +91,9 @@ def _row(one: Difference) -> dict[str, Any]:
     row: dict[str, Any] = {
         "name": one.name, "kind": one.kind, "outcome": one.outcome, "differing": None,
         "elements": math.prod(one.shape_a or one.shape_b or ()),
-        "shape_a": _shape(one.shape_a), "shape_b": _shape(one.shape_b),
+        "shape_a": one.shape_a and list(one.shape_a), "shape_b": one.shape_b and list(one.shape_b),
     }  # fmt: skip
     if far is not None:
         row |= {"max_abs": far.max_abs, "relative": far.relative, "cosine": far.cosine}
         row |= {"one_minus_cosine": 1 - far.cosine, "differing": far.differing}
     return row
-
-
-def _shape(shape: tuple[int, ...] | None) -> str | None:
-    return None if shape is None else " x ".join(map(str, shape))

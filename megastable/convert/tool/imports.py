@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -41,12 +40,14 @@ def from_megatron(folder: Path, out: Path, recipe_path: Path | None, overrides: 
     return made
 
 
-def to_megatron(checkpoint: Path, out: Path, tensor: int, pipeline: int, local: bool, as_json: bool) -> str:
-    """What was written, for a person or a machine. Raises CheckpointError, ConfigError."""
+def to_megatron(checkpoint: Path, out: Path, tensor: int, pipeline: int, local: bool, silent: bool) -> Path:
+    """What was written. Raises CheckpointError, ConfigError."""
     refuse_existing(out)
-    written = export_megatron(good(checkpoint, as_json), out, tensor, pipeline, local=local)
-    if as_json:
-        return json.dumps({"folder": str(out), "checkpoint": str(written)})
+    return export_megatron(good(checkpoint, silent), out, tensor, pipeline, local=local)
+
+
+def load_hint(out: Path, written: Path) -> str:
+    """How Megatron loads what was written."""
     return visible(
         f"{written}: load it with --load {shlex.quote(str(out))} --use-checkpoint-args --no-load-optim --no-load-rng"
     )

@@ -128,7 +128,7 @@ def _rows(whole: WholeState, name: str) -> Iterable[dict[str, Any]]:
         parts = [(piece.numel, piece.statistics.get(kind)) for piece in whole.pieces(name)]
         one = merged([(count, part) for count, part in parts if part is not None])
         elements = math.prod(shape)
-        row = {"name": name, "kind": kind, "shape": " x ".join(map(str, shape)), "elements": elements}
+        row = {"name": name, "kind": kind, "shape": list(shape), "elements": elements}
         if one is not None:
             row |= one.model_dump() | {"rms": one.norm / math.sqrt(elements) if elements else 0.0}
         yield row

@@ -26,7 +26,7 @@ COLUMNS = (
     Column("checkpoint", "checkpoint"),
     Column("outcome", "outcome"),
     Column("files", "files", "count"),
-    Column("size", "size"),
+    Column("size", "size", words=True),
     Column("problem", "what is wrong"),
 )
 
@@ -159,5 +159,6 @@ def verified_sheet(found: Sequence[Verified]) -> Sheet:
         f"{plural(len(found), 'checkpoint')}, every file as its manifest says"
     )  # fmt: skip
     return Sheet(
-        "verified", lead=[lead], columns=COLUMNS, rows=rows, notes=[n for one in found for n in one.notes]
-    )
+        "verified", lead=[lead], columns=COLUMNS, rows=rows, notes=[n for one in found for n in one.notes],
+        data={"checkpoints": len(found), "damaged": bad},
+    )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,7 @@ def sheet_of(scan: Scan, shelf: Shelf, top: int = 50, kept: Path | None = None) 
     return Sheet(
         title=f"Scan of {scan.name}", lead=_lead(scan), facts=_facts(scan), columns=columns, rows=rows,
         passages=passages, histograms=_histograms(scan),
-        notes=[*_notes(scan), *_next(scan, shelf, kept)], legend="the piece with the highest score",
+        notes=[*_notes(scan), *_next(scan, shelf, kept)], legend="the piece with the highest score", data=_data(scan),
     )  # fmt: skip
 
 
@@ -147,6 +148,24 @@ def _facts(scan: Scan) -> list[tuple[str, str]]:
         speed = f"{duration(scan.seconds)}, {scan.tokens_per_second / 1e6:,.1f} M tokens/s with {processes}"
         facts.append(("time", f"{speed}; {duration(scan.yardstick_seconds)} to learn what is usual"))
     return facts
+
+
+def _data(scan: Scan) -> dict[str, Any]:
+    lines = [
+        {
+            "score": line.score, "documents": line.documents, "share": line.share, "tokens": line.tokens,
+            "kinds": line.kinds, "expected_false_positives": line.ordinary, "share_of_reference": line.usual,
+        }
+        for line in scan.thresholds
+    ]  # fmt: skip
+    return {
+        "documents": scan.documents, "tokens": scan.tokens, "shards": len(scan.shards),
+        "exact_copies": scan.copies.documents, "near_duplicates": scan.near and scan.near.documents,
+        "without_tokens": scan.empty, "reference": scan.against, "sample_documents": scan.sample_documents,
+        "sample_tokens": scan.sample_tokens, "advised_score": scan.advised, "scores": lines, "seconds": scan.seconds,
+        "tokens_per_second": scan.tokens_per_second, "processes": scan.workers,
+        "yardstick_seconds": scan.yardstick_seconds,
+    }  # fmt: skip
 
 
 def _above(line: Threshold, scan: Scan) -> str:

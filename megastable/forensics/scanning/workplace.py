@@ -63,11 +63,11 @@ def occupied(folder: Path, asked: dict[str, Any], again: bool) -> Iterator[None]
         others = [path.name for path in folder.iterdir() if path.name != LOCK]
         if others and BEGUN not in others:
             raise DataError(
-                f"{folder} is not the folder of a scan, {others[0]} is in it: choose another --out"
+                f"{folder} is not the folder of a scan, {others[0]} is in it: choose another --keep"
             )
         lock = hold(folder / LOCK)
         if lock is None:
-            raise DataError(f"{folder}: another process scans into it: wait for it, or choose another --out")
+            raise DataError(f"{folder}: another process scans into it: wait for it, or choose another --keep")
         with lock:
             try:
                 _begin(folder, asked, again)
@@ -90,8 +90,8 @@ def _begin(folder: Path, asked: dict[str, Any], again: bool) -> None:
         keys = [key for key in asked if not isinstance(there, dict) or there.get(key) != asked[key]]
         what = ", ".join(dict.fromkeys(NAMES.get(key, key) for key in keys))
         raise DataError(
-            f"{folder} holds the results of something else (other: {what}): choose another --out, or replace them with "
-            "--again"
+            f"{folder} holds the results of something else (other: {what}): choose another --keep, or replace "
+            "them with --again"
         )
     # What was asked for goes last: a folder half cleared is still known for what it was.
     for name in (RESULT, SCORES, YARDSTICK, REFERENCE, DUPLICATES):

@@ -78,6 +78,12 @@ def score_sheet(
         ("arithmetic", f"{scores.precision} on {scores.device}"),
         ("tokens scored", rate),
     ]
+    data = {
+        "checkpoint": str(scores.checkpoint), "step": scores.step, "documents": scores.documents,
+        "tokens": scores.tokens, "loss": scores.loss, "bits_per_byte": scores.bits_per_byte,
+        "harder_than_usual": scores.high, "easier_than_usual": scores.low, "window_tokens": scores.window,
+        "precision": scores.precision, "device": scores.device, "tokens_per_second": scores.tokens_per_second,
+    }  # fmt: skip
     notes = [
         *scores.warnings,
         "A loss far below the usual is a finding, too: text that is repeated, generated or known by heart.",
@@ -89,7 +95,7 @@ def score_sheet(
     columns = [c for c in COLUMNS if any(row.get(c.key) is not None for row in rows)]
     return Sheet(
         title=f"{scores.name}, scored by step {scores.step}", lead=lead, facts=facts, columns=columns, rows=rows,
-        passages=passages, histograms=_histograms(scores), notes=notes, legend="loss of a token",
+        passages=passages, histograms=_histograms(scores), notes=notes, legend="loss of a token", data=data,
     )  # fmt: skip
 
 

@@ -13,12 +13,13 @@ from megastable.run import directory
 
 def as_json(sheet: Sheet) -> str:
     """For programs. Texts are exact, in ASCII; numbers that are not finite are text, which float() gives back."""
+    words = {column.key for column in sheet.columns if column.words}
     content = {
         "title": sheet.title,
         "lead": list(sheet.lead),
-        "facts": [{"name": name, "value": value} for name, value in sheet.facts],
-        "columns": [asdict(column) for column in sheet.columns],
-        "rows": [{key: plain(value) for key, value in row.items()} for row in sheet.rows],
+        "facts": dict(sheet.data),
+        "columns": [asdict(column) for column in sheet.columns if not column.words],
+        "rows": [{key: plain(value) for key, value in row.items() if key not in words} for row in sheet.rows],
         "passages": {
             str(number): [asdict(passage) for passage in passages]
             for number, passages in sorted(sheet.passages.items())

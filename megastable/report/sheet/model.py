@@ -14,7 +14,8 @@ Row = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class Column:
     """kind: how its values are shown, a share (0 to 1) in per cent; wide: not in a terminal's table; limit: of scores,
-    what is bad begins here, and very bad at twice as much (without one, colours go by the largest of the sheet)."""
+    what is bad begins here, and very bad at twice as much (without one, colours go by the largest of the sheet). words:
+    it is text of what another key of the row holds as a number, and programs get only that."""
 
     key: str
     title: str
@@ -22,6 +23,7 @@ class Column:
     help: str = ""
     wide: bool = False
     limit: float | None = None
+    words: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -85,6 +87,7 @@ class Sheet:
     """passages: texts of a row, by its index. Rows may have keys that no column shows: JSON has them, and with `shard`
     and `document` the page offers a plan. legend: what the heat of the texts means. counts: the key whose different
     values are what a person counts, where one may have several rows, and what they are called: ("position", "sample").
+    facts: for people, name and text; data: the same for programs, numbers whose keys say their units.
     """
 
     title: str
@@ -97,6 +100,7 @@ class Sheet:
     notes: Sequence[str] = ()
     legend: str = "heat of a token"
     counts: tuple[str, str] | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         keys = [column.key for column in self.columns]

@@ -21,8 +21,8 @@ STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 @dataclass(frozen=True)
 class Output:
-    """json: print all of it for machines, instead of a table; csv, html: files to write besides. rows, texts: how many
-    a terminal shows. on_page: rows whose text a page shows."""
+    """json: print all of it for machines, instead of a table; csv, html, output: files to write besides, `output` the
+    JSON. rows, texts: how many a terminal shows. on_page: rows whose text a page shows."""
 
     json: bool = False
     csv: Path | None = None
@@ -30,6 +30,7 @@ class Output:
     rows: int = 20
     texts: int = 1
     on_page: int = 2_000
+    output: Path | None = None
 
     @property
     def wanted_texts(self) -> int:
@@ -41,8 +42,12 @@ class Output:
             raise DataError("only one of --json, --csv and --html can go to the standard output: name a file")
 
     @property
+    def _files(self) -> list[Path]:
+        return [path for path in (self.csv, self.html, self.output) if path is not None]
+
+    @property
     def _on_stdout(self) -> list[Path]:
-        return [path for path in (self.csv, self.html) if path is not None and str(path) in STDOUT]
+        return [path for path in self._files if str(path) in STDOUT]
 
     def put(self, sheet: Sheet) -> None:
         """Raises DataError when a file, or the standard output, cannot be written."""
@@ -50,6 +55,8 @@ class Output:
             write_output(self.csv, as_csv(sheet))
         if self.html is not None:
             write_output(self.html, as_html(sheet))
+        if self.output is not None:
+            write_output(self.output, as_json(sheet))
         if self._on_stdout:  # what reads it wants nothing else
             return
         try:
@@ -70,6 +77,5 @@ class Output:
         if not terminal.is_terminal:
             terminal = Console(width=160)  # of a file or a pipe nobody knows how wide it is
         terminal.print(console(sheet, self.rows, self.texts))
-        for path in (self.csv, self.html):
-            if path is not None:
-                print(f"written: {path}")
+        for path in self._files:
+            print(f"written: {path}")

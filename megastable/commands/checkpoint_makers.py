@@ -1,15 +1,14 @@
-"""The commands of `tools/checkpoint.py` that make a new run of one or more checkpoints."""
+"""Those commands of `megastable checkpoint` that make a new run of one or more checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megastable.base.errors import user_errors
-from megastable.report.sheet.options import Json
+from megastable.commands.app import App
+from megastable.commands.options import Json, Overrides, put_json
 
 if TYPE_CHECKING:
     from megastable.convert.reshaping import Made
@@ -28,11 +27,8 @@ MicroBatch = Annotated[
     int | None, typer.Option(min=1, show_default="as it is", help="Samples of a rank and pass")
 ]
 Recipe = Annotated[Path, typer.Option(help="Of the run; its model is the checkpoint's")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of the recipe")]
-# Imports are where they are needed: torch takes a second.
 
 
-@user_errors()
 def reshape(checkpoint: Checkpoint, out: Out, tensor: Tensor = None, pipeline: Pipeline = None, zero: Zero = None,
             data: Data = None, micro_batch: MicroBatch = None, as_json: Json = False) -> None:  # fmt: skip
     """Make OUT, a run that goes on from the checkpoint in another layout: the same weights, moments, step, cursor."""
@@ -42,7 +38,6 @@ def reshape(checkpoint: Checkpoint, out: Out, tensor: Tensor = None, pipeline: P
     _tell(made, as_json)
 
 
-@user_errors()
 def export(checkpoint: Checkpoint, out: Out, as_json: Json = False) -> None:
     """Make OUT, a run without optimizer state, a third of the size: to evaluate, or to go on with fresh moments."""
     from megastable.convert.tool.making import make_reshaped
@@ -50,7 +45,6 @@ def export(checkpoint: Checkpoint, out: Out, as_json: Json = False) -> None:
     _tell(make_reshaped(checkpoint, out, optimizer=False, silent=as_json), as_json)
 
 
-@user_errors()
 def average(paths: Annotated[list[Path], typer.Argument(metavar="CHECKPOINT... OUT")],
             weights: Annotated[str | None, typer.Option(help="What each counts, e.g. 0.1,0.2,0.7")] = None,
             last: Annotated[int | None, typer.Option(min=2, help="The newest of a run: --last 5 RUN OUT")] = None,
@@ -61,7 +55,6 @@ def average(paths: Annotated[list[Path], typer.Argument(metavar="CHECKPOINT... O
     _tell(make_average(paths, weights, last, silent=as_json), as_json)
 
 
-@user_errors()
 def import_deepspeed(folder: Annotated[Path, typer.Argument(help="With latest, or one global_step*")], out: Out,
                      recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:  # fmt: skip
     """Make OUT, a run that goes on from a checkpoint that DeepSpeed itself wrote (ZeRO 1 to 3)."""
@@ -70,7 +63,6 @@ def import_deepspeed(folder: Annotated[Path, typer.Argument(help="With latest, o
     _tell(from_deepspeed(folder, out, recipe, overrides or ()), as_json)
 
 
-@user_errors()
 def import_megatron(folder: Annotated[Path, typer.Argument(help="With its tracker file, or one iter_*")], out: Out,
                     recipe: Annotated[Path | None, typer.Option(show_default="of its arguments")] = None,
                     overrides: Overrides = None, as_json: Json = False) -> None:  # fmt: skip
@@ -80,30 +72,53 @@ def import_megatron(folder: Annotated[Path, typer.Argument(help="With its tracke
     _tell(from_megatron(folder, out, recipe, overrides or ()), as_json)
 
 
-@user_errors()
 def export_megatron(checkpoint: Checkpoint, out: Annotated[Path, typer.Argument(help="A new folder")],
                     tensor: Annotated[int, typer.Option(min=1)] = 1, pipeline: Annotated[int, typer.Option(min=1)] = 1,
                     local: Annotated[bool, typer.Option("--local", help="For --transformer-impl local")] = False,
                     as_json: Json = False) -> None:  # fmt: skip
     """Write the weights as Megatron-core's "torch" format, for that many tensor and pipeline ranks."""
-    from megastable.convert.tool.imports import to_megatron
+    from megastable.convert.tool.imports import load_hint, to_megatron
 
-    print(to_megatron(checkpoint, out, tensor, pipeline, local, as_json))
+    written = to_megatron(checkpoint, out, tensor, pipeline, local, as_json)
+    if as_json:
+        put_json({"folder": str(out), "checkpoint": str(written)}, True, None)
+    else:
+        print(load_hint(out, written))
 
 
 def _tell(made: Made, as_json: bool) -> None:
     from megastable.base.text import visible
     from megastable.convert.tool.making import dict_of, text_of
-    from megastable.run.directory import as_json as to_json
 
-    print(to_json(dict_of(made)) if as_json else visible(text_of(made), keep="\n"))
+    if as_json:
+        put_json(dict_of(made), True, None)
+    else:
+        print(visible(text_of(made), keep="\n"))
 
 
-MAKERS: dict[str, Callable[..., None]] = {
-    "reshape": reshape,
-    "export": export,
-    "average": average,
-    "import-deepspeed": import_deepspeed,
-    "import-megatron": import_megatron,
-    "export-megatron": export_megatron,
-}
+def add_makers(app: App) -> None:
+    """Add them to `app`."""
+    app.add(
+        examples="megastable checkpoint reshape runs/7b runs/7b-tp2 --tensor 2 --pipeline 1 --zero 1 --data 4"
+    )(reshape)
+    app.add(examples="megastable checkpoint export runs/7b runs/7b-weights")(export)
+    app.add(
+        examples="""
+        megastable checkpoint average --last 5 runs/7b runs/7b-mean
+        megastable checkpoint average --weights 0.3,0.7 runs/a runs/b runs/ab
+        """
+    )(average)
+    app.add(
+        "import-deepspeed",
+        examples="megastable checkpoint import-deepspeed old/checkpoints runs/new --recipe launch/recipes/7b.yaml "
+        "model.vocab_size=50304",
+    )(import_deepspeed)
+    app.add(
+        "import-megatron",
+        examples="megastable checkpoint import-megatron megatron/checkpoints runs/new --recipe launch/recipes/7b.yaml "
+        "model.vocab_size=50304",
+    )(import_megatron)
+    app.add(
+        "export-megatron",
+        examples="megastable checkpoint export-megatron runs/7b megatron/checkpoints --tensor 2 --pipeline 2",
+    )(export_megatron)

@@ -1,0 +1,24 @@
+"""The entry point: `megastable COMMAND ...`, the same as `python -m megastable.cli COMMAND ...`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+
+def main(*first: str) -> None:
+    """Run the command line of this process, after the words `first`: those that a script of tools/ stands for."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a traceback
+    from megastable.commands.root import command
+
+    signal.signal(signal.SIGINT, before)
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:  # a locale that lacks a character must not end it
+        reconfigure(errors="backslashreplace")
+    command().main([*first, *sys.argv[1:]], prog_name="megastable")
+
+
+if __name__ == "__main__":
+    main()

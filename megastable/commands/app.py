@@ -1,0 +1,109 @@
+"""What every command has: -h, --version, examples of its own, and errors without a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import typer
+import typer.main
+from typer.core import TyperCommand, TyperGroup
+
+from megastable import __version__
+from megastable.base.errors import user_errors
+
+F = TypeVar("F", bound=Callable[..., Any])
+SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+
+def _say_version(context: typer.Context, asked: bool) -> None:
+    if asked and not context.resilient_parsing:
+        typer.echo(f"megastable {__version__}")
+        raise typer.Exit
+
+
+def _with_version(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            is_eager=True,
+            expose_value=False,
+            callback=_say_version,
+            help="Show the version and exit.",
+        ),
+    ] = False,
+) -> None: ...
+
+
+_BARE = typer.Typer(add_completion=False)
+_BARE.command()(_with_version)
+[VERSION] = typer.main.get_command(_BARE).params
+
+
+class _Shared:
+    """Added to typer's two kinds of commands."""
+
+    def get_params(self, context: Any) -> list[Any]:
+        return [*super().get_params(context), VERSION]  # type: ignore[misc]
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with user_errors():  # an option's callback may raise
+            return super().make_context(*args, **kwargs)  # type: ignore[misc]
+
+    def invoke(self, context: Any) -> Any:
+        with user_errors():
+            return super().invoke(context)  # type: ignore[misc]
+
+
+class Command(_Shared, TyperCommand):
+    """One that does something."""
+
+
+class Group(_Shared, TyperGroup):
+    """One that others are below."""
+
+
+class WithLauncherArguments(Command):
+    """What comes after -- is not for this command, but for the deepspeed launcher: it is left in context.obj."""
+
+    def collect_usage_pieces(self, context: Any) -> list[str]:
+        return [*super().collect_usage_pieces(context), "[-- DEEPSPEED ARGUMENT...]"]
+
+    def parse_args(self, context: Any, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        context.obj = args[at + 1 :]
+        return super().parse_args(context, args[:at])
+
+
+class App(typer.Typer):
+    """A command, or a group of some. about: of a group; a single command has its function's docstring."""
+
+    def __init__(self, about: str | None = None) -> None:
+        super().__init__(
+            cls=Group,
+            help=about,
+            context_settings=SETTINGS,
+            add_completion=False,
+            pretty_exceptions_enable=False,
+        )
+        self.examples: list[str] = []  # one of each command, for the group's own help
+
+    def add(
+        self,
+        name: str | None = None,
+        *,
+        examples: str,
+        more: str = "",
+        cls: type[Command] = Command,
+        **about: Any,
+    ) -> Callable[[F], F]:
+        """A command of a function. examples: a command a line; more: paragraphs below them."""
+        lines = [line.strip() for line in examples.strip().splitlines()]
+        self.examples.append(lines[0])
+        self.info.epilog = _epilog(self.examples)
+        return self.command(name, cls=cls, epilog=_epilog(lines, more), context_settings=SETTINGS, **about)
+
+
+def _epilog(examples: list[str], more: str = "") -> str:
+    return "\n\n".join(["Examples:", *examples, *([more] if more else [])])

@@ -1,0 +1,135 @@
+"""`megastable checkpoint`: checkpoints in your hands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megastable.base.errors import BAD_INPUT, FAILED, DataError
+from megastable.commands.app import App
+from megastable.commands.checkpoint_makers import Checkpoint, add_makers
+from megastable.commands.options import Csv, Html, Json, JsonFile, Rows, put_json
+
+app = App("Verify, list, show, pin, compare, reshape and average checkpoints; no GPU is needed.")
+One = Annotated[Path, typer.Argument(help="RUN/checkpoints/step-N, or RUN/checkpoints/latest")]
+
+
+@app.add(
+    examples="""
+    megastable checkpoint verify runs/7b
+    megastable checkpoint verify runs/7b/checkpoints/step-500 runs/other --json
+    """,
+    more="Exit codes: 0 all good, 2 one is damaged, or there is none.",
+)
+def verify(paths: Annotated[list[Path], typer.Argument(help="Checkpoints, or runs: all of theirs")],
+           as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
+           rows: Rows = 100) -> None:  # fmt: skip
+    """Check every file against the manifests: torn, cut off, flipped bits, swapped, missing, of another checkpoint."""
+    from megastable.convert.tool import verifying
+    from megastable.report.sheet.output import Output
+
+    found = verifying.verify(paths, as_json)
+    Output(as_json, csv, html, rows, output=output).put(verifying.verified_sheet(found))
+    raise typer.Exit(BAD_INPUT if any(one.problems for one in found) else 0)
+
+
+@app.add(
+    "list",
+    examples="""
+    megastable checkpoint list runs/7b
+    """,
+)
+def list_(run: Annotated[Path, typer.Argument(help="Directory of a run, such as runs/quickstart")],
+          as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
+          rows: Rows = 100) -> None:  # fmt: skip
+    """The checkpoints of a run: step, size, layout, fresh, healthy or suspect, pinned, loss, age. Nothing is hashed."""
+    from megastable.convert import catalogue
+    from megastable.report.sheet.output import Output
+
+    Output(as_json, csv, html, rows, output=output).put(catalogue.sheet(run, catalogue.entries(run)))
+
+
+@app.add(
+    examples="""
+    megastable checkpoint show runs/7b/checkpoints/step-500 --tensor "blocks.0.*"
+    """,
+)
+def show(checkpoint: Checkpoint,
+         tensor: Annotated[str | None, typer.Option(help="Only tensors named so, e.g. 'blocks.0.*'")] = None,
+         as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
+         rows: Rows = 30) -> None:  # fmt: skip
+    """What one is: model, step, tokens, layout, versions, fingerprints, and every tensor's norm, largest and mean."""
+    from megastable.convert.tool.showing import show as look
+    from megastable.report.sheet.output import Output
+
+    if as_json and (csv or html):
+        raise DataError("--json of show is more than a table: leave out --csv and --html")
+    out, shown = Output(False, csv, html, rows), look(checkpoint, tensor)
+    if not as_json:
+        out.put(shown.sheet)
+    put_json(shown.facts, as_json, output)
+
+
+@app.add(
+    examples="""
+    megastable checkpoint pin runs/7b/checkpoints/step-500 --reason "before the new data"
+    """,
+)
+def pin(
+    checkpoint: One, reason: Annotated[str, typer.Option(help="Why, for whoever wonders later")] = ""
+) -> None:
+    """Keep a checkpoint, whatever checkpoint.keep says."""
+    from megastable.convert.tool.pinning import pin as keep
+
+    print(keep(checkpoint, reason))
+
+
+@app.add(
+    examples="""
+    megastable checkpoint unpin runs/7b/checkpoints/step-500
+    """,
+)
+def unpin(checkpoint: One) -> None:
+    """Let a checkpoint go again as any other."""
+    from megastable.convert.tool.pinning import unpin as let_go
+
+    print(let_go(checkpoint))
+
+
+@app.add(
+    examples="""
+    megastable checkpoint accept runs/7b/checkpoints/rejected-step-500 --reason "the kernels were wrong"
+    """,
+)
+def accept(
+    checkpoint: One, reason: Annotated[str, typer.Option(help="Why, for whoever wonders later")] = ""
+) -> None:
+    """Let runs go on from a checkpoint that was convicted or put aside (rejected-step-N, suspect-step-N)."""
+    from megastable.convert.tool.accepting import accept as take
+
+    print(take(checkpoint, reason))
+
+
+@app.add(
+    examples="""
+    megastable checkpoint diff runs/7b/checkpoints/step-500 runs/other
+    """,
+    more="Exit codes: 0 the same, 1 they differ, 2 bad input or a damaged checkpoint.",
+)
+def diff(a: Checkpoint, b: Checkpoint,
+         weights_only: Annotated[bool, typer.Option("--weights-only", help="No moments, no step and cursor")] = False,
+         as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
+         top: Annotated[int, typer.Option(min=0, help="Tensors that the terminal shows")] = 20) -> None:  # fmt: skip
+    """Which tensors differ, the most different first, and by how much; layouts may differ. Ends with 1 if any does."""
+    from megastable.convert.tool.comparing import compare
+    from megastable.report.sheet.output import Output
+
+    out = Output(as_json, csv, html, top, output=output)
+    sheet, same = compare(a, b, weights_only, bool(as_json or output or csv or html), silent=as_json)
+    out.put(sheet)
+    raise typer.Exit(0 if same else FAILED)
+
+
+add_makers(app)

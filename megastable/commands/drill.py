@@ -1,0 +1,118 @@
+"""`megastable drill`: real small training runs with planted faults, and what each policy makes of them."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from contextlib import ExitStack
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megastable.base.errors import FAILED, ConfigError
+from megastable.commands.app import App
+from megastable.commands.checkout import find_beside
+from megastable.commands.options import Json, JsonFile, put_json
+
+app = App()
+
+
+class PolicyName(StrEnum):
+    """Those of drills/plan.py, without importing it."""
+
+    nothing = "nothing"
+    clipping = "clipping"
+    skipping = "skipping"
+    ours = "ours"
+
+
+@app.add(
+    examples="""
+    megastable drill all --output drills.json
+    megastable drill thin --policy ours --seeds 1,2,3 --keep drills --output drills.json
+    megastable drill trickle rate-x10 --policy ours --ranks 1 --layers 3 --text my.txt
+    megastable drill --quick
+    megastable drill --list
+    """,
+    more="Groups: all, gross (what stands out), thin (what hardly does). Called again with the same --keep, the runs "
+    "that are finished there, by the same code, are not done again. A run takes about 40 s on two cores with two "
+    "ranks, and 25 s with one.\n\n"
+    "Exit codes: 0 all runs of ours end within 0.02 nat of the clean one, no clean sample is lost for good, and at "
+    "most one cause in 12 is wrong; 1 not so; 2 bad input.",
+)
+def drill(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[SCENARIO|GROUP]...", help="Which; all")
+    ] = None,
+    policy: Annotated[list[PolicyName] | None, typer.Option(help="Repeatable; all four")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Two scenarios, ours alone, short runs")] = False,
+    seeds: Annotated[str, typer.Option(help="Of model, data and faults, e.g. 1,2,3")] = "1",
+    text: Annotated[
+        Path | None, typer.Option(help="To train on, file or folder; else the standard library")
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Processes of a run; a divisor of 16")] = 2,
+    layers: Annotated[int, typer.Option(min=1, help="Of the model")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time")] = 1,
+    keep: Annotated[
+        Path | None, typer.Option(help="Where corpora and runs are left, and found again")
+    ] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Name the scenarios, and train nothing")] = False,
+    as_json: Json = False,
+    output: JsonFile = None,
+) -> None:
+    """Train with planted faults under each policy, and compare with a clean run. Needs a checkout.
+
+    On the CPU. JSON: the numbers of every run.
+    """
+    find_beside("drills")
+    from drills import batch, scenarios
+    from drills.plan import Policy
+    from drills.progress import Bars
+    from drills.scenario import GLOBAL_BATCH, STEPS
+    from drills.score import met
+    from drills.stage import Stage
+    from drills.table import console, table, verdict
+
+    if listed:
+        for scenario in scenarios.SCENARIOS:
+            print(f"{scenario.name}: {scenario.title}")
+        return
+    chosen = scenarios.choose(names or (list(scenarios.QUICK) if quick else []))
+    asked = {p.value for p in policy or ([PolicyName.ours] if quick else PolicyName)}
+    policies = [p for p in Policy if p.value in asked]
+    if keep is not None and keep.exists() and not keep.is_dir():
+        raise ConfigError(f"--keep {keep} is no directory: choose another name")
+    if text is not None and not text.exists():
+        raise ConfigError(f"--text {text}: there is no such file or folder")
+    if ranks < 1 or GLOBAL_BATCH % ranks:
+        raise ConfigError(
+            f"--ranks {ranks}: a step's {GLOBAL_BATCH} samples are shared evenly; choose 1, 2 or 4"
+        )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    steps = scenarios.QUICK_STEPS if quick else STEPS
+    if quick:
+        chosen = [scenario.at(scenarios.QUICK_FAULT_STEP) for scenario in chosen]
+    with ExitStack() as stack:
+        where = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="drill-")))
+        text = text and text.resolve()
+        stages = [Stage(where.resolve(), seed, steps, ranks, layers, text) for seed in numbers(seeds)]
+        todo = batch.tasks(stages, chosen, policies)
+        with Bars(len(todo), as_json) as bars:
+            for stage in dict.fromkeys(task.stage for task in todo):
+                stage.prepare()
+            scores = batch.run(todo, jobs, bars)
+    if not as_json:
+        console().print(table(scores))
+        console().print(verdict(scores), soft_wrap=True)
+    put_json([s.model_dump(mode="json") for s in scores], as_json, output)
+    raise typer.Exit(0 if met(scores) else FAILED)
+
+
+def numbers(seeds: str) -> list[int]:
+    """The seeds of a list. Raises ConfigError."""
+    parts = [part.strip() for part in seeds.split(",")]
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+        raise ConfigError(f"--seeds {seeds}: give different whole numbers, e.g. --seeds 1,2,3")
+    return [int(part) for part in parts]

@@ -1,0 +1,154 @@
+"""`megastable inspect`: what was in that batch, and which documents are bad."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megastable.commands.app import App
+from megastable.commands.options import Csv, Html, Json, JsonFile, Rows, Texts
+
+if TYPE_CHECKING:
+    from megastable.forensics.history import History
+
+app = App(
+    "What was in that batch? From steps, incidents and documents to text, and back; which ones are bad."
+)
+Run = Annotated[Path, typer.Argument(help="Directory of a run, such as runs/quickstart")]
+Shards = Annotated[list[Path], typer.Argument(help="A corpus, or shards by prefix, .idx or .bin")]
+Tokenizer = Annotated[Path | None, typer.Option(help="For shards without a manifest")]
+Checkpoint = Annotated[
+    Path | None, typer.Option(help="Colour every token by its loss: a checkpoint, or a run")
+]
+Again = Annotated[bool, typer.Option("--again", help="Forget what an earlier call left in --keep")]
+
+
+@app.add(examples="megastable inspect step runs/quickstart 120-122 --html batch.html")
+def step(run: Run, steps: Annotated[str, typer.Argument(metavar="STEP[-STEP]")], checkpoint: Checkpoint = None,
+         as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None, rows: Rows = 20,
+         texts: Texts = 1) -> None:  # fmt: skip
+    """What a step trained on: positions, corpora, shards, documents, tokens, bytes, losses, text."""
+    from megastable.forensics.samples import losses_under, step_range, step_sheet
+    from megastable.report.sheet.output import Output
+
+    out, (first, last) = Output(as_json, csv, html, rows, texts, output=output), step_range(steps)
+    out.put(step_sheet(history(run), first, last, out.wanted_texts, losses_under(checkpoint)))
+
+
+@app.add(examples="megastable inspect incident runs/quickstart 1 --checkpoint runs/quickstart")
+def incident(run: Run, number: int, checkpoint: Checkpoint = None, as_json: Json = False, output: JsonFile = None,
+             csv: Csv = None, html: Html = None, rows: Rows = 20, texts: Texts = 3) -> None:  # fmt: skip
+    """The samples of an incident, the guilty ones first."""
+    from megastable.forensics.samples import incident_sheet, losses_under
+    from megastable.report.sheet.output import Output
+
+    out = Output(as_json, csv, html, rows, texts, output=output)
+    out.put(incident_sheet(history(run), number, out.wanted_texts, losses_under(checkpoint)))
+
+
+@app.add(
+    examples="megastable inspect document data/stdlib-planted/stdlib-train-00000 490 --run runs/quickstart"
+)
+def document(shard: Annotated[Path, typer.Argument(help="PREFIX, .idx or .bin of a shard")], number: int,
+             run: Annotated[list[Path] | None, typer.Option(help="Every step of it that read the document")] = None,
+             tokenizer: Tokenizer = None, as_json: Json = False, output: JsonFile = None,
+             csv: Csv = None, html: Html = None, rows: Rows = 20, texts: Texts = 1) -> None:  # fmt: skip
+    """A document, and every step of the runs given that ever trained on it."""
+    from megastable.forensics.shard_set import open_shelf, prefix_of
+    from megastable.forensics.whereabouts import document_sheet
+    from megastable.report.sheet.output import Output
+
+    shelf, runs = open_shelf([shard], tokenizer), [history(one) for one in run or ()]
+    found = document_sheet(shelf, prefix_of(shard).name, number, runs, 20_000 if html else 1_000)
+    Output(as_json, csv, html, rows, texts, output=output).put(found)
+
+
+@app.add("run", examples="megastable inspect run runs/quickstart --json")
+def run_(
+    run: Run, as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None
+) -> None:
+    """What a run has read so far: tokens and epochs of every corpus, skips, blends."""
+    from megastable.forensics.consumption import run_sheet
+    from megastable.report.sheet.output import Output
+
+    Output(as_json, csv, html, output=output).put(run_sheet(history(run)))
+
+
+@app.add(examples="megastable inspect scan data/mine --html mine.html")
+def scan(shards: Shards,
+         against: Annotated[Path | None, typer.Option(help="A corpus that says what is usual, else this one")] = None,
+         keep: Annotated[Path | None, typer.Option(help="Where it is kept, and continued; else scans/NAME")] = None,
+         workers: Annotated[int | None, typer.Option(min=1, show_default="one per CPU", help="Processes")] = None,
+         near: Annotated[bool, typer.Option("--near", help="Look for near duplicates, too")] = False,
+         top: Annotated[int, typer.Option(min=1, help="Worst documents in tables and pages")] = 200,
+         tokenizer: Tokenizer = None, again: Again = False, as_json: Json = False, output: JsonFile = None,
+         csv: Csv = None, html: Html = None,
+         rows: Rows = 20, texts: Texts = 1) -> None:  # fmt: skip
+    """Measure every document of a corpus, and rank the odd ones, with reasons; interrupted, it goes on where it was."""
+    from megastable.forensics.scanning.scan import default_folder, scan_shards
+    from megastable.forensics.scanning.scan_sheet import sheet_of
+    from megastable.forensics.scanning.units import workers_for
+    from megastable.forensics.shard_set import open_shelf
+    from megastable.report.sheet.output import Output
+
+    show = Output(as_json, csv, html, rows, texts, output=output)
+    shelf, reference = open_shelf(shards, tokenizer), open_shelf([against]) if against else None
+    folder = keep or default_folder(shelf)
+    made = scan_shards(shelf, folder, against=reference, workers=workers_for(workers), near=near, top=top, again=again,
+                       progress=not as_json)  # fmt: skip
+    show.put(sheet_of(made, shelf, top, folder))
+
+
+@app.add(examples="megastable inspect score data/mine --checkpoint runs/7b --sample 1000")
+def score(shards: Shards, checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or a run: its newest")],
+          keep: Annotated[Path | None, typer.Option(help="Where the scores are kept; else scores/NAME")] = None,
+          documents: Annotated[Path | None, typer.Option(help="Only those of a plan or a list")] = None,
+          sample: Annotated[int | None, typer.Option(min=1, help="Only so many, evenly spread")] = None,
+          gradients: Annotated[bool, typer.Option("--gradients", help="Norms of gradients: thrice the time")] = False,
+          exact: Annotated[bool, typer.Option("--exact", help="In fp32, slower")] = False,
+          by: Annotated[str, typer.Option(help="Order: window, loss, low, odd or gradient")] = "window",
+          top: Annotated[int, typer.Option(min=1, help="Documents in tables and pages")] = 200,
+          tokenizer: Tokenizer = None, again: Again = False, as_json: Json = False, output: JsonFile = None,
+         csv: Csv = None, html: Html = None,
+          rows: Rows = 20, texts: Texts = 1) -> None:  # fmt: skip
+    """Loss and gradient norm of every document under a checkpoint, and where in it the worst is."""
+    from megastable.forensics.scoring.document_scores import Scorer, score_shelf
+    from megastable.forensics.scoring.losses import load
+    from megastable.forensics.scoring.pick import listed
+    from megastable.forensics.scoring.score_sheet import score_sheet
+    from megastable.forensics.scoring.scored import check_order
+    from megastable.forensics.shard_set import open_shelf
+    from megastable.report.sheet.output import Output
+
+    check_order(by)
+    shelf, show = (
+        open_shelf(shards, tokenizer),
+        Output(as_json, csv, html, rows, texts, on_page=50, output=output),
+    )
+    folder = keep or Path("scores") / shelf.folder_name
+    chosen = listed(shelf, documents) if documents is not None else None
+    score_shelf(shelf, checkpoint, folder, documents=chosen, sample=sample, gradients=gradients, exact=exact,
+                again=again, progress=not as_json)  # fmt: skip
+    show.put(
+        score_sheet(folder, shelf, Scorer.of(shelf, load(checkpoint, exact)), top, show.wanted_texts, by)
+    )
+
+
+@app.add(examples="megastable inspect ahead runs/7b --steps 500")
+def ahead(run: Run, steps: Annotated[int, typer.Option(min=1, help="How many")] = 100,
+          as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None, rows: Rows = 20,
+          texts: Texts = 1) -> None:  # fmt: skip
+    """What of the next steps of a run looks corrupt."""
+    from megastable.forensics.ahead import ahead_sheet
+    from megastable.report.sheet.output import Output
+
+    out = Output(as_json, csv, html, rows, texts, output=output)
+    out.put(ahead_sheet(history(run), steps, out.wanted_texts))
+
+
+def history(run: Path) -> History:
+    from megastable.forensics.history import History
+
+    return History(run)

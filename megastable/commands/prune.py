@@ -1,0 +1,123 @@
+"""`megastable prune`: documents, or spans of them, out of a corpus."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megastable.base.errors import DataError
+from megastable.commands.app import App
+from megastable.commands.options import Json, put_json
+
+if TYPE_CHECKING:
+    from megastable.forensics.pruning.token_loss import Loss
+
+app = App(
+    "Documents, or spans of them, out of a corpus: a plan to edit, a new corpus, the proof of the rest."
+)
+USUAL = "5%"
+Most = Annotated[
+    str, typer.Option(metavar="SHARE", help="Of the tokens, and of the documents, that may be gone")
+]
+
+
+@app.add(
+    examples="""
+    megastable prune plan data/mine --incident runs/7b:3 --spans --output bad.txt
+    megastable prune plan data/mine --scan scans/mine --kind "random tokens" --score 6 --output bad.txt
+    megastable prune plan data/mine --list ids.txt --output bad.txt
+    """
+)
+def plan(corpus: Path,
+         incident: Annotated[list[str] | None, typer.Option(help="RUN:NUMBER, e.g. runs/7b:3; repeatable")] = None,
+         scan: Annotated[Path | None, typer.Option(help="A scan that `megastable inspect scan` made")] = None,
+         score: Annotated[float | None, typer.Option(help="Of the scan: this and more")] = None,
+         kind: Annotated[list[str] | None, typer.Option(help="Of the scan: of this kind; repeatable")] = None,
+         duplicates: Annotated[bool, typer.Option("--duplicates", help="Of the scan: copies, but the first")] = False,
+         listed: Annotated[list[Path] | None, typer.Option("--list", help="SHARD DOCUMENT, CSV, JSONL")] = None,
+         spans: Annotated[bool, typer.Option("--spans", help="Of an incident the tokens of its samples, of a scan what "
+                                              "is odd: not whole documents")] = False,
+         most: Most = USUAL,
+         output: Annotated[Path, typer.Option(help="The plan")] = Path("prune-plan.txt"),
+         overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there")] = False,
+         as_json: Json = False) -> None:  # fmt: skip
+    """Write down which documents are to go, or which spans of them, and why: a text file to read and to edit."""
+    from megastable.forensics.pruning import choose
+    from megastable.forensics.pruning.token_loss import share_of
+
+    _, loss = choose.make_plan(
+        corpus, output, lists=listed or (), incidents=incident or (), scan=scan, score=score, kinds=kind or (),
+        duplicates=duplicates, spans=spans, most=share_of(most), overwrite=overwrite,
+    )  # fmt: skip
+    what = f"{output} takes {loss}; delete the lines of what is to stay"
+    then = f"python tools/prune_data.py apply {output} OUTPUT" + (f" --most {most}" if most != USUAL else "")
+    if as_json:
+        put_json({"plan": str(output), **loss.told}, True, None)
+    else:
+        print(f"{what}, then: {then}")
+
+
+@app.add(examples="megastable prune apply bad.txt data/mine-pruned")
+def apply(plan: Path, output: Path,
+          corpus: Annotated[Path | None, typer.Option(help="Where it lies now, if not where the plan says")] = None,
+          most: Most = USUAL, as_json: Json = False) -> None:  # fmt: skip
+    """Make OUTPUT, a new corpus without the documents and spans of a plan; the old one stays as it is."""
+    from megastable.base.progress_bar import bar
+    from megastable.forensics.pruning import prune
+    from megastable.forensics.pruning.token_loss import share_of
+
+    share = share_of(most)
+
+    def say(loss: Loss) -> None:
+        if not as_json:
+            print(f"{plan} takes {loss}", flush=True)
+
+    with bar("pruning", prune.corpus_bytes(plan, corpus), as_json) as progress:
+        made = prune.apply(plan, output, corpus, progress, share, say)
+    if as_json:
+        put_json(made.model_dump(mode="json", exclude_none=True), True, None)
+    else:
+        print(f"pruned {output}: {made}")
+
+
+@app.add(examples="megastable prune verify data/mine-pruned --plan bad.txt")
+def verify(pruned: Path,
+           original: Annotated[Path | None, typer.Option(help="Where it lies now, if not where it lay")] = None,
+           plan: Annotated[Path | None, typer.Option(help="Are just its documents gone?")] = None,
+           as_json: Json = False) -> None:  # fmt: skip
+    """Prove that PRUNED is the original without the documents that are gone; ends with 2 if it is not."""
+    from megastable.base.progress_bar import bar
+    from megastable.forensics.pruning import proof
+
+    with bar("comparing", proof.original_bytes(pruned, original), as_json) as progress:
+        found = proof.verify(pruned, original, plan, progress)
+    if as_json:
+        put_json(asdict(found) | {"original": str(found.original)}, True, None)
+    else:
+        print(f"verified {pruned}: {found}")
+
+
+@app.add(
+    examples="""
+    megastable prune skip runs/7b bad.txt
+    megastable prune skip runs/7b --corpus web
+    """
+)
+def skip(run: Path, plan: Annotated[Path | None, typer.Argument(help="Of documents of one of its corpora")] = None,
+         corpus: Annotated[str | None, typer.Option(help="Swap a whole corpus out instead, by its name")] = None,
+         as_json: Json = False) -> None:  # fmt: skip
+    """Have a run leave the documents of a plan out, from its next step on if it is at work; no shard is changed."""
+    from megastable.forensics.history import History
+    from megastable.forensics.skip import skip_plan, swap_out
+
+    if (plan is None) == (corpus is None):
+        raise DataError("say what to leave out: a plan, or --corpus NAME")
+    history = History(run)
+    done = skip_plan(history, plan) if plan is not None else swap_out(history, str(corpus))
+    if as_json:
+        put_json(asdict(done), True, None)
+    else:
+        print(done.text)

@@ -1,0 +1,46 @@
+"""`megastable status`: how a run stands, from its directory alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megastable.base.errors import ConfigError
+from megastable.commands.app import App
+from megastable.commands.options import Json, JsonFile, put_json
+
+app = App()
+
+
+@app.add(
+    examples="""
+    megastable status runs/7b
+    megastable status runs/7b --watch
+    megastable status runs/7b --json
+    """,
+    more="Exit codes: 0 while the run goes on or is complete, 75 where it was stopped or never started, else the code "
+    "that it ended with, 1 where its processes vanished without one. All of them in docs/exit-codes.md.",
+)
+def status(
+    run: Annotated[Path, typer.Argument(help="The directory of a run, e.g. runs/quickstart")],
+    watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C")] = False,
+    as_json: Json = False,
+    output: JsonFile = None,
+) -> None:
+    """Show how a run stands, who watches it, and what to do next."""
+    from rich.console import Console
+
+    from megastable.supervise.status import RunWatch, exit_code, facts, read_status
+    from megastable.supervise.status_panel import live, panel
+
+    if watch and (as_json or output):
+        raise ConfigError("--watch: not with --json and --output, which take one look")
+    if watch:
+        raise typer.Exit(exit_code(live(RunWatch(run), Console())))
+    found = read_status(run)
+    if not as_json:
+        Console().print(panel(found))
+    put_json(facts(found), as_json, output)
+    raise typer.Exit(exit_code(found))

@@ -1,0 +1,58 @@
+"""`megastable supervise`: start the deepspeed launcher, watch, and start again. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from megastable.commands.app import App, WithLauncherArguments
+from megastable.commands.options import Overrides
+
+app = App()
+
+
+@app.add(
+    cls=WithLauncherArguments,
+    examples="""
+    megastable supervise launch/recipes/quickstart.yaml run.dir=runs/mine -- --num_gpus 2
+    megastable supervise launch/recipes/7b.yaml run.dir=runs/7b -- --hostfile hostfile
+    """,
+    more="The same command again goes on where the run stopped, takes over what a killed supervisor left running, and "
+    "does nothing when the run is complete. SIGTERM and Ctrl-C end in a checkpoint; once more ends at once.\n\n"
+    "Exit codes: 0 complete, 2 bad input, 75 stopped with a checkpoint, 76 needs a person (budgets are spent), 77 no "
+    "space; all of them in docs/exit-codes.md.",
+)
+def supervise(
+    context: typer.Context,
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A YAML file, e.g. launch/recipes/quickstart.yaml")
+    ],
+    overrides: Overrides = None,
+    module: Annotated[str, typer.Option(help="What every rank runs")] = "megastable.train",
+) -> None:
+    """Train under a supervisor, which restarts after a crash or a hang from a good checkpoint.
+
+    It leaves incidents/ in the run directory, for people to read. `megastable status RUN` says how a run stands.
+    """
+    from megastable.config import recipe as recipes
+    from megastable.run import directory
+    from megastable.run.membership import check_alone
+    from megastable.supervise import hooks
+    from megastable.supervise.notifiers import Notifiers
+    from megastable.supervise.supervisor import Supervisor
+
+    check_alone(os.environ)
+    config = recipes.load(recipe, overrides or [])
+    hooks.check(config.supervise)  # before anything is made
+    run = directory.make(config, recipes.find(recipe))
+    run.compare(config)
+    notifiers = Notifiers(config, run)
+    for text in config.supervise.exposed:
+        notifiers.say(f"WARNING: {text}")
+    try:
+        supervisor = Supervisor(config, run, notifiers, recipe, overrides or [], context.obj, module)
+        raise typer.Exit(supervisor.supervise())
+    finally:
+        notifiers.close()

@@ -1,0 +1,51 @@
+"""`megastable train`: the deepspeed launcher on a recipe, as the supervisor starts it, without the supervisor."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from megastable.commands.app import App, WithLauncherArguments
+from megastable.commands.options import Overrides
+
+app = App()
+
+
+@app.add(
+    cls=WithLauncherArguments,
+    examples="""
+    megastable train launch/recipes/quickstart.yaml run.dir=runs/mine -- --num_gpus 2
+    megastable train launch/recipes/7b.yaml run.dir=runs/7b -- --hostfile hostfile
+    srun megastable train launch/recipes/7b.yaml run.dir=/shared/runs/7b
+    """,
+    more="The same command again goes on where the run stopped; `megastable supervise` does so by itself. What a "
+    "launcher has started as a rank (torchrun --no-python, srun with MASTER_ADDR and MASTER_PORT) starts no other. "
+    "Exit codes of a rank: docs/exit-codes.md; the deepspeed launcher passes on that of the first rank that failed.",
+)
+def train(
+    context: typer.Context,
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A YAML file, e.g. launch/recipes/quickstart.yaml")
+    ],
+    overrides: Overrides = None,
+) -> None:
+    """Train without a supervisor: start the deepspeed launcher on a recipe."""
+    from megastable.base.errors import ConfigError
+    from megastable.run.membership import tasks
+
+    given = context.obj
+    if "RANK" in os.environ or tasks(os.environ) is not None:
+        from megastable.train import main
+
+        if given:
+            raise ConfigError(f"{given[0]}: this process is a rank already: say it to what has started it")
+        main([recipe, *(overrides or [])])
+        return
+    from megastable.config import recipe as recipes
+    from megastable.supervise.processes import LAUNCHER
+
+    recipes.load(recipe, overrides or [])  # a mistake is told before a process is started
+    words = [*LAUNCHER, *given, "--module", "megastable.train", recipe, *(overrides or [])]
+    os.execv(words[0], words)

@@ -1,0 +1,363 @@
+"""What all commands share: `megastable X` and tools/X.py, help, version, completion, JSON and exit codes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from megastable import __version__
+from megastable.commands import drill, fp8_check, prepare
+from megastable.commands.root import COMMANDS, app, load
+from megastable.supervise.processes import free_port
+from tests.checkpoint.states import make_run
+from tests.conftest import tiny
+from tests.forensics.shelves import Plain
+from tests.forensics.shelves import corpus as write_shards
+from tests.generate.runs import corpus_with_tokenizer
+from tests.tools.cli import Done, call
+
+ROOT = Path(__file__).parents[2]
+# They take longer to import than half a second's help may take. (typer itself imports pydantic.)
+HEAVY = {
+    "deepspeed", "jinja2", "matplotlib", "numpy", "pandas", "psutil", "pyarrow", "sentencepiece", "tokenizers",
+    "torch", "transformers", "yaml",
+}  # fmt: skip
+
+
+def leaves(name: str) -> Iterator[tuple[list[str], Any]]:
+    """Every command below `name` that does something, and the words that lead to it."""
+    command = load(name)
+    below = getattr(command, "commands", None)
+    if below is None:
+        yield [name], command
+    else:
+        yield from (([name, word], one) for word, one in below.items())
+
+
+LEAVES = [(words, command) for name in COMMANDS for words, command in leaves(name)]
+
+
+def megastable(*arguments: object, cwd: Path = ROOT) -> Done:
+    return call(app, *arguments, cwd=cwd)
+
+
+def python(code: str, **environment: str) -> str:
+    """What a fresh interpreter prints on stdout."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TERM": "dumb"} | environment,
+    )  # fmt: skip
+    return done.stdout
+
+
+# Help
+
+
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    code = "import sys; from megastable.cli import main\ntry: main('--help')\nexcept SystemExit: pass\n"
+    out = python(f"{code}print(*sorted(n for n in sys.modules if n.startswith('megastable.')))")
+    assert all(f" {name} " in out for name in COMMANDS)
+    modules = {name.removeprefix("megastable.") for name in out.splitlines()[-1].split()}
+    assert modules == {"base", "base.errors", "base.text", "cli", "commands", "commands.app", "commands.root"}
+
+
+def test_help_of_every_command_imports_nothing_heavy() -> None:
+    asked = [[*words, "-h"] for words, _ in LEAVES] + [[name, "--help"] for name in COMMANDS]
+    code = f"""
+import sys
+from megastable.commands.root import command
+for words in {asked!r}:
+    try:
+        command().main(words, prog_name="megastable")
+    except SystemExit as end:
+        assert end.code == 0, words
+    found = {HEAVY!r} & set(sys.modules)
+    assert not found, (words, found)
+"""
+    assert python(code).count("Usage: megastable ") == len(asked)
+
+
+def test_a_command_imports_no_other() -> None:
+    code = "import sys; from megastable.cli import main\ntry: main('status', '-h')\nexcept SystemExit: pass\n"
+    out = python(f"{code}print(*sorted(n for n in sys.modules if n.startswith('megastable.commands.')))")
+    modules = {name.removeprefix("megastable.commands.") for name in out.splitlines()[-1].split()}
+    assert modules == {"app", "options", "root", "status"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_says_what_the_command_itself_says(name: str) -> None:
+    assert str(load(name).help).split("\n\n")[0] == COMMANDS[name]
+
+
+@pytest.mark.parametrize(("words", "command"), LEAVES, ids=[" ".join(words) for words, _ in LEAVES])
+def test_every_command_has_examples_of_its_own_that_it_can_parse(words: list[str], command: Any) -> None:
+    examples = [line for line in command.epilog.split("\n\n") if line.startswith("megastable ")]
+    assert examples
+    for example in examples:
+        given = shlex.split(example.partition("      (")[0])
+        assert given[1 : 1 + len(words)] == words, example
+        rest = given[1 + len(words) :]
+        if "-h" not in rest:
+            command.make_context(words[-1], rest).close()  # raises where there is no such option
+
+
+@pytest.mark.parametrize(
+    "words", [[], *([name] for name in COMMANDS), ["checkpoint", "verify"]], ids=" ".join
+)
+def test_version(words: list[str]) -> None:
+    done = megastable(*words, "--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"megastable {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("megastable ch", "checkpoint"),
+        ("megastable checkpoint ver", "verify"),
+        ("megastable plan --fi", "--fixed"),
+    ],
+)
+def test_tab_completion(line: str, wanted: str) -> None:
+    told = {"_MEGASTABLE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    assert python("from megastable.cli import main; main()", **told).split() == [wanted]
+
+
+def test_completion_installs_itself(tmp_path: Path) -> None:
+    environment = os.environ | {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    code = "from megastable.cli import main; main('--install-completion')"
+    done = subprocess.run(
+        ["bash", "-c", f"{shlex.join([sys.executable, '-c', code])}; true"],
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "bash completion installed" in done.stdout, done.stderr
+    assert "_MEGASTABLE_COMPLETE=complete_bash" in (tmp_path / ".bash_completions/megastable.sh").read_text()
+
+
+def test_the_scripts_stand_for_commands() -> None:
+    scripts = [*sorted((ROOT / "tools").glob("*.py")), ROOT / "launch/supervise.py"]
+    assert len(scripts) == 12
+    for script in scripts:
+        text = script.read_text(encoding="utf-8")
+        calls = [
+            n
+            for n in ast.walk(ast.parse(text))
+            if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "main"
+        ]
+        named = {str(ast.literal_eval(one.args[0])) for one in calls if one.args}
+        assert len(named) == 1 and named <= set(COMMANDS) and text.count("\n") < 15, script
+
+
+def test_choices_are_those_of_what_is_called() -> None:
+    from drills.plan import Policy
+    from megastable.config.tree import Fp8Config
+    from megastable.data.prepare import SHARD_TOKENS
+    from megastable.data.token_files import IdType
+    from megastable.data.train_tokenizer import ModelType
+    from megastable.forensics.pruning.token_loss import MOST, share_of
+
+    assert [p.value for p in drill.PolicyName] == [p.value for p in Policy]
+    assert [r.value for r in fp8_check.Recipe] == [*get_args(Fp8Config.model_fields["recipe"].annotation)]
+    assert (get_args(prepare.ModelType), get_args(prepare.IdType)) == (get_args(ModelType), get_args(IdType))
+    assert prepare.SHARD_TOKENS == SHARD_TOKENS
+    from megastable.commands.prune import USUAL
+
+    assert share_of(USUAL) == MOST
+
+
+# Exit codes: the same damage, the same code
+
+MISSING = [
+    "status none", "supervise none.yaml", "train none.yaml", "plan none.yaml", "backtest none.csv", "fp8-check none",
+    "generate none --prompt x", "prepare verify none", "prepare shards --input none --output o --tokenizer none",
+    "prepare plant none o --recipe none.yaml", "prune plan none --list none", "prune verify none",
+    "prune apply none o", "prune skip none none", "inspect step none 1", "inspect run none", "inspect scan none",
+    "checkpoint verify none", "checkpoint list none", "checkpoint show none", "checkpoint diff none none",
+    "checkpoint export none o", "convert to-hf none o", "convert to-gguf none o", "convert check none none",
+    "bench stability --recipe none.yaml", "bench scaling --recipe none.yaml", "drill --text none",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", MISSING)
+def test_what_is_not_there_is_bad_input(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    done = megastable(*line.split(), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and "none" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [words for words, _ in LEAVES], ids=" ".join)
+def test_an_option_that_there_is_not_is_bad_input(words: list[str]) -> None:
+    done = megastable(*words, "--no-such-option")
+    assert (done.returncode, done.stdout) == (2, "") and "--no-such-option" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "checkpoint verify run", "checkpoint diff run run", "checkpoint export run o",
+        "checkpoint reshape run o --tensor 2", "checkpoint export-megatron run o", "convert to-hf run o --no-tokenizer",
+        "fp8-check run", "generate run --prompt x",
+    ],
+)  # fmt: skip
+def test_a_damaged_checkpoint_is_bad_input(line: str, tmp_path: Path) -> None:
+    weights = make_run(tmp_path / "run") / "rank-00000.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    done = megastable(*line.split(), cwd=tmp_path)
+    assert done.returncode == 2 and "rank-00000.safetensors" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "o").exists()
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    write_shards(
+        tmp_path / "corpus",
+        [Plain("a", [[([n + 1, n + 2], 0)] for n in range(5)])],
+        {"train": [("a", 0, 5)]},
+        "uint16",
+    )
+    (tmp_path / "list.txt").write_text("a 1\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "line", ["prepare verify real", "prune plan corpus --list list.txt --most 50%", "inspect scan corpus"]
+)
+def test_a_shard_that_is_cut_off_is_bad_input(line: str, shards: Path) -> None:
+    corpus_with_tokenizer(shards / "real")
+    os.truncate(shards / "corpus/a.bin", 3)
+    os.truncate(next((shards / "real").glob("*.bin")), 3)
+    done = megastable(*line.split(), cwd=shards)
+    assert done.returncode == 2 and ".bin" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "backtest pipe",
+        "plan pipe",
+        "generate none --prompt-file pipe",
+        "prune plan corpus --list pipe",
+        "supervise pipe",
+    ],
+)
+def test_ctrl_c_ends_it_quietly(line: str, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it waits for somebody to write into the pipe that it reads."""
+    monkeypatch.delenv("RANK", raising=False)
+    os.mkfifo(shards / "pipe")
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    try:
+        done = megastable(*line.split(), cwd=shards)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+# JSON
+
+WORDS = re.compile(r"[<>~]?-?\d[\d,]*(\.\d+)? ?(%|s|ms|min|h|d|[kMGT]i?B|x \d+.*|\w+/s)|\d{1,3}(,\d{3})+")
+
+
+def texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for below in (below for key, below in value.items() if key != "marks"):  # labels of a histogram
+            yield from texts(below)
+    elif isinstance(value, list):
+        for below in value:
+            yield from texts(below)
+    elif isinstance(value, str):
+        yield value
+
+
+def trace(folder: Path) -> None:
+    lines = [f"{step},{3 - step / 1000},1.0" for step in range(60)]
+    (folder / "trace.csv").write_text("\n".join(["step,loss,grad_norm", *lines]))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "checkpoint verify run", "checkpoint list run", "checkpoint show run", "checkpoint diff run run",
+        "backtest trace.csv", f"plan {ROOT}/launch/recipes/125m.yaml --gpus 8 --fixed", "status run",
+        "prune plan corpus --list list.txt --most 50%", "prepare verify real", "inspect scan corpus",
+    ],
+)  # fmt: skip
+def test_json_is_all_there_is_on_stdout_and_holds_no_words_for_numbers(line: str, shards: Path) -> None:
+    make_run(shards / "run")
+    corpus_with_tokenizer(shards / "real")
+    trace(shards)
+    shown, done = megastable(*line.split(), cwd=shards), megastable(*line.split(), "--json", cwd=shards)
+    if line.startswith("prune plan"):  # its plan is there already
+        (shards / "prune-plan.txt").unlink()
+        done = megastable(*line.split(), "--json", cwd=shards)
+    assert done.returncode == shown.returncode and shown.stdout != done.stdout
+    found = json.loads(done.stdout)
+    assert [text for text in texts(found) if WORDS.fullmatch(text)] == []
+
+
+@pytest.mark.parametrize("line", ["checkpoint verify run", "checkpoint show run", "backtest trace.csv"])
+def test_output_has_the_same_json_beside_what_people_see(line: str, shards: Path) -> None:
+    make_run(shards / "run")
+    trace(shards)
+    both = megastable(*line.split(), "--json", "--output", "both.json", cwd=shards)
+    shown = megastable(*line.split(), "--output", "out.json", cwd=shards)
+    assert both.stdout == (shards / "both.json").read_text() == (shards / "out.json").read_text()
+    assert shown.stdout and not shown.stdout.startswith(("{", "["))
+
+
+def test_benchmarks_and_drills_need_a_checkout(tmp_path: Path) -> None:
+    """As from a wheel: the package alone."""
+    (tmp_path / "megastable").symlink_to(ROOT / "megastable")
+    for words in (["bench", "noise"], ["drill", "--list"]):
+        code = (
+            "from pathlib import Path; Path.resolve = Path.absolute; from megastable.cli import main; main()"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 2 and "this command needs a checkout" in done.stderr, done.stderr
+
+
+# Training
+
+
+def launched(tmp_path: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megastable.cli", "train", *map(str, arguments)], cwd=tmp_path, capture_output=True,
+        text=True, env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+    )  # fmt: skip
+
+
+def test_train_starts_the_launcher_and_what_is_a_rank_already_starts_none(
+    corpus: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tiny(corpus, tmp_path / "run").model_dump(mode="json")))
+    done = launched(tmp_path, recipe, "train.steps=2", "--", "--num_gpus", 1, "--master_port", free_port())
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 2
+    assert "deepspeed.launcher.launch" in done.stdout + done.stderr
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    rank["MASTER_PORT"] = str(free_port())
+    done = launched(tmp_path, recipe, "train.steps=3", **rank)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 3
+    assert "deepspeed.launcher" not in done.stdout + done.stderr
+    refused = launched(tmp_path, recipe, "--", "--num_gpus", 1, **rank)
+    assert refused.returncode == 2 and "--num_gpus: this process is a rank already" in refused.stderr
