@@ -32,10 +32,11 @@ Recipe = Annotated[Path, typer.Option(help="Of the run; its model is the checkpo
 def reshape(checkpoint: Checkpoint, out: Out, tensor: Tensor = None, pipeline: Pipeline = None, zero: Zero = None,
             data: Data = None, micro_batch: MicroBatch = None, as_json: Json = False) -> None:  # fmt: skip
     """Make OUT, a run that goes on from the checkpoint in another layout: the same weights, moments, step, cursor."""
+    from megastable.convert.reshaping import Sizes
     from megastable.convert.tool.making import make_reshaped
 
-    made = make_reshaped(checkpoint, out, tensor, pipeline, zero, data, micro_batch, silent=as_json)
-    _tell(made, as_json)
+    sizes = Sizes(tensor, pipeline, zero, data, micro_batch)
+    _tell(make_reshaped(checkpoint, out, sizes, silent=as_json), as_json)
 
 
 def export(checkpoint: Checkpoint, out: Out, as_json: Json = False) -> None:

@@ -44,58 +44,62 @@ class Made:
         return f"python launch/supervise.py {recipe} run.dir={out} -- --num_gpus {self.layout.world}"
 
 
-def laid_out(
-    run: RunConfig, tensor: int, pipeline: int, zero: int, data: int, micro_batch: int | None = None
-) -> RunConfig:
-    """`run` in another layout. Raises ConfigError for one that cannot be, naming every key in the way.
+@dataclass(frozen=True)
+class Sizes:
+    """Of a layout: tensor- and pipeline-parallel ranks, stage of ZeRO, data-parallel ranks, samples per rank and pass;
+    None = as it is."""
+
+    tensor: int | None = None
+    pipeline: int | None = None
+    zero: int | None = None
+    data: int | None = None
+    micro_batch: int | None = None
+
+
+AS_IT_IS = Sizes()
+
+
+def laid_out(run: RunConfig, old: store.LayoutState, sizes: Sizes) -> tuple[RunConfig, int]:
+    """`run`, whose layout is `old`, in another one, and how many data-parallel ranks that has. Raises ConfigError for
+    one that cannot be, naming every key in the way.
 
     Sequence parallelism, which is over the tensor group, ends where there is none; context parallelism goes as far as
-    data-parallel ranks and heads can be shared out. micro_batch: samples per rank and
-    pass, which must divide what a rank gets of the global batch; None = as it is.
+    data-parallel ranks and heads can be shared out. A micro-batch must divide what a rank gets of the global batch.
     """
+    tensor, pipeline, zero, data = (
+        getattr(old if getattr(sizes, name) is None else sizes, name)
+        for name in ("tensor", "pipeline", "zero", "data")
+    )
     tree = run.model_dump(mode="json")
     sequence = run.parallel.sequence and tensor > 1
     context = gcd(run.parallel.context, data, run.model.heads // max(tensor, 1))
     tree["parallel"] |= {
         "tensor": tensor, "pipeline": pipeline, "zero": zero, "sequence": sequence, "context": context,
     }  # fmt: skip
-    if micro_batch is not None:
-        tree["train"]["micro_batch"] = micro_batch
+    if sizes.micro_batch is not None:
+        tree["train"]["micro_batch"] = sizes.micro_batch
     made = recipe.validate(tree, f"tensor={tensor} pipeline={pipeline} zero={zero} data={data}")
     if data < 1:
         raise ConfigError(f"--data {data}: at least one data-parallel rank is needed")
     deepspeed_json.data_parallel(made, Layout(tensor, pipeline, data, context).world)
-    return made
+    return made, data
 
 
 def reshape(
     checkpoint: Path,
     out: Path,
-    tensor: int | None = None,
-    pipeline: int | None = None,
-    zero: int | None = None,
-    data: int | None = None,
-    micro_batch: int | None = None,
+    sizes: Sizes = AS_IT_IS,
     *,
     optimizer: bool = True,
     watch: Callable[[int], None] = lambda _: None,
 ) -> Made:
-    """Make the run `out` of a verified checkpoint; sizes that are None stay. optimizer: with Adam's moments, where it
-    has some. watch: as of `write_run`. Raises CheckpointError, ConfigError; then nothing is left of `out`.
+    """Make the run `out` of a verified checkpoint. optimizer: with Adam's moments, where it has some. watch: as of
+    `write_run`. Raises CheckpointError, ConfigError; then nothing is left of `out`.
     """
     refuse_existing(out)
     whole, state = WholeState(checkpoint), store.read_state(checkpoint)
-    old = state.layout
-    data = old.data if data is None else data
-    run = laid_out(
-        run_of(checkpoint),
-        old.tensor if tensor is None else tensor,
-        old.pipeline if pipeline is None else pipeline,
-        old.zero if zero is None else zero,
-        data,
-        micro_batch,
-    )
-    state = state.model_copy(update={"layout": old.model_copy(update={"data": data})})
+    run, data = laid_out(run_of(checkpoint), state.layout, sizes)
+    state = state.model_copy(update={"layout": state.layout.model_copy(update={"data": data})})
     return write_run_of(
         out, run, state, whole.tensor, ledgers_of(checkpoint), optimizer=optimizer and len(whole.kinds) > 1,
         origin=origin_of(checkpoint, how="reshaped" if optimizer else "exported"), watch=watch,

@@ -18,10 +18,11 @@ from megastable.base.errors import CheckpointError, ConfigError
 from megastable.checkpoint import store
 from megastable.checkpoint.new_run import write_run
 from megastable.checkpoint.plain import find_checkpoint
+from megastable.checkpoint.store import LayoutState
 from megastable.checkpoint.whole import WholeState, parameters, run_of
 from megastable.config.tree import RunConfig
 from megastable.convert.diff import differences
-from megastable.convert.reshaping import laid_out, reshape
+from megastable.convert.reshaping import Sizes, laid_out, reshape
 from megastable.parallel.sharding import shard
 from tests.checkpoint.states import LAYOUTS, make_run, numbers, recipe_of, state_of
 from tests.conftest import tiny
@@ -52,7 +53,7 @@ def test_each_layout_to_each_with_the_same_bytes(
     sources: dict[str, Path], before: str, tmp_path: Path
 ) -> None:
     for after, (tensor, pipeline, zero, data) in LAYOUTS.items():
-        made = reshape(sources[before], tmp_path / after, tensor, pipeline, zero, data)
+        made = reshape(sources[before], tmp_path / after, Sizes(tensor, pipeline, zero, data))
         assert find_checkpoint(tmp_path / after) == made.checkpoint
         same_bytes(made.checkpoint)
         state, old = store.read_state(made.checkpoint), store.read_state(sources[before])
@@ -70,7 +71,7 @@ def test_a_rank_holds_its_shard(sources: dict[str, Path], tmp_path: Path) -> Non
     """Read without our own reader: tensor rank 1 of 2, and half of it on each of two data ranks."""
     name = "blocks.1.attention.qkv.weight"
     of, whole = parameters(recipe_of().model)[name], numbers(recipe_of())[name, "exp_avg"]
-    made = reshape(sources["dp2-zero3"], tmp_path / "out", tensor=2)
+    made = reshape(sources["dp2-zero3"], tmp_path / "out", Sizes(tensor=2))
     assert made.layout.data == 2  # what is not said stays
     mine = shard(whole, of.placement, 1, 2).flatten()
     files = [load_file(made.checkpoint / f"rank-0000{rank}.safetensors") for rank in (1, 3)]
@@ -78,8 +79,8 @@ def test_a_rank_holds_its_shard(sources: dict[str, Path], tmp_path: Path) -> Non
 
 
 def test_there_and_back_is_the_same_files(sources: dict[str, Path], tmp_path: Path) -> None:
-    there = reshape(sources["one"], tmp_path / "there", 2, 1, 1, 2)
-    back = reshape(there.checkpoint, tmp_path / "back", 1, 1, 1, 1)
+    there = reshape(sources["one"], tmp_path / "there", Sizes(2, 1, 1, 2))
+    back = reshape(there.checkpoint, tmp_path / "back", Sizes(1, 1, 1, 1))
     for file in ("rank-00000.safetensors", "rank-00000.json"):
         assert (back.checkpoint / file).read_bytes() == (sources["one"] / file).read_bytes()
 
@@ -97,7 +98,7 @@ def test_context_parallelism_goes_as_far_as_it_can(
     held, state = numbers(run), state_of((1, 1, 1, 2))
     before = write_run(tmp_path / "before", run, state, lambda *of: held[of], optimizer=True, origin={})
     assert store.read_state(before).layout.context == 2
-    made = reshape(before, tmp_path / "after", tensor, data=data)
+    made = reshape(before, tmp_path / "after", Sizes(tensor, data=data))
     assert (made.layout.data, made.layout.context) == (data, context)
     assert run_of(made.checkpoint).parallel.context == context
     whole = WholeState(made.checkpoint)
@@ -109,13 +110,13 @@ def test_without_moments(sources: dict[str, Path], tmp_path: Path) -> None:
     same_bytes(made.checkpoint, optimizer=False)
     assert not made.optimizer and store.read_state(made.checkpoint).adam_step == 0
     assert store.read_state(made.checkpoint).cursor == 56
-    again = reshape(made.checkpoint, tmp_path / "again", 1, 1, 1, 1)  # there are none to be kept
+    again = reshape(made.checkpoint, tmp_path / "again", Sizes(1, 1, 1, 1))  # there are none to be kept
     same_bytes(again.checkpoint, optimizer=False)
 
 
 def test_tied_weights_over_stages(tmp_path: Path) -> None:
     before = make_run(tmp_path / "before", LAYOUTS["tp2-pp2"], model={"tied": True})
-    made = reshape(before, tmp_path / "after", 1, 2, 1, 1)
+    made = reshape(before, tmp_path / "after", Sizes(1, 2, 1, 1))
     a, b = WholeState(before), WholeState(made.checkpoint)
     assert a.names == b.names and "head.weight" not in a.names
     assert all(torch.equal(a.tensor(n, k), b.tensor(n, k)) for n in a.names for k in a.kinds)
@@ -125,7 +126,7 @@ def test_what_the_run_left_out_goes_along(tmp_path: Path) -> None:
     before = make_run(tmp_path / "before")
     for name in ("skips.jsonl", "blends.jsonl"):
         (tmp_path / "before" / name).write_text(f'{{"of": "{name}"}}\n')
-    made = reshape(before, tmp_path / "after", tensor=2)
+    made = reshape(before, tmp_path / "after", Sizes(tensor=2))
     assert made.ledgers == tmp_path / "before"
     for name in ("skips.jsonl", "blends.jsonl"):
         assert (tmp_path / "after" / name).read_text() == f'{{"of": "{name}"}}\n'
@@ -152,23 +153,24 @@ def test_a_layout_that_cannot_be_is_refused(
     sources: dict[str, Path], tmp_path: Path, sizes: tuple[int, int, int, int], told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
-        reshape(sources["one"], tmp_path / "out", *sizes)
+        reshape(sources["one"], tmp_path / "out", Sizes(*sizes))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_micro_batch_may_go_with_the_ranks(sources: dict[str, Path], tmp_path: Path) -> None:
-    made = reshape(sources["one"], tmp_path / "out", data=8, micro_batch=1)
+    made = reshape(sources["one"], tmp_path / "out", Sizes(data=8, micro_batch=1))
     assert made.layout.data == 8 and run_of(made.checkpoint).train.micro_batch == 1
     same_bytes(made.checkpoint)
     with pytest.raises(ConfigError, match=r"micro_batch=3 does not divide"):
-        reshape(sources["one"], tmp_path / "other", micro_batch=3)
+        reshape(sources["one"], tmp_path / "other", Sizes(micro_batch=3))
 
 
 def test_sequence_parallelism_ends_with_its_group() -> None:
     run = recipe_of((2, 1, 1, 1))
     run = run.model_copy(update={"parallel": run.parallel.model_copy(update={"sequence": True})})
-    assert laid_out(run, 2, 1, 1, 1).parallel.sequence
-    assert not laid_out(run, 1, 1, 1, 1).parallel.sequence
+    old = LayoutState(tensor=2, pipeline=1, data=1, zero=1, precision="bf16")
+    assert laid_out(run, old, Sizes())[0].parallel.sequence
+    assert not laid_out(run, old, Sizes(tensor=1))[0].parallel.sequence
 
 
 def test_nothing_is_written_over_and_nothing_left(sources: dict[str, Path], tmp_path: Path) -> None:
@@ -194,7 +196,7 @@ for module in (megastable.convert.average, megastable.convert.diff, megastable.c
     module.CHUNK = 1 << 16  # 16 MiB in fp32, as it is, would be all that one sees of tensors of 4 MiB
 from megastable.convert.average import average
 from megastable.convert.diff import differences
-from megastable.convert.reshaping import reshape
+from megastable.convert.reshaping import Sizes, reshape
 from megastable.checkpoint.whole import WholeState
 
 def anonymous():
@@ -208,14 +210,14 @@ def watch():
         highest = max(highest, anonymous())
 
 checkpoint, small, out = map(Path, sys.argv[1:])
-reshape(small, out / "warm", tensor=2)  # what a first call allocates for good
+reshape(small, out / "warm", Sizes(tensor=2))  # what a first call allocates for good
 for what in ("reshape", "average", "diff"):
     before = highest = anonymous()
     done.clear()
     thread = threading.Thread(target=watch)
     thread.start()
     if what == "reshape":
-        reshape(checkpoint, out / what, tensor=1, pipeline=1, data=2)
+        reshape(checkpoint, out / what, Sizes(tensor=1, pipeline=1, data=2))
     elif what == "average":
         average([checkpoint, out / "reshape" / "checkpoints" / checkpoint.name], out / what)
     else:
@@ -263,7 +265,7 @@ def test_training_goes_on_from_it_as_from_the_checkpoint_itself(corpus: Path, tm
     short = {"train": {"steps": 4}, "checkpoint": {"interval": 2}, "schedule": {"total_steps": 4}}
     assert run_ranks(2, train, tiny(corpus, tmp_path / "one", parallel={"zero": 3}, **short)) == [0, 0]
     shutil.rmtree(tmp_path / "one" / "checkpoints" / "step-4")
-    made = reshape(tmp_path / "one" / "checkpoints" / "step-2", tmp_path / "offline", 2, 1, 1, 1)
+    made = reshape(tmp_path / "one" / "checkpoints" / "step-2", tmp_path / "offline", Sizes(2, 1, 1, 1))
     reshape(made.checkpoint, tmp_path / "bare", optimizer=False)
     ends = {}
     for run in ("one", "offline", "bare"):

@@ -12,28 +12,18 @@ from megastable.base.progress_bar import bar
 from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import WholeState
 from megastable.convert.average import average
-from megastable.convert.reshaping import Made, reshape
+from megastable.convert.reshaping import AS_IT_IS, Made, Sizes, reshape
 from megastable.convert.tool.verifying import checkpoints_of, good
 
 
 def make_reshaped(
-    checkpoint: Path,
-    out: Path,
-    tensor: int | None = None,
-    pipeline: int | None = None,
-    zero: int | None = None,
-    data: int | None = None,
-    micro_batch: int | None = None,
-    optimizer: bool = True,
-    silent: bool = False,
+    checkpoint: Path, out: Path, sizes: Sizes = AS_IT_IS, optimizer: bool = True, silent: bool = False
 ) -> Made:
     """`reshape` with everything around it: found, verified, with a bar."""
     refuse_existing(out)
     found = good(checkpoint, silent)
     with bar("writing", written_bytes(found, optimizer), silent) as watch:
-        return reshape(
-            found, out, tensor, pipeline, zero, data, micro_batch, optimizer=optimizer, watch=watch
-        )
+        return reshape(found, out, sizes, optimizer=optimizer, watch=watch)
 
 
 def make_average(
