@@ -1,4 +1,4 @@
-"""How far a command is: a bar on a terminal, nothing elsewhere, on stderr."""
+"""Progress bar of a command on stderr: shown on a terminal, silent elsewhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megastable.base.text import visible
 def bar(
     what: str, total: int, silent: bool = False, unit: Literal["bytes", "files"] = "bytes"
 ) -> Iterator[Callable[[int], None]]:
-    """A function to be told of bytes, or files, as they are done; any thread may call it. total: how many there are."""
+    """A function to call with the bytes or files just done, from any thread. total: how many there are."""
     console = Console(stderr=True)
     columns: list[ProgressColumn] = [TextColumn(visible(what), markup=False), BarColumn()]
     columns += [DownloadColumn(), TransferSpeedColumn()] if unit == "bytes" else [MofNCompleteColumn()]
