@@ -114,7 +114,7 @@ def test_mistakes_are_told_in_a_line(place: Path) -> None:
         (("to-hf", "runs/a", "x", "--shard-size", "9" * 400), ": write a size such as 5GB"),
         (("to-hf", "runs/a", "x" * 300), "cannot be made: File name too long"),
         (("to-hf", "runs/a", "runs/a/checkpoints/step-5/x"), "runs/a/checkpoints/step-5/x would lie in "),
-        (("to-hf", "runs/a", "x", "--tokenizer", "base.yaml"), "base.yaml is no SentencePiece model"),
+        (("to-hf", "runs/a", "x", "--tokenizer", "base.yaml"), "base.yaml is not a SentencePiece model"),
         (("check", "runs/a", "runs/a"), "config.json is not there"),
         (("from-hf", "runs/a", "x", "--recipe", "base.yaml"), "config.json is not there"),
         (("to-gguf", "none", "x"), "none is not there, or no folder: give one that holds config.json"),
