@@ -59,14 +59,14 @@ def test_on_a_cpu_it_is_not_even_looked_for() -> None:
         ({"hidden": 72, "heads": 4, "head_dim": 16}, "model.hidden: 72"),
         ({"ffn": 120}, "model.ffn of a tensor rank: 120"),
         ({"ffn": 144, "parallel": {"tensor": 2}}, "model.ffn of a tensor rank: 72"),
-        ({"head_dim": 6}, "of the heads of a tensor rank (model.heads, head_dim) there are 24"),
-        ({"heads": 3, "kv_heads": 1, "head_dim": 8}, "(model.heads, kv_heads, head_dim) there are 40"),
-        ({"sequence_length": 20}, "model.sequence_length) there are 40"),
+        ({"head_dim": 6}, "the heads of a tensor rank (model.heads, head_dim): 24"),
+        ({"heads": 3, "kv_heads": 1, "head_dim": 8}, "(model.heads, kv_heads, head_dim): 40"),
+        ({"sequence_length": 20}, "model.sequence_length): 40"),
         (
             {"parallel": {"tensor": 2, "sequence": True}, "sequence_length": 24},
-            "sequence_length) there are 24",
+            "sequence_length): 24",
         ),
-        ({"parallel": {"context": 2}, "sequence_length": 24}, "sequence_length) there are 24"),
+        ({"parallel": {"context": 2}, "sequence_length": 24}, "sequence_length): 24"),
     ],
 )
 def test_sizes_that_its_products_do_not_take(parts: dict[str, Any], told: str) -> None:

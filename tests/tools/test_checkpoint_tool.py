@@ -110,7 +110,7 @@ def manifest_flipped(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (torn, ["rank-00000.safetensors: 1000 bytes, the manifest says", "cut off"]),
+        (torn, ["rank-00000.safetensors: 1000 bytes, the manifest says", "truncated"]),
         (lambda c: flip(c / WEIGHTS), ["rank-00000.safetensors: its checksum is not the manifest's"]),
         (lambda c: flip(c / STATE, 20), ["state.json: its checksum is not the manifest's"]),
         (missing, ["rank-00000.safetensors: No such file"]),
@@ -417,7 +417,7 @@ def test_a_manifest_that_leads_elsewhere_is_not_followed(
     files = contents.files | {"../../recipe.yaml": FileRecord(size=1, xxh3="0" * 32)}
     (checkpoint / store.MANIFEST).write_bytes(contents.model_copy(update={"files": files}).sealed())
     [row] = json_of(call, "verify", checkpoint, code=1)["rows"]
-    assert "which is no file of a checkpoint" in row["problem"]
+    assert "which is not a file of a checkpoint" in row["problem"]
 
 
 # As a process

@@ -117,13 +117,13 @@ def test_a_truncated_file_is_damaged(folder: Path) -> None:
     content = (folder / SINGLE).read_bytes()
     for size in (0, 7, 100, len(content) - 1):
         (folder / SINGLE).write_bytes(content[:size])
-        with pytest.raises(CheckpointError, match=r"model.safetensors: damaged, or not complete"):
+        with pytest.raises(CheckpointError, match=r"model.safetensors: damaged or incomplete"):
             HuggingFaceFolder(folder)
 
 
 def test_a_header_that_claims_the_world_is_damaged(folder: Path) -> None:
     (folder / SINGLE).write_bytes((2**62).to_bytes(8, "little") + b"{}")
-    with pytest.raises(CheckpointError, match=r"damaged, or not complete"):
+    with pytest.raises(CheckpointError, match=r"damaged or incomplete"):
         HuggingFaceFolder(folder)
 
 
