@@ -1,8 +1,8 @@
-"""A checkpoint as a new run in another layout, without training, without a GPU and without the ranks that it is for.
+"""Convert a checkpoint to a new run in another layout, offline: without training, a GPU or the target's ranks.
 
-Training reads checkpoints of any layout, so nothing has to be reshaped to go on. This is for what reads files: a
-rehearsal of tomorrow's layout, a smaller copy for fewer hosts, fresh moments. Everything comes through tensor by
-tensor, so weights, moments, step, schedule and cursor are exactly the old ones.
+Training reads checkpoints of any layout, so resuming needs no reshaping. This serves programs that read files: a
+rehearsal of a planned layout, a smaller copy for fewer hosts, fresh moments. Everything is copied tensor by
+tensor, so weights, moments, step, schedule and cursor stay exactly the same.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megastable.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class Made:
-    """A run directory that was made. checkpoint: the folder in it; ledgers: the run whose skips and blends it goes on
-    with, None where there was none to be found."""
+    """A new run directory. checkpoint: the folder in it; ledgers: the run from which skips and blends were copied, None
+    if it was not found."""
 
     out: Path
     checkpoint: Path
@@ -38,7 +38,7 @@ class Made:
 
     @property
     def command(self) -> str:
-        """What goes on from it, on one host."""
+        """The command that continues it, on one host."""
         out = shlex.quote(str(self.out))
         recipe = shlex.quote(str(self.out / "recipe.yaml"))
         return f"python launch/supervise.py {recipe} run.dir={out} -- --num_gpus {self.layout.world}"
@@ -47,11 +47,12 @@ class Made:
 def laid_out(
     run: RunConfig, tensor: int, pipeline: int, zero: int, data: int, micro_batch: int | None = None
 ) -> RunConfig:
-    """`run` in another layout. Raises ConfigError for one that cannot be, naming every key in the way.
+    """`run` in another layout. Raises ConfigError for an invalid one, naming every key in the way.
 
-    Sequence parallelism, which is over the tensor group, ends where there is none; context parallelism goes as far as
-    data-parallel ranks and heads can be shared out. micro_batch: samples per rank and
-    pass, which must divide what a rank gets of the global batch; None = as it is.
+    Sequence parallelism, which needs a tensor group, is switched off without one; context parallelism is reduced to
+    what
+    data-parallel ranks and heads allow. micro_batch: samples per rank and
+    pass, which must divide a rank's share of the global batch; None = unchanged.
     """
     tree = run.model_dump(mode="json")
     sequence = run.parallel.sequence and tensor > 1
@@ -80,8 +81,8 @@ def reshape(
     optimizer: bool = True,
     watch: Callable[[int], None] = lambda _: None,
 ) -> Made:
-    """Make the run `out` of a verified checkpoint; sizes that are None stay. optimizer: with Adam's moments, where it
-    has some. watch: as of `write_run`. Raises CheckpointError, ConfigError; then nothing is left of `out`.
+    """Make the run `out` from a verified checkpoint; None = unchanged. optimizer: with Adam's moments, if it
+    has some. watch: as for `write_run`. Raises CheckpointError, ConfigError; then nothing of `out` is left.
     """
     refuse_existing(out)
     whole, state = WholeState(checkpoint), store.read_state(checkpoint)
@@ -113,7 +114,7 @@ def write_run_of(
     origin: dict[str, Any],
     watch: Callable[[int], None],
 ) -> Made:
-    """`write_run`, and what to say of it."""
+    """`write_run`, with its result described."""
     written = write_run(
         out, run, state, whole, optimizer=optimizer, origin=origin, ledgers=ledgers, watch=watch
     )
@@ -122,7 +123,7 @@ def write_run_of(
 
 
 def ledgers_of(checkpoint: Path) -> Path | None:
-    """The run directory that a checkpoint lies in, None for one that was copied elsewhere."""
+    """The run directory of a checkpoint, None for one that was copied elsewhere."""
     run = checkpoint.resolve().parent.parent
     return (
         run if checkpoint.resolve().parent.name == "checkpoints" and (run / "recipe.yaml").is_file() else None

@@ -126,7 +126,7 @@ def manifest_flipped(checkpoint: Path) -> None:
 def test_verify_says_what_is_wrong(
     call: Callable[..., tuple[str, str]], checkpoint: Path, damage: Callable[[Path], None], told: list[str]
 ) -> None:
-    assert "1 checkpoint, every file as its manifest says" in call("verify", checkpoint)[0]
+    assert "1 checkpoint, all files match their manifests" in call("verify", checkpoint)[0]
     damage(checkpoint)
     found = json_of(call, "verify", checkpoint.parents[1], code=1)
     assert {row["outcome"] for row in found["rows"]} == {"damaged"}
@@ -319,9 +319,9 @@ def test_export_and_average(call: Callable[..., tuple[str, str]], checkpoint: Pa
     call("diff", tmp_path / "mean", tmp_path / "other")
     for arguments, told in (
         ((folder / "step-8", tmp_path / "x"), "at least two"),
-        ((tmp_path / "x",), "name what to average"),
+        ((tmp_path / "x",), "name the checkpoints"),
         (("--last", 9, run, tmp_path / "x"), "3 checkpoints, --last 9"),
-        (("--last", 2, run, folder, tmp_path / "x"), "--last K is of one run"),
+        (("--last", 2, run, folder, tmp_path / "x"), "--last K takes one run"),
         ((folder / "step-8", folder / "step-9", tmp_path / "x", "--weights", "1,a"), "expected numbers"),
         ((folder / "step-8", folder / "step-9", tmp_path / "x", "--weights", "1"), "1 numbers for 2"),
     ):
@@ -377,7 +377,7 @@ def test_of_a_run_the_newest_good_one_is_taken(
     later = Path(shutil.move(make_run(tmp_path / "later", step=9), checkpoint.parent))
     flip(later / WEIGHTS)
     out, told = call("export", checkpoint.parents[1], tmp_path / "out")
-    assert "step 7" in out and "passed over" in told and "step-9" in told
+    assert "step 7" in out and "skipped" in told and "step-9" in told
 
 
 def test_paths_that_are_none(call: Callable[..., tuple[str, str]], checkpoint: Path, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_that_the_package_gguf_is_missing_is_told(place: Path, monkeypatch: pyte
     run("to-hf", "runs/a", "for-gguf", "--no-check", cwd=place)
     told = run("to-gguf", "for-gguf", "made.gguf", cwd=place, code=2).stderr
     assert told == (
-        "error: the package gguf is not installed, which writes such files: bash launch/install.sh gguf\n"
+        "error: the package gguf, which writes such files, is not installed: bash launch/install.sh gguf\n"
     )
     assert not (place / "made.gguf").exists()
 
@@ -163,7 +163,7 @@ def test_what_is_not_checked_is_said(place: Path, monkeypatch: pytest.MonkeyPatc
     )
     for arguments, code in ((("to-hf", "runs/a", "without"), 0), (("check", "runs/a", "unchecked"), 1)):
         told = run(*arguments, cwd=place, code=code)
-        assert "WARNING: NOT CHECKED: transformers is not installed, and nothing else can tell" in told.stderr
+        assert "WARNING: NOT CHECKED: transformers, which the check needs, is not installed" in told.stderr
     assert "NOT CHECKED" in (place / "without/README.md").read_text()
 
 

@@ -166,7 +166,7 @@ def test_shards_and_their_index_must_agree(sharded: Path) -> None:
         (sharded / INDEX).write_text(json.dumps({"weight_map": {**where, **changed}}))
 
     written(**{"model.norm.weight": "../../etc/passwd.safetensors"})
-    with pytest.raises(CheckpointError, match=r"is no name of a .safetensors file beside it"):
+    with pytest.raises(CheckpointError, match=r"is not the name of a .safetensors file beside it"):
         HuggingFaceFolder(sharded)
     written(**{"model.norm.weight": files[0]})
     with pytest.raises(CheckpointError, match=r"does not hold 'model.norm.weight'"):
