@@ -1,4 +1,5 @@
-"""Where a run is, and where it may go back to, from its directory: no torch, no training process."""
+"""Current position of a run, and the positions of its checkpoints, from its directory: no torch, no training
+process."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from megastable.run.directory import RunDirectory
 
 
 def live_place(history: History) -> tuple[int, int]:
-    """Step and cursor of a run, as its processes say, or its records."""
+    """Step and cursor of a run, by its processes, or else by its records."""
     try:
         told = json.loads(history.run.progress.read_text())
         return int(told["step"]), int(told["cursor"])
@@ -20,10 +21,10 @@ def live_place(history: History) -> tuple[int, int]:
 
 
 def checkpoint_cursor(run: RunDirectory, choose: Callable[[list[int]], int]) -> int:
-    """The cursor of one of a run's checkpoints: choose `min` or `max`; 0 where there is none."""
+    """The cursor of one of a run's checkpoints: choose `min` or `max`; 0 if there is none."""
     found = []
     for path in run.checkpoints.glob("step-*/state.json"):
-        # One that cannot be read is passed over when the run starts, too.
+        # An unreadable one is also skipped when the run starts.
         with suppress(OSError, ValueError, KeyError, TypeError):
             found.append(int(json.loads(path.read_text())["cursor"]))
     return choose(found) if found else 0

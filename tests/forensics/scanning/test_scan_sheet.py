@@ -131,5 +131,5 @@ def test_the_text_is_cut_at_the_document_and_around_the_piece(tmp_path: Path) ->
 
 def test_another_shelf_is_an_error(scanned: tuple[Scan, Shelf], tmp_path: Path) -> None:
     write(tmp_path, Plain("other", [[([1, 2, 3], 0)]]), "uint16")
-    with pytest.raises(DataError, match="not what was scanned"):
+    with pytest.raises(DataError, match="not the scanned corpus"):
         sheet_of(scanned[0], open_shelf([tmp_path / "other"]))
