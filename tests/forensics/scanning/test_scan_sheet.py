@@ -66,7 +66,7 @@ def test_the_worst_come_first_with_their_texts(scanned: tuple[Scan, Shelf]) -> N
 def test_a_sheet_says_what_its_numbers_are_worth(scanned: tuple[Scan, Shelf]) -> None:
     scan, shelf = scanned
     sheet = sheet_of(scan, shelf, top=3)
-    assert any("below 1,000,000, scores and kinds are guesses" in line for line in sheet.lead)
+    assert any("below 1,000,000, scores and kinds are unreliable" in line for line in sheet.lead)
     above = [value for name, value in sheet.facts if name.startswith("score")]
     told = {line.documents for line in scan.thresholds}
     assert len(above) == len(set(above)) == len(told)
