@@ -88,8 +88,8 @@ def check_alike(given: Sequence[tuple[str, Tensors]]) -> None:
         for name in first.names:
             if first.shape(name) != other.shape(name):
                 raise CheckpointError(
-                    f"{called}: {name} is {other.shape(name)}, in {first_called} {first.shape(name)}: they are not of "
-                    "one model"
+                    f"{called}: {name} is {other.shape(name)}, in {first_called} {first.shape(name)}: they are of "
+                    "different models"
                 )
 
 

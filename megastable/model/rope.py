@@ -45,8 +45,8 @@ def frequencies(rope: Rope, device: torch.device) -> Tensor:
 @lru_cache(maxsize=8)
 def rope_table(length: int, rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin, each fp32 [length, width / 2].
+
     Kept outside the modules: a buffer would be cast to bf16 with them, which cannot tell positions above 256 apart.
-        Kept outside the modules: a buffer would be cast to bf16 with them, and positions above 256 would blur.
     """
     angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies(rope, device)
     return angle.cos(), angle.sin()

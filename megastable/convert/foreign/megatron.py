@@ -6,7 +6,6 @@
     FOLDER/latest_checkpointed_iteration.txt
     FOLDER/iter_0000100/mp_rank_00_000/model_optim_rng.pt    a file per tensor and pipeline rank; no _000 for one stage
 
-Adam's moments do not travel: Megatron's distributed optimizer keeps them in buffers whose layout is its version's own.
 Adam's moments are not converted: Megatron's distributed optimizer keeps them in buffers with a version-specific layout.
 """
 

@@ -197,7 +197,7 @@ def test_a_config_that_is_none(folder: Path, content: str) -> None:
 def test_what_is_not_there(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"none is not there, or no folder"):
         HuggingFaceFolder(tmp_path / "none")
-    with pytest.raises(CheckpointError, match=r"config.json is not there"):
+    with pytest.raises(CheckpointError, match=r"config.json is missing"):
         HuggingFaceFolder(tmp_path)
     (folder / SINGLE).unlink()
     with pytest.raises(CheckpointError, match=f"holds neither {SINGLE} nor {INDEX}"):

@@ -113,7 +113,7 @@ def test_a_wrong_tokenizer_is_refused(make: Make, tokenizer: Tokenizer, tmp_path
     folder = to_hf(make(MODELS["llama"]), tmp_path / "out").out
     other = train_sentencepiece(["other text, " * 50, *"abcdefghij"], tmp_path / "other/tokenizer.model", 290)
     base = written(tmp_path / "base.yaml", write_text_corpus(tmp_path / "other", other))
-    with pytest.raises(CheckpointError, match=r"a wrong tokenizer: .*they make"):
+    with pytest.raises(CheckpointError, match=r"a wrong tokenizer: .*they give"):
         from_hf(folder, tmp_path / "run", base)
     # By the hash of the SentencePiece model that is beside it, it is the same at once; and by its ids, too.
     right = tmp_path / "right"

@@ -149,8 +149,8 @@ def test_what_llama_cpp_cannot_do_is_refused(tmp_path: Path) -> None:
     last = processors.TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
     for options, why in (
         ({"before": cut(r"\w+")}, r"splits texts in a way .*\(Split, ByteLevel\)"),
-        ({"before": cut(QWEN2, "removed")}, "cuts texts"),
-        ({"before": BYTES}, "cuts texts"),
+        ({"before": cut(QWEN2, "removed")}, "splits texts"),
+        ({"before": BYTES}, "splits texts"),
         ({"before": pre_tokenizers.ByteLevel(add_prefix_space=True)}, "puts a space before every text"),
         ({"normalizer": normalizers.Lowercase()}, r"\(Lowercase, ByteLevel\)"),
         ({"processor": last}, "more to a text than a token before it"),
