@@ -76,7 +76,7 @@ class History:
         self.run = RunDirectory(root)
         if not self.run.recipe.is_file():
             raise DataError(
-                f"{root} is not the directory of a started run: {self.run.recipe.name} is missing; give one "
+                f"{root} is not the directory of a run: {self.run.recipe.name} is missing; give one "
                 "such as runs/quickstart"
             )
         self.config = load(self.run.recipe)

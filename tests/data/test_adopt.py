@@ -188,9 +188,7 @@ def test_ids_without_a_header_are_refused_unless_their_type_is_said(tmp_path: Pa
     tokens = [token for document in found for token in document]
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "train.bin").write_bytes(struct.pack(f"<{len(tokens)}H", *tokens))
-    with pytest.raises(
-        DataError, match=r"train\.bin is of an unknown format.*nanoGPT.*--raw uint16"
-    ):
+    with pytest.raises(DataError, match=r"train\.bin is of an unknown format.*nanoGPT.*--raw uint16"):
         adopt_directory(tmp_path / "in", tokenizer, output=tmp_path / "out")
     made = adopt_directory(tmp_path / "in", tokenizer, output=tmp_path / "out", raw="uint16")
     assert read_back(tmp_path / "out") == found

@@ -295,7 +295,7 @@ def test_a_step_that_passed_over_whole_epochs(run: tuple[Path, list[list[int]]])
 
 
 def test_no_run(tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(DataError, match="not the directory of a started run"):
+    with pytest.raises(DataError, match="not the directory of a run"):
         History(tmp_path)
     run = make_run(corpus, tmp_path / "run")
     note(History(run).run, 1e9, "resumed", step="x")  # an event that says nothing

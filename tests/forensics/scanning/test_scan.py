@@ -379,7 +379,7 @@ def test_files_that_are_swapped_or_gone_are_named(shards: Path, tmp_path: Path, 
     shutil.copytree(shards, copy)
     opened = shelf(copy)
     (copy / f"a{suffix}").unlink()
-    with pytest.raises(DataError, match=rf"a\{suffix} cannot be read"):
+    with pytest.raises(DataError, match=rf"a\{suffix} can no longer be read"):
         scan_shards(opened, tmp_path / "scan", progress=False)
     shutil.copy(shards / f"b{suffix}", copy / f"a{suffix}")
     with pytest.raises(DataError, match=r"describes a \.bin of"):
