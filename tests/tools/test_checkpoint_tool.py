@@ -143,7 +143,10 @@ def test_verify_knows_files_that_changed_places(call: Callable[..., tuple[str, s
     b.write_bytes(held)
     found = {row["problem"] for row in json_of(call, "verify", checkpoint, code=1)["rows"]}
     assert len(found) == 2
-    assert any("it is what rank-00001.safetensors should be: swapped" in problem for problem in found)
+    assert any(
+        "its checksum is that of rank-00001.safetensors in the manifest: swapped" in problem
+        for problem in found
+    )
 
 
 def test_verify_finds_all_of_many_problems(call: Callable[..., tuple[str, str]], checkpoint: Path) -> None:
